@@ -26,7 +26,7 @@ from lightning_module_monitor.probes.base import Among, Probe
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
-from lightning_module_monitor.record import OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record, Values
+from lightning_module_monitor.record import OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
 from lightning_module_monitor.sinks.history import StorageManager
 
 if TYPE_CHECKING:
@@ -377,13 +377,13 @@ class StepEngine:
             self._reporter.log_once(Unobserved.message, logging.WARNING)
         if context.stage == TRAIN:
             self._report_not_run(context)
-        values: Values | dict[str, float] = Values()
+        values: dict[str, float] = {}
         # Of the other kinds nothing is measured; to find out takes as long as all else at the end of a step.
         for key in context.accumulator.drop_overwriting(self.logged.of_users()):
             self._reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._reporter.guard("values", context.accumulator):
-            values = collected = context.accumulator.collect(context.reducer)
-            values = context.with_derived(collected)
+            values = context.accumulator.collect(context.reducer)
+            context.derive(values)
         if context.accumulator.is_lost:
             return None
         if self._awaits_attention and context.attention is not None and context.attention.is_requested:

@@ -13,7 +13,7 @@ from lightning_module_monitor.probes.base import Probe, StepTools
 from lightning_module_monitor.probes.parameters import WholeTensors
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import unchanged_grad_mode
-from lightning_module_monitor.record import RawTensor, Values
+from lightning_module_monitor.record import RawTensor
 
 
 class StepContext:
@@ -108,12 +108,8 @@ class StepContext:
                     tensors += probe.tensors()
         return tensors
 
-    def with_derived(self, values: Values) -> Values | dict[str, float]:
-        """The values, with what some probes derive from them in their place."""
-        deriving = [probe for probe in self.probes if probe.overrides(Probe.derive)]
-        if not deriving:
-            return values
-        derived = dict(values.items())
-        for probe in deriving:
-            probe.derive(derived)
-        return derived
+    def derive(self, values: dict[str, float]) -> None:
+        """Let some probes put what they derive from values in their place."""
+        for probe in self.probes:
+            if probe.overrides(Probe.derive):
+                probe.derive(values)

@@ -20,7 +20,6 @@ from lightning_module_monitor.kernels.moments import Moments, Need, merged, mome
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.kernels.transfer import to_host
-from lightning_module_monitor.record import Values
 from lightning_module_monitor.statistics.functions import Results, UserFunction, by_part, undisturbed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import dead_fraction, in_either, is_alive
@@ -218,7 +217,7 @@ class StepAccumulator:
 
     # The end of the step
 
-    def collect(self, reducer: DistributedReducer | None = None) -> Values:
+    def collect(self, reducer: DistributedReducer | None = None) -> dict[str, float]:
         """Finish everything, :attr:`histograms` too: one transfer per device.
 
         Args:
@@ -230,7 +229,7 @@ class StepAccumulator:
         result = self._on_host() if reducer is None else self._reduced(reducer)
         if self.is_lost:
             # No rank goes on: the one that lost the step may have nothing to go on with.
-            return Values()
+            return {}
         whole_tokens = {row for spec, row in result.rows if spec in self.whole_tokens} if self.whole_tokens else ()
         values = self._state.layout(result.rows).finish(result.moments, whole_tokens, self._fail)
         values.update(result.values)

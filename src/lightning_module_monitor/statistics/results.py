@@ -14,7 +14,6 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Array, Moments
-from lightning_module_monitor.record import Values
 from lightning_module_monitor.statistics.functions import Results, UserFunction
 from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
@@ -43,14 +42,12 @@ class Layout:
             first = members[0][0]
             parts = [np.array([row + part for _spec, row in members]) for part in range(first.num_rows)]
             self._groups.append(_Group(first, parts, [key for spec, _row in members for key in spec.statistic_keys]))
-        keys = [key for group in self._groups for key in group.keys]
-        self._num_keys = len(keys)
-        last = {key: place for place, key in enumerate(keys)}
-        self._last_places = np.array([*last.values()], dtype=np.int64)
-        """Of keys that several specifications have, the last of each."""
-        self._places = {key: place for place, key in enumerate(last)}
+        self._keys = [key for group in self._groups for key in group.keys]
+        """Of a key that several specifications have, the last value counts."""
 
-    def finish(self, table: Tensor, whole_tokens: Collection[int], fail: Callable[[MetricSpec, str, str, Exception], None]) -> Values:
+    def finish(
+        self, table: Tensor, whole_tokens: Collection[int], fail: Callable[[MetricSpec, str, str, Exception], None]
+    ) -> dict[str, float]:
         """Statistics by key.
 
         Args:
@@ -59,7 +56,7 @@ class Layout:
             fail: Receives a statistic that could not be finished: a specification that has it, its name, "its moments", the error. Its
                 values are NaN.
         """
-        numbers, start = np.empty(self._num_keys), 0
+        numbers, start = np.empty(len(self._keys)), 0
         with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
             fields = nan_where_empty(table.numpy())
             if whole_tokens:
@@ -76,7 +73,7 @@ class Layout:
                         columns[:, column] = np.nan
                         fail(group.first, name, "its moments", error)
                 start = end
-        return Values(self._places, numbers if len(self._places) == len(numbers) else numbers[self._last_places])
+        return dict(zip(self._keys, numbers.tolist(), strict=True))
 
 
 def nan_where_empty(fields: Array) -> Array:
