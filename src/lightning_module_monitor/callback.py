@@ -226,12 +226,16 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._close()
         if not self._prepared.options.observes_run(stage):
             return
-        callback: ModuleMonitorCallback | None = self
-        while callback is not None:
-            callback._shown, callback = self._results, callback._original
+        self._show(self._results)
         others = [one for one in trainer.callbacks if isinstance(one, ModuleMonitorCallback) and one is not self]  # type: ignore[union-attr]  # set by a connector, where mypy does not look
-        self._run = RunController(Run(*self._prepared, self._results, trainer, pl_module, stage), others)
+        self._run = RunController(Run(*self._prepared, self._results, trainer, pl_module, stage), [one.planned_keys for one in others])
         self._run.begin()
+
+    def _show(self, results: Results) -> None:
+        """Show results here, and in the callback that this one is a copy of."""
+        self._shown = results
+        if self._original is not None:
+            self._original._show(results)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All layers exist now; parameters are those that will be trained."""

@@ -75,12 +75,10 @@ class ModuleMonitor(Described, StepEngine):
         prefix: Put before every key.
         on_error: ``warn``: a value that cannot be computed is logged once and recorded as NaN. ``raise``: it is an error.
         history: Number of records that are kept in memory.
-        cpu_offload: Whether the reference's activations wait for the model's in the memory of the host. On a GPU that
-            takes less of its memory and more time.
+        cpu_offload: Whether the reference's activations wait for the model's in host memory: less memory of a GPU, and more time.
         compiled: ``keep``: nothing inside compiled code is observed. ``uncompiled``: everything is, and monitored steps run uncompiled.
-        distributed: Whether every rank of ``torch.distributed`` runs this monitor, in the same steps, and the values are to be
-            those of all ranks together. Every rank then has every record. In tensor parallel training the mesh of the ranks
-            that share their input. A rank that no longer takes part ends the record, and not the training.
+        distributed: Whether every rank of ``torch.distributed`` runs this monitor, in the same steps, and has the values of all ranks
+            together. In tensor parallel training the mesh of the ranks that share their input. A rank that leaves ends the record alone.
 
     Raises:
         ConfigError: If a value is wrong. The message names it, what was expected, and the nearest right one.
@@ -198,8 +196,7 @@ class ModuleMonitor(Described, StepEngine):
         is run ``with monitor.running_reference()``.
 
         Args:
-            module: A module of the same structure as the monitored one; for example a copy made at its initialization.
-                Where the monitor has a ``module``, one of that submodule's structure will do.
+            module: A module of the same structure as the monitored one, or as its submodule ``module``; e.g. a copy made at initialization.
             follows: Whether the monitor calls it whenever the module is about to run, with the same arguments.
             wrapper: For a module in a unit of FSDP1 that can only run within another module's forward pass: that other module, which
                 calls its first argument with all others.

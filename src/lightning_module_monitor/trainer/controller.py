@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
 from lightning_module_monitor.distributed.ranks import is_first_process
@@ -64,24 +64,17 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
     return Prepared(options, monitor, ErrorReporter(messages, given["on_error"], is_first_process))
 
 
-class HasKeys(Protocol):
-    """Another callback of ours."""
-
-    def planned_keys(self) -> list[str]:
-        """Every key of its present run that is known before the first step."""
-
-
 class RunController:
     """Owns the controllers of a run: of its reference, its sinks and its steps.
 
     Args:
         run: The run.
-        others: The other callbacks of its Trainer that record something.
+        keys_of_others: Give the planned keys of the other callbacks of its Trainer.
     """
 
-    def __init__(self, run: Run, others: Sequence[HasKeys]) -> None:
+    def __init__(self, run: Run, keys_of_others: Sequence[Callable[[], Sequence[str]]]) -> None:
         self._run = run
-        self._others = others
+        self._keys_of_others = keys_of_others
         self._resumed: dict[str, Any] = {}
         """The state in the checkpoint of the run that is resumed."""
         self._sinks = SinksController(run)
@@ -175,8 +168,8 @@ class RunController:
         for label, pattern in health.patterns:
             if not checks.check_keys(run.planner, pattern, label, keys, histograms):
                 run.results.awaited.add(label, pattern)
-        for other in self._others:
-            common = {*keys, *histograms} & {*other.planned_keys()}
+        for planned_keys in self._keys_of_others:
+            common = {*keys, *histograms} & {*planned_keys()}
             if common:
                 raise ConfigError(f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own.")
         if run.is_fit:
