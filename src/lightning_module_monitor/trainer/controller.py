@@ -18,7 +18,8 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.planned import OF_WATCHES
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import Record
+from lightning_module_monitor.record import Record, is_context
+from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
@@ -163,17 +164,18 @@ class RunController:
 
     def _check_keys(self) -> None:
         """Compare the patterns of options with the keys of this run, and these with those of other callbacks."""
-        run, health, keys, histograms = self._run, self._run.options.health, self._sinks.planned_keys(), self._sinks.planned_histograms()
-        self._sinks.check_patterns()
-        for label, pattern in health.patterns:
-            if not checks.check_keys(run.planner, pattern, label, keys, histograms):
+        run, options, keys, histograms = self._run, self._run.options, self._sinks.planned_keys(), self._sinks.planned_histograms()
+        for label, pattern in (*(("callback_metrics", one) for one in options.callback_metrics), *options.health.patterns):
+            hides_context = label == "callback_metrics" and not names_context(pattern)
+            known = [key for key in keys if not (hides_context and is_context(key))]
+            if not checks.check_keys(run.planner, pattern, label, known, histograms):
                 run.results.awaited.add(label, pattern)
         for planned_keys in self._keys_of_others:
             common = {*keys, *histograms} & {*planned_keys()}
             if common:
                 raise ConfigError(f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own.")
         if run.is_fit:
-            checks.check_monitored_keys(run.trainer, {*keys}, run.options.callback_metrics, run.reporter)
+            checks.check_monitored_keys(run.trainer, {*keys}, options.callback_metrics, run.reporter)
 
     def planned_keys(self) -> list[str]:
         """Every key, also of a histogram, that is known before the first step; none before the model exists."""

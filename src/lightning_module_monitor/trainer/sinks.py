@@ -15,14 +15,12 @@ from lightning_module_monitor.record import (
     STEP_SKIPPED,
     STEPS_SINCE_NONFINITE,
     Record,
-    is_context,
 )
 from lightning_module_monitor.report.page import write_report
-from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, names_context, without_context
+from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, without_context
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.writer import is_name_of
 from lightning_module_monitor.trainer import strategy
-from lightning_module_monitor.trainer.checks import check_keys
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.nonfinite import marks_steps
 from lightning_module_monitor.trainer.options import STAGES
@@ -91,18 +89,6 @@ class SinksController:
         messages.info("Monitored values: %s%s", files.path, shown)
 
     # Keys
-
-    def check_patterns(self) -> None:
-        """The model exists.
-
-        Raises:
-            ConfigError: If ``callback_metrics`` matches no key.
-        """
-        keys, histograms = self.planned_keys(), self.planned_histograms()
-        for pattern in self._patterns:
-            known = [key for key in keys if not is_context(key) or names_context(pattern)]
-            if not check_keys(self._planner, pattern, "callback_metrics", known, histograms):
-                self._run.results.awaited.add("callback_metrics", pattern)
 
     def planned_keys(self) -> list[str]:
         """Every key of a number that is known before the first step."""

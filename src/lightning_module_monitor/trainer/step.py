@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,20 +13,17 @@ from torch.optim import Optimizer
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.options import STOP
-from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a
+from lightning_module_monitor.lightning_packages import LightningModule, Trainer
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.record import OVERHEAD_FRACTION, Facts, Record
-from lightning_module_monitor.trainer.context import ContextNames, StepContextController
-from lightning_module_monitor.trainer.facts import StepFacts
+from lightning_module_monitor.record import OVERHEAD_FRACTION, Record
+from lightning_module_monitor.trainer.context import ContextNames, MonitoredStep
 from lightning_module_monitor.trainer.health import HealthController
-from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
 from lightning_module_monitor.trainer.reference import ReferenceController
 from lightning_module_monitor.trainer.run import Run, step_of
 from lightning_module_monitor.trainer.sinks import SinksController
-from lightning_module_monitor.trainer.strategy import scaler_of
 
 
 class StepController:
@@ -279,56 +275,6 @@ class StepController:
             self._run.results.last_record = replace(record, tensors=())
         self._sinks.emit(record)
         self.health.follow(record.findings)
-
-
-class MonitoredStep:
-    """A step of training that is monitored: its optimizers, its context and its facts."""
-
-    def __init__(self, run: Run, names: ContextNames, fail: Callable[[str, Exception], None]) -> None:
-        self._optimizers = [one for one in run.trainer.optimizers if isinstance(one, Optimizer)]
-        """The optimizers of torch: a strategy may have objects of its own."""
-        self._context = StepContextController(run, names)
-        self._facts = StepFacts(run)
-        self._tracker: OptimizerTracker | EngineTracker
-        if is_a(run.trainer.strategy, "DeepSpeedStrategy"):
-            self._tracker = EngineTracker(run.monitor, run.trainer.strategy.model)
-        else:
-            is_automatic, scaler = run.module.automatic_optimization, scaler_of(run.trainer)
-            self._tracker = OptimizerTracker(run.monitor, run.module, self._optimizers, is_automatic=is_automatic, scaler=scaler, fail=fail)
-
-    def attach(self) -> None:
-        """Register the hooks of the optimizers."""
-        self._tracker.attach()
-
-    def begin_batch(self, batch: object) -> None:
-        """A micro-batch begins."""
-        self._context.observe_batch(batch)
-        self._facts.observe_batch(batch)
-
-    def begin_backward(self, loss: Tensor) -> None:
-        """The backward pass of the loss begins."""
-        self._tracker.begin_backward(loss)
-        self._context.observe_loss(loss, self._tracker.scale)
-        self._facts.observe_backward(loss, self._optimizers)
-
-    def before_clipping(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are complete and not clipped."""
-        self._tracker.before_clipping(optimizer)
-        self._context.observe_rates(optimizer)
-
-    def end(self) -> None:
-        """The step is over, and its optimizers have moved the parameters."""
-        self._facts.end_step(self._tracker.stepped)
-        self._tracker.finish()
-        self._context.end_step()
-
-    def facts(self) -> Facts:
-        """What is known of the step."""
-        return self._facts.facts(self._optimizers)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._tracker.close()
 
 
 class DDPForwardGuard:
