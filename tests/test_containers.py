@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import math
 import pickle
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ from lightning_module_monitor import (
 )
 from lightning_module_monitor.config.plain import plain
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.trainer.options import Options as ParsedOptions
 from lightning_module_monitor.width_check.settings import Settings
 
 Options = dict[str, Any]
@@ -138,8 +140,14 @@ CONTAINERS: dict[str, Container] = {
 def callback(options: Options) -> ModuleMonitorCallback:
     """The callback of these options, none of which is refused."""
     made = ModuleMonitorCallback(**options)
-    assert made._refusal is None, made._refusal
+    assert isinstance(made.monitor, ModuleMonitor)
     return made
+
+
+def parsed(made: ModuleMonitorCallback) -> ParsedOptions:
+    """The options of a callback."""
+    assert not isinstance(made._prepared, ConfigError), made._prepared
+    return made._prepared.options
 
 
 def series(root: Path, made: ModuleMonitorCallback) -> dict[str, dict[int, float]]:
@@ -166,14 +174,15 @@ def test_an_option_is_the_same_in_any_container(name: str, container: str) -> No
     others = {key: value for key, value in OPTIONS.items() if key != name}
     given = callback({**others, name: CONTAINERS[container](OPTIONS[name])})
     expected = callback(OPTIONS)
-    assert given._run.options == expected._run.options
-    assert given._run.options.described() == expected._run.options.described()
-    assert type(getattr(given._run.options, name)) is type(OPTIONS[name])
+    options = parsed(given)
+    assert options.given == parsed(expected).given
+    assert options.described() == parsed(expected).described()
+    assert type(options.given[name]) is type(OPTIONS[name])
     pickled = pickle.dumps(given)
     assert b"omegaconf" not in pickled
     assert b"jsonargparse" not in pickled
-    assert pickle.loads(pickled)._run.options.described() == expected._run.options.described()
-    assert copy.deepcopy(given)._run.options == expected._run.options
+    assert parsed(pickle.loads(pickled)).described() == parsed(expected).described()
+    assert parsed(copy.deepcopy(given)).given == parsed(expected).given
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -229,7 +238,7 @@ def test_steps_in_any_collection(value: Any, steps: list[int], tmp_path: Path) -
 def test_minutes_in_a_mapping_of_hydra() -> None:
     """The schedule by the clock."""
     given = callback({"every_n_steps": DictConfig({"minutes": 5})})
-    assert str(given._run.options.schedule) == "every 5 minutes"
+    assert str(parsed(given).every_n_steps) == "every 5 minutes"
 
 
 def test_other_classes_take_any_container(tmp_path: Path) -> None:
@@ -315,7 +324,6 @@ def test_hydra_makes_the_callback_in_every_mode(convert: str) -> None:
     )
     keys = []
     for one in (given, expected):
-        assert one._refusal is None
         assert [step for step in range(4) if one.monitor.is_step_monitored(step)] == [0, 1, 2, 3]
         one.monitor.set_module(Tiny())
         keys.append(one.monitor.planner.planned_keys())
@@ -344,11 +352,13 @@ def test_hydra_makes_the_callback_in_every_mode(convert: str) -> None:
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_wrong_value_is_named_as_in_plain_containers(options: Options, message: str, container: str) -> None:
     """The same words as for lists and dicts: no container of another package is in the message."""
-    of_lists, given = (
-        ModuleMonitorCallback(**one) for one in (options, {name: CONTAINERS[container](one) for name, one in options.items()})
-    )
-    assert str(given._refusal) == str(of_lists._refusal)
-    assert str(given._refusal).startswith(message)
+    refusals = []
+    for one in (options, {name: CONTAINERS[container](one) for name, one in options.items()}):
+        with pytest.raises(ConfigError, match=re.escape(message)) as error:
+            _monitor = ModuleMonitorCallback(**one).monitor
+        refusals.append(str(error.value))
+    assert refusals[0] == refusals[1]
+    assert refusals[0].startswith(message)
 
 
 def test_a_class_path_that_cannot_be_made() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.lightning_package import Callback
 from helpers.training import Classifier, loader, trainer
 from torch import Tensor, nn
 
@@ -173,3 +174,42 @@ def test_an_output_without_a_tensor_is_named(caplog: pytest.LogCaptureFixture) -
             assert record is not None
             assert dict(record.values) == {"monitor/errors": 0.0}
     assert caplog.messages == ["wraps: outputs of class Opaque are not recorded; no tensor is found in them."]
+
+
+class KeepPlannedKeys(Callback):
+    """Keeps the planned keys of a callback at some events of a run."""
+
+    def __init__(self, callback: ModuleMonitorCallback) -> None:
+        self.callback = callback
+        self.keys: dict[str, list[str]] = {}
+
+    def setup(self, *_args: object, **_options: object) -> None:
+        self.keys["setup"] = self.callback.planned_keys()
+
+    def on_train_start(self, *_args: object) -> None:
+        self.keys["train"] = self.callback.planned_keys()
+
+
+def test_a_callback_gives_the_keys_of_the_run_in_progress(tmp_path: Path) -> None:
+    """Of numbers and of histograms, of every monitored stage; none without a run."""
+    rules = [Rule(kinds="activation", sites="model", statistics=["rms", "hist"])]
+    callback = ModuleMonitorCallback(1, rules=rules, store=False, health=False, prefix="a", stages=["train", "validate"])
+    keep = KeepPlannedKeys(callback)
+    assert callback.planned_keys() == []
+    trainer(tmp_path, [callback, keep], max_steps=1).fit(Classifier(nn.Linear(6, 3)), loader(), loader(8))
+    assert callback.planned_keys() == []
+    assert keep.keys["setup"] == keep.keys["train"]
+    measured = {key for key in keep.keys["train"] if "/context/" not in key}
+    own = {"a/monitor/errors", "a/validation/monitor/errors"}
+    hists = {"a/activation/model/hist", "a/validation/activation/model/hist"}
+    assert measured == {"a/activation/model/rms", "a/validation/activation/model/rms"} | own | hists
+
+
+def test_a_refused_callback_has_no_monitor() -> None:
+    """What would use it gets the error that ``setup`` raises; the callback's results are empty."""
+    callback = ModuleMonitorCallback(stages=["val"])
+    for _attempt in range(2):
+        with pytest.raises(ConfigError, match="stages 'val' is not a stage"):
+            callback.monitor.add_parameter_metric("norm")
+    assert (callback.last_record, callback.store_path, list(callback.findings), list(callback.diagnose())) == (None, None, [], [])
+    assert (callback.state_dict(), callback.planned_keys()) == ({}, [])

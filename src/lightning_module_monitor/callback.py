@@ -6,7 +6,6 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Concatenate, ParamSpec
 
 from torch import Tensor, nn
@@ -20,22 +19,29 @@ from lightning_module_monitor.health.causes import Diagnoses
 from lightning_module_monitor.health.options import Alert, Health
 from lightning_module_monitor.lightning_packages import Callback, LightningModule, Trainer
 from lightning_module_monitor.model.compiled import KEEP
+from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.trainer.options import Options
-from lightning_module_monitor.trainer.run import RunController
+from lightning_module_monitor.trainer.controller import Prepared, RunController, prepare
+from lightning_module_monitor.trainer.run import Results, Run
 from lightning_module_monitor.trainer.step import StepController
+from lightning_module_monitor.trainer.summary import described
 
 P = ParamSpec("P")
 
 
-def _never_fatal(event: Callable[Concatenate[ModuleMonitorCallback, P], None]) -> Callable[Concatenate[ModuleMonitorCallback, P], None]:
-    """An error of the monitor in an event ends the monitoring of this step, and not the run."""
+def _event(
+    event: Callable[Concatenate[ModuleMonitorCallback, StepController, P], None],
+) -> Callable[Concatenate[ModuleMonitorCallback, P], None]:
+    """An event in a run, with the controller of its steps; an error of the monitor ends the monitoring of this step, and not the run."""
 
     def guarded(self: ModuleMonitorCallback, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        steps = None if self._run is None else self._run.steps
+        if steps is None:
+            return
         try:
-            event(self, *args, **kwargs)
+            event(self, steps, *args, **kwargs)
         except Exception as error:
-            self._steps.fail(event.__name__.lstrip("_"), error)
+            steps.fail(event.__name__.lstrip("_"), error)
 
     functools.update_wrapper(guarded, event)
     return guarded
@@ -116,45 +122,63 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
+        self._prepared: Prepared | ConfigError
+        """The parsed options and the monitor, or the error in the options.
+
+        It is raised in ``setup``, before the first batch. Raised here, LightningCLI would bury it in ninety lines of its own: it tries
+        every type that a callback may have, and prints what was wrong with each.
+        """
+        try:
+            self._prepared = prepare(arguments)
+        except ConfigError as error:
+            self._prepared = error
+        self._run: RunController | None = None
+        """The run in progress, from ``setup`` to its end."""
+        self._results = Results()
+        self._shown = self._results
+        """The results of the latest run of this callback or of a deep copy of it: some libraries train with copies of their callbacks."""
         self._original: ModuleMonitorCallback | None = None
         """The callback that this one is a deep copy of."""
-        self._refusal: ConfigError | None = None
-        """The error in the options; there is no run then."""
-        try:
-            self._run = RunController(Options(**arguments))
-            self._steps = StepController(self._run)
-            self.monitor = self._run.monitor
-            self._shown = self._run
-            """The latest run of this callback or of a deep copy of it: some libraries train with copies of their callbacks."""
-        except ConfigError as error:
-            # Raised in `setup`, before the first batch. Raised here, LightningCLI would bury it in ninety lines of its own:
-            # it tries every type that a callback may have, and prints what was wrong with each.
-            self._refusal = error
+
+    @property
+    def monitor(self) -> ModuleMonitor:
+        """The monitor of all runs; metrics and rules may be added to it before a run.
+
+        Raises:
+            ConfigError: If an option of the callback is wrong.
+        """
+        if isinstance(self._prepared, ConfigError):
+            raise self._prepared
+        return self._prepared.monitor
 
     @property
     def last_record(self) -> Record | None:
         """The newest record, without its raw tensors."""
-        return None if self._refusal is not None else self._shown.last_record
+        return self._shown.last_record
 
     @property
     def store_path(self) -> str | None:
         """Where the latest store is, once something was recorded; it stays until another store is written."""
-        return None if self._refusal is not None else self._shown.sinks.store_path
+        return self._shown.store_path
 
     @property
     def findings(self) -> list[Finding]:
         """The findings of this run, in their order; a notebook shows them as a table."""
-        return Findings() if self._refusal is not None else Findings(self._shown.health.findings)
-
-    def _describe(self) -> Description:
-        if self._refusal is not None:
-            return Description(f"refused: {self._refusal}", (), ())
-        shown = self._shown.describe()
-        return shown if self._shown is self._run else shown._replace(title=f"{shown.title}, of a copy that was trained with")
+        return Findings(self._shown.findings)
 
     def diagnose(self) -> Diagnoses:
         """At most three diagnoses of this run: the causes of its findings, each with evidence, first step and advice."""
-        return Diagnoses() if self._refusal is not None else self._shown.health.diagnoses()
+        return self._shown.diagnoses()
+
+    def planned_keys(self) -> list[str]:
+        """Every key of the run in progress that is known before its first step; none where the model does not exist yet."""
+        return [] if self._run is None else self._run.planned_keys()
+
+    def _describe(self) -> Description:
+        if isinstance(self._prepared, ConfigError):
+            return Description(f"refused: {self._prepared}", (), ())
+        shown = described(self._prepared.options, self._prepared.monitor, self._shown)
+        return shown if self._shown is self._results else shown._replace(title=f"{shown.title}, of a copy that was trained with")
 
     # The life of a run
 
@@ -165,23 +189,26 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs: the path of the store with the steps so far, that of the alerts, and the reference."""
-        return {} if self._refusal is not None else self._run.state()
+        return self._results.state if self._run is None else self._run.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the run of the checkpoint; validating or testing a checkpoint resumes nothing."""
-        self._run.resume(state_dict)
+        if self._run is not None:
+            self._run.resume(state_dict)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """The model has the weights of a checkpoint, also of one without this callback."""
-        self._run.note_checkpoint(checkpoint)
+        if self._run is not None:
+            self._run.note_checkpoint(checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what Lightning binds to a callback, which refers to the whole model, and without the runs of other copies."""
+        """Without the run, without what Lightning binds to a callback, which refers to the whole model, and without other copies."""
         state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
-        return state | {"_original": None} | ({"_shown": self._run} if self._refusal is None else {})
+        results = self._results.copied(self.state_dict())
+        return state | {"_run": None, "_original": None, "_results": results, "_shown": results}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleMonitorCallback:
-        """A copy that trains; this callback then shows the run of the copy."""
+        """A copy that trains; this callback then shows the results of the copy."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
@@ -194,19 +221,26 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         Raises:
             ConfigError: If an option is wrong. The message names it, what was expected, and the nearest right one.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if isinstance(self._prepared, ConfigError):
+            raise self._prepared
         self._close()
-        if self._run.options.observes_run(stage):
-            callback: ModuleMonitorCallback | None = self
-            while callback is not None:
-                callback._shown, callback = self._run, callback._original
-        self._run.begin(trainer, pl_module, stage)
+        if not self._prepared.options.observes_run(stage):
+            return
+        self._show(self._results)
+        others = [one for one in trainer.callbacks if isinstance(one, ModuleMonitorCallback) and one is not self]  # type: ignore[union-attr]  # set by a connector, where mypy does not look
+        self._run = RunController(Run(*self._prepared, self._results, trainer, pl_module, stage), [one.planned_keys for one in others])
+        self._run.begin()
+
+    def _show(self, results: Results) -> None:
+        """Show results here, and in the callback that this one is a copy of."""
+        self._shown = results
+        if self._original is not None:
+            self._original._show(results)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All layers exist now; parameters are those that will be trained."""
-        self._steps.begin_fit(pl_module)
-        self._run.begin_fit(trainer, pl_module)
+        if self._run is not None:
+            self._run.observe()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove all hooks and close all files; Lightning calls no ``teardown`` after an exception."""
@@ -214,64 +248,70 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove all hooks and close all files; the reference leaves the device with the model."""
-        self._close()
-        if self._refusal is None and self._run.reference is not None:
-            self._run.reference.leave_device()
+        self._close(leaves_device=True)
 
-    def _close(self) -> None:
-        """Remove all hooks and close the sinks; may be called twice."""
-        if self._refusal is None:
-            with ExitStack() as stack:
-                stack.callback(self._run.close)
-                stack.callback(self._steps.close)
+    def _close(self, *, leaves_device: bool = False) -> None:
+        """End the run in progress, if there is one."""
+        if self._run is not None:
+            self._run.close(leaves_device=leaves_device)
+        self._run = None
 
     # A training step: once it is known that nothing is to be done in it, every further event returns after one test
 
-    @_never_fatal
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
+    @_event
+    def on_train_batch_start(
+        self, steps: StepController, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+    ) -> None:
         """The first micro-batch of a step begins it; the hooks go on."""
-        self._steps.begin_batch(trainer, pl_module, batch, batch_idx)
+        steps.begin_batch(batch, batch_idx)
 
-    @_never_fatal
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    @_event
+    def on_before_backward(self, steps: StepController, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """The gradients that arrive at outputs from now on are those of the loss."""
-        if not self._steps.is_idle:
-            self._steps.begin_backward(trainer, loss)
+        if not steps.is_idle:
+            steps.begin_backward(loss)
 
-    @_never_fatal
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    @_event
+    def on_after_backward(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
         """The activation gradients of this micro-batch are complete."""
-        if not self._steps.is_idle:
-            self._steps.end_backward()
+        if not steps.is_idle:
+            steps.end_backward()
 
-    @_never_fatal
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    @_event
+    def on_before_optimizer_step(self, steps: StepController, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Gradients are complete, unscaled (unless by the optimizer itself) and not clipped; parameters have not moved."""
-        if not self._steps.is_idle:
-            self._steps.before_clipping(trainer, pl_module, optimizer)
+        if not steps.is_idle:
+            steps.before_clipping(optimizer)
 
-    @_never_fatal
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
+    @_event
+    def on_train_batch_end(  # noqa: PLR0917  # the arguments that Lightning gives
+        self, steps: StepController, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """The micro-batch is over, and with the last one of a step the step is."""
-        if not self._steps.is_idle:
-            self._steps.end_batch(trainer, pl_module)
+        if not steps.is_idle:
+            steps.end_batch()
 
     # Loops without training: of validation, test and predict
 
-    @_never_fatal
     def _loop_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training's hooks observe nothing meanwhile, also in the middle of an accumulated step."""
-        self._steps.begin_loop(trainer, pl_module)
+        if self._run is not None:
+            self._run.observe()  # outside of fit this is the first event after `configure_model`
+        self._begin_loop(trainer, pl_module)
 
-    @_never_fatal
-    def _loop_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    @_event
+    def _begin_loop(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
+        steps.begin_loop()
+
+    @_event
+    def _loop_epoch_end(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last moment of a loop at which values may be logged."""
-        self._steps.end_loop(trainer, pl_module)
+        steps.end_loop()
 
-    @_never_fatal
-    def _loop_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    @_event
+    def _loop_end(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training goes on."""
-        self._steps.continue_step()
+        steps.continue_step()
 
     on_validation_start = on_test_start = on_predict_start = _loop_start
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _loop_epoch_end

@@ -19,7 +19,7 @@ from lightning_module_monitor.errors import ConfigError, Log, nearest
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, beginning_with, without_wrappers
-from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.plan import DETAIL, Planner
 from lightning_module_monitor.probes.activations import ModuleTable
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.reference import Reference, structural_differences
@@ -75,12 +75,10 @@ class ModuleMonitor(Described, StepEngine):
         prefix: Put before every key.
         on_error: ``warn``: a value that cannot be computed is logged once and recorded as NaN. ``raise``: it is an error.
         history: Number of records that are kept in memory.
-        cpu_offload: Whether the reference's activations wait for the model's in the memory of the host. On a GPU that
-            takes less of its memory and more time.
+        cpu_offload: Whether the reference's activations wait for the model's in host memory: less memory of a GPU, and more time.
         compiled: ``keep``: nothing inside compiled code is observed. ``uncompiled``: everything is, and monitored steps run uncompiled.
-        distributed: Whether every rank of ``torch.distributed`` runs this monitor, in the same steps, and the values are to be
-            those of all ranks together. Every rank then has every record. In tensor parallel training the mesh of the ranks
-            that share their input. A rank that no longer takes part ends the record, and not the training.
+        distributed: Whether every rank of ``torch.distributed`` runs this monitor, in the same steps, and has the values of all ranks
+            together. In tensor parallel training the mesh of the ranks that share their input. A rank that leaves ends the record alone.
 
     Raises:
         ConfigError: If a value is wrong. The message names it, what was expected, and the nearest right one.
@@ -198,8 +196,7 @@ class ModuleMonitor(Described, StepEngine):
         is run ``with monitor.running_reference()``.
 
         Args:
-            module: A module of the same structure as the monitored one; for example a copy made at its initialization.
-                Where the monitor has a ``module``, one of that submodule's structure will do.
+            module: A module of the same structure as the monitored one, or as its submodule ``module``; e.g. a copy made at initialization.
             follows: Whether the monitor calls it whenever the module is about to run, with the same arguments.
             wrapper: For a module in a unit of FSDP1 that can only run within another module's forward pass: that other module, which
                 calls its first argument with all others.
@@ -315,6 +312,11 @@ class ModuleMonitor(Described, StepEngine):
         for rule in as_tuple(rules):
             self.planner.add(rule, label, is_optional=are_optional)
 
+    def add_detail(self, rule: Rule, capture: Capture) -> None:
+        """Record more, of what the module has of it, and capture more, in some steps, until the module is released."""
+        self.add_rules(rule, DETAIL, are_optional=True)
+        self.planner.add_capture(capture)
+
     def watches(self, module: nn.Module) -> bool:
         """Whether a module is, or is in, the one to monitor, and is not excluded."""
         return module in self._watched
@@ -372,9 +374,8 @@ class ModuleMonitor(Described, StepEngine):
             what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
             names = [one.name for one in self.planner.index.modules]
             which = "of the reference" if is_reference else "that are watched"
-            raise ValueError(
-                f"{what} is none of the {len(names)} modules {which}{nearest(module, names) if isinstance(module, str) else ''}"
-            )
+            near = nearest(module, names) if isinstance(module, str) else ""
+            raise ValueError(f"{what} is none of the {len(names)} modules {which}{near}")
         if site is None or attention is None:  # it is excluded, or an error has ended the step
             return
         watched, call = attention.watched(site), RawCall((), arguments, output)

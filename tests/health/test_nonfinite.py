@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.lightning_package import LightningModule
+from helpers.operations import operations
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -254,7 +257,7 @@ def test_on_an_accelerator_the_next_record_has_the_first_step(
     seed()
     callback = ModuleMonitorCallback(5, health=Health(watch=[]))
     steps: list[int] = []
-    monkeypatch.setattr(HealthController, "follow", lambda _self, _trainer, findings: steps.extend([step_of(_trainer)] * len(findings)))
+    monkeypatch.setattr(HealthController, "follow", lambda self, findings: steps.extend([step_of(self._trainer)] * len(findings)))
     trainer(tmp_path, [callback], limit_val_batches=0).fit(Classifier(nn.Sequential(nn.Linear(6, 3))), data, loader(8))
     [found] = callback.findings
     assert (found.step, found.name, found.site, found.severity) == (bad_step, "nonfinite", "_root_", "error")
@@ -398,3 +401,75 @@ def test_a_compiled_model_is_refused_at_every_step(tmp_path: Path) -> None:
     callback = ModuleMonitorCallback(50, health=Health(nonfinite="always"), compiled="uncompiled")
     with pytest.raises(ConfigError, match="nonfinite: warn"):
         trainer(tmp_path, [callback]).fit(module, loader(), loader(8))
+
+
+@pytest.mark.parametrize(
+    ("option", "device", "world_size", "expected"),
+    [
+        ("warn", "cpu", 1, False),
+        ("warn", "cpu", 2, True),
+        ("warn", "cuda", 1, True),
+        ("warn", "mps", 1, True),
+        ("always", "cuda", 2, False),
+        ("stop", "cuda", 1, False),
+    ],
+)
+def test_records_show_it_where_a_read_would_wait(option: str, device: str, world_size: int, expected: bool) -> None:
+    """Only with ``warn``: ``always`` and ``stop`` need to know before the optimizer's step."""
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    run: Any = SimpleNamespace(
+        options=SimpleNamespace(health=SimpleNamespace(nonfinite=option)),
+        trainer=SimpleNamespace(world_size=world_size, strategy=strategy),
+    )
+    assert nonfinite.marks_steps(run) == expected
+
+
+def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the search take tensors for those of an accelerator; returns the sizes of what it reads from there."""
+    reads: list[int] = []
+    transfer = magnitudes.transfer
+
+    def count(tensor: Tensor) -> Tensor:
+        reads.append(tensor.numel())
+        return transfer(tensor)
+
+    monkeypatch.setattr(nonfinite, "marks_steps", lambda run: run.options.health.nonfinite == "warn")
+    monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
+    monkeypatch.setattr(magnitudes, "transfer", count)
+    return reads
+
+
+@pytest.mark.parametrize(("option", "num_reads"), [("warn", 0), ("always", 6)])
+def test_on_an_accelerator_a_monitored_step_reads_nothing(
+    option: str, num_reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``warn`` finds by the common record whether all is finite; ``always`` reads one flag in each step."""
+    reads, host_reads = on_accelerator(monkeypatch), []
+    callback = ModuleMonitorCallback(2, health=Health(nonfinite=option, watch=[]), on_error="raise")
+
+    def counted(run: Callable[..., None], *args: object) -> None:
+        with operations() as called:
+            run(*args)
+        host_reads.extend(called.host_reads())
+
+    for name in ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"):
+        setattr(callback, name, functools.partial(counted, getattr(callback, name)))
+    trainer(tmp_path, [callback], max_steps=6, accumulate_grad_batches=1).fit(Classifier("mlp"), loader(), loader(8))
+    assert (len(reads), callback.findings) == (num_reads, [])
+    assert host_reads == []
+    assert load_store(callback.store_path).series("gradient/model.layers.0.weight/norm")[0].tolist() == [0, 2, 4]
+
+
+@pytest.mark.parametrize("rules", [None, []], ids=["default rules", "the loss alone"])
+def test_on_an_accelerator_the_record_of_a_monitored_step_names_the_module(
+    rules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the hooks of that step have observed is read once, when the record shows that something is not finite."""
+    reads = on_accelerator(monkeypatch)
+    module, callback = sick(), ModuleMonitorCallback(1, rules=rules, health=Health(watch=["vanishing"]), on_error="raise")
+    trainer(tmp_path, [callback], limit_val_batches=0).fit(module, loader(shuffle=True), loader(8))
+    [found] = [one for one in callback.findings if one.name == "nonfinite"]
+    assert (found.step, found.site, found.severity) == (3, "model.1", "error")
+    assert "NaN in model.1, in the forward pass of micro-batch 0 (epoch 0, batch_idx 3)" in found.words
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    assert 0 < len(reads) <= 2 * 7  # in each of the steps that are not finite, of which the first is reported

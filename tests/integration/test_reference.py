@@ -54,6 +54,17 @@ class Truth(Callback):
         )
 
 
+class KeepReference(Callback):
+    """Keeps the reference of a callback's run."""
+
+    def __init__(self, callback: ModuleMonitorCallback) -> None:
+        self.callback = callback
+        self.reference: nn.Module | None = None
+
+    def on_train_end(self, *_args: Any) -> None:
+        self.reference = self.callback.monitor.reference_module
+
+
 class WithoutDropout(Classifier):
     """Two layers and a GELU, so that a further call of the model changes nothing."""
 
@@ -191,11 +202,12 @@ def test_what_the_reference_gathers_is_not_kept(tmp_path: Path) -> None:
 
     sizes: list[tuple[int, int, int]] = []
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise")
-    trainer(tmp_path, [callback], max_epochs=2, limit_train_batches=2).fit(Gathers(), loader(), loader(8))
+    keep = KeepReference(callback)
+    trainer(tmp_path, [callback, keep], max_epochs=2, limit_train_batches=2).fit(Gathers(), loader(), loader(8))
     reference, of_model = (1, 1, 1), [(1, 1, 1), (2, 2, 2), (1, 1, 3), (2, 2, 4)]
     assert sizes == [size for one in of_model for size in (reference, one)]
-    assert callback._run.reference is not None
-    assert not hasattr(callback._run.reference._module, "last_loss")
+    assert keep.reference is not None
+    assert not hasattr(keep.reference, "last_loss")
 
 
 ALL: dict[str, Any] = {"every_n_steps": 1, "rules": [DIFFERENCES], "rcc": True, "on_error": "raise"}
@@ -741,7 +753,8 @@ def test_a_generic_lightning_module_is_silent_too(tmp_path: Path, capsys: pytest
         callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise", store=False)
         logger = CSVLogger(tmp_path / str(monitored), flush_logs_every_n_steps=1)
         options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_steps": 8}
-        fit = trainer(tmp_path, [callback, keep] if monitored else [keep], **options)
+        reference = KeepReference(callback)
+        fit = trainer(tmp_path, [callback, reference, keep] if monitored else [keep], **options)
         fit.fit(module, loader())
         rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
         own = [row[rows[0].index("own")] for row in rows[1:] if row[rows[0].index("own")]]
@@ -749,8 +762,7 @@ def test_a_generic_lightning_module_is_silent_too(tmp_path: Path, capsys: pytest
         if monitored:
             assert callback.last_record is not None
             assert callback.last_record.values["activation_difference/model.0.model/norm"] > 0
-            reference = callback._run.reference._module  # type: ignore[union-attr]
-            again = copy.deepcopy(reference)
+            again = copy.deepcopy(reference.reference)
             assert pickle.loads(pickle.dumps(again)).model[0].log is again.model[0].log  # type: ignore[union-attr, index]
     assert runs[0] == runs[1]
     assert runs[0][1] == 4

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, Record, Rule
 from lightning_module_monitor.probes.parameters import ParameterAccess
-from lightning_module_monitor.record import CAPTURED, KINDS
+from lightning_module_monitor.record import KINDS
 
 OBSERVED = [name for name, kind in KINDS.items() if not (kind.of_heads or name.startswith("rcc_"))]
 PAIRS = [name for name in OBSERVED if KINDS[name].is_pair]
@@ -56,7 +56,7 @@ def with_everything(model: nn.Module, name: str) -> ModuleMonitor:
         Rule(kinds=PAIRS, statistics=["norm", "hist"], functions={"own": lambda x, y: (x - y).sum()}),
         Rule(kinds="update", statistics="ratio"),
     ]
-    capture = Capture(sites=".*", steps=0, kinds=list(CAPTURED))
+    capture = Capture(sites=".*", steps=0, kinds=[name for name, kind in KINDS.items() if kind.can_be_captured])
     monitor = ModuleMonitor(rules=rules, gradient_flow=GradientFlow(blocks=FLOWS[name]), capture=capture, on_error="raise")
     monitor.set_module(model)
     monitor.set_reference_module(copy.deepcopy(model), follows=True)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import Store
+
+
+class _Row(NamedTuple):
+    """The values of a step: a number takes 8 bytes, where a dict of floats takes 100."""
+
+    keys: tuple[str, ...]
+    """The same object in all steps that have these."""
+    numbers: NDArray[np.float64]
+
+    def as_dict(self) -> dict[str, float]:
+        """Value by key."""
+        return dict(zip(self.keys, self.numbers.tolist(), strict=True))
 
 
 class StorageManager:
@@ -23,7 +37,9 @@ class StorageManager:
 
     def __init__(self, max_records: int = 1000) -> None:
         self._max_records = max_records
-        self._values: OrderedDict[int, Mapping[str, float]] = OrderedDict()
+        self._rows: OrderedDict[int, _Row] = OrderedDict()
+        self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """The keys of the steps, once each."""
         self._histograms: dict[str, Histogram] = {}
         """Histograms of the newest step only: each takes as much memory as 264 values."""
 
@@ -31,15 +47,18 @@ class StorageManager:
         """Keep a record, merged with an earlier one of the same step. Histograms are kept for the newest step."""
         is_same_step = record.step == self.last_step()
         self._histograms = {**(self._histograms if is_same_step else {}), **record.histograms}
-        earlier = self._values.pop(record.step, None)
-        # A copy: other holders of the record may add to its values.
-        self._values[record.step] = copy.copy(record.values) if earlier is None else dict(earlier.items()) | dict(record.values.items())
-        while len(self._values) > self._max_records:
-            self._values.popitem(last=False)
+        earlier = self._rows.pop(record.step, None)
+        values = record.values if earlier is None else earlier.as_dict() | dict(record.values)
+        keys = tuple(values)
+        self._rows[record.step] = _Row(self._keys.setdefault(keys, keys), np.fromiter(values.values(), np.float64, len(keys)))
+        while len(self._rows) > self._max_records:
+            self._rows.popitem(last=False)
+        if len(self._keys) > self._max_records:
+            self._keys = {row.keys: row.keys for row in self._rows.values()}
 
     def last_step(self) -> int | None:
         """The newest step."""
-        return next(reversed(self._values), None)
+        return next(reversed(self._rows), None)
 
     def last_histograms(self) -> dict[str, Histogram]:
         """Histogram by key, of the newest step."""
@@ -47,15 +66,16 @@ class StorageManager:
 
     def get_step_metrics(self, step: int) -> dict[str, float]:
         """Value by key of one step; empty if there is no record of it."""
-        return dict(self._values.get(step, {}).items())
+        return self._rows[step].as_dict() if step in self._rows else {}
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """Value by key of every step, by step."""
-        return {step: dict(values.items()) for step, values in self._values.items()}
+        return {step: row.as_dict() for step, row in self._rows.items()}
 
     def clear(self) -> None:
         """Forget everything."""
-        self._values.clear()
+        self._rows.clear()
+        self._keys.clear()
         self._histograms.clear()
 
     def save_hdf5(self, path: str | os.PathLike[str]) -> Path:
@@ -70,11 +90,11 @@ class StorageManager:
         Raises:
             OSError: If it could not be written; a warning has the reason.
         """
-        keys = dict.fromkeys(key for values in self._values.values() for key in values)
+        keys = dict.fromkeys(key for row in self._rows.values() for key in row.keys)
         store = Store(path, configuration={}, keys=keys, histogram_keys=self._histograms)
         last = self.last_step()
-        for step, values in self._values.items():
-            store.write(Record(step, values, self._histograms if step == last else {}))
+        for step, row in self._rows.items():
+            store.write(Record(step, row.as_dict(), self._histograms if step == last else {}))
         store.close()
         if store.failed:
             raise OSError(f"The steps could not be written to {str(path)!r}; the warning before this has the reason.")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,81 +11,70 @@ from torch import Tensor
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.figures import FINITE_STATISTICS
-from lightning_module_monitor.health.options import WARN, ParsedHealth
+from lightning_module_monitor.health.options import WARN
 from lightning_module_monitor.health.producer import Producer, producer
-from lightning_module_monitor.lightning_packages import Trainer, messages
+from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.names import ROOT
-from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
-from lightning_module_monitor.record import STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.trainer.rerun import StepRerun
+from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.strategy import can_run_again, scaler_of
 
 ALWAYS_NAMES = "health: {nonfinite: always} names the module."
 """The advice where a step that is not monitored was not finite."""
 
 
-class _Search(enum.Enum):
-    """How a step is searched for non-finite values."""
-
-    NONE = enum.auto()
-    RERUN = enum.auto()
-    """A flag is read before the optimizer's step; if it is raised, the micro-batch is run again and observed by the probe."""
-    PROBE = enum.auto()
-    """The same without a second run: the probe observes the step itself."""
-    RECORD = enum.auto()
-    """The probe observes the step itself; instead of a flag, which would cost a collective, the common record shows non-finite values."""
-    LIGHT = enum.auto()
-    """As ``RERUN``, but the flag is of the loss and of the gradients of some biases and gains alone."""
-    DEFERRED = enum.auto()
-    """As ``LIGHT``, but the flag stays on the device, and the next record has the first step of it."""
+def marks_steps(run: Run) -> bool:
+    """Whether records show non-finite values, of their own step and of those before: to read a flag, the host or other ranks would wait."""
+    is_remote = run.trainer.world_size > 1 or run.trainer.strategy.root_device.type != "cpu"
+    return run.options.health.nonfinite == WARN and is_remote
 
 
-_LIGHT = (_Search.LIGHT, _Search.DEFERRED)
-_FLAGGED = (_Search.RERUN, _Search.PROBE, *_LIGHT)
-_PROBED = (_Search.PROBE, _Search.RECORD)
+@dataclass
+class _Search:
+    """The search of one step."""
 
-
-def marks_steps(options: ParsedHealth, trainer: Trainer) -> bool:
-    """Whether the next record shows which step before it was not finite: to read that at once, the host or other ranks would wait."""
-    return options.nonfinite == WARN and (trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu")
+    is_light: bool
+    """Whether the flag is of the loss and of the gradients of some biases and gains alone."""
+    has_probe: bool
+    """Whether the probe observes the step itself; else the micro-batch that is not finite is run again, and observed then."""
+    batch_indices: list[int] = field(default_factory=list)
+    """Of the micro-batches."""
+    was_finite: bool | None = None
+    """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
 
 
 class NonfiniteController:
     """Finds the first non-finite value, from when the model exists to :meth:`close`.
 
-    Steps that are monitored, or all with ``always`` and ``stop``, are searched by a flag and a second run (``_Search.RERUN``). No second
-    run is possible under manual optimization, and under strategies that run a model only as a whole; monitored steps of several ranks
-    need none. With ``warn`` the other steps are searched lightly; where a read would make an accelerator wait, or ranks would have to
-    agree, that is deferred.
+    A flag of losses and gradients is read before the optimizer's step; if it is raised, the micro-batch is run again. No second run is
+    possible under manual optimization, and under strategies that run a model only as a whole: there the probe observes the step itself.
+    With ``warn`` steps that are not monitored are searched lightly. On an accelerator and on several ranks ``warn`` reads no flag, for
+    which they would wait: in monitored steps the probe observes, and the record shows whether all is finite; in the others the flag
+    stays on the device, and the next record has the first step of it.
     """
 
-    def __init__(self, options: ParsedHealth, monitor: ModuleMonitor, trainer: Trainer, *, on_error: str) -> None:
-        self._options = options
-        self._monitor = monitor
-        self._trainer = trainer
-        self._on_error = on_error
-        index = monitor.planner.index
+    def __init__(self, run: Run) -> None:
+        self._options = run.options.health
+        self._monitor = run.monitor
+        self._planner = run.planner
+        self._trainer = run.trainer
+        self._on_error = run.options.given["on_error"]
+        index = run.planner.index
         self._probe = NonfiniteProbe(index.modules, self._hook_failed)
         # These look inside compiled code too: at gradients, and at a copy that runs uncompiled.
         self._flag = FiniteStep(index.whole.modules)
-        self._rerun = StepRerun(trainer.lightning_module, index.whole.modules)
-        self._is_by_record = not options.is_at_every_step and trainer.world_size > 1
-        """Whether the common record shows whether a monitored step is finite."""
-        self._marks_steps = marks_steps(options, trainer)
-        self._runs_again = can_run_again(trainer)
-        self._is_scaled = scaler_of(trainer) is not None
+        self._rerun = StepRerun(run.module, index.whole.modules)
+        self._marks_steps = marks_steps(run)
+        self._runs_again = can_run_again(run.trainer)
+        self._is_scaled = scaler_of(run.trainer) is not None
         """Whether gradients are those of a scaled loss: they may overflow, which the scaler handles."""
-        self._search = _Search.NONE
-        self._batch_indices: list[int] = []
-        """Of the micro-batches of the step."""
+        self._search: _Search | None = None
+        """That of the open step; ``None`` after an error."""
         self.is_reported = False
         """Whether a non-finite value was reported, and there still is one."""
-        self._was_finite: bool | None = None
-        """Whether all of the step was, before every optimizer's part of it; ``None`` before the first one."""
-        self._steps_since: Tensor | None = None
-        """The flag of the steps before a monitored one."""
 
     def close(self) -> None:
         """Take every hook off; a second call does no harm."""
@@ -95,22 +83,26 @@ class NonfiniteController:
 
     def begin_micro_batch(self, batch: object, batch_idx: int, *, is_first: bool, is_monitored: bool) -> None:
         """A micro-batch is about to be run."""
-        self._flag.micro_batch = 0 if is_first else self._flag.micro_batch + 1
         if is_first:
-            self._batch_indices.clear()
             self.forget_step()
-            self._search = self._search_of(is_monitored=is_monitored)
-            if self._search in _PROBED and not self._probe.is_attached():
+            is_light = not (is_monitored or self._options.is_at_every_step)
+            has_probe = not is_light and (self._marks_steps or not (self._runs_again and self._is_automatic()))
+            self._search = _Search(is_light, has_probe)
+            if has_probe and not self._probe.is_attached():
                 self._probe.attach()
-        self._batch_indices.append(batch_idx)
-        if self._search in _PROBED:
+        search = self._search
+        if search is None:
+            return
+        self._flag.micro_batch = len(search.batch_indices)
+        search.batch_indices.append(batch_idx)
+        if search.has_probe:
             self._probe.begin_micro_batch()
-        elif self._search in (_Search.RERUN, _Search.LIGHT) and self._is_automatic():
-            self._rerun.keep(batch, batch_idx, is_first=is_first, is_whole=self._search is _Search.RERUN)
+        elif not self._marks_steps and self._is_automatic():
+            self._rerun.keep(batch, batch_idx, is_first=is_first, is_whole=not search.is_light)
 
     def begin_backward(self, loss: Tensor) -> None:
         """The loss of a backward pass exists."""
-        if self._search in _FLAGGED:
+        if self._search is not None and (self._search.is_light or not self._marks_steps):
             self._flag.observe_loss(loss)
         self._probe.begin_backward(loss)
         if self._is_scaled:
@@ -118,8 +110,8 @@ class NonfiniteController:
 
     def end_backward(self) -> None:
         """The gradients exist."""
-        if self._search in _FLAGGED and not self._is_scaled:
-            self._flag.observe_gradients(lightly=self._search in _LIGHT)
+        if self._search is not None and (self._search.is_light or not self._marks_steps) and not self._is_scaled:
+            self._flag.observe_gradients(lightly=self._search.is_light)
         self._probe.end_backward()
 
     def before_update(self, step: int) -> Finding | None:
@@ -128,29 +120,31 @@ class NonfiniteController:
         Returns:
             The finding, if there is a non-finite value, that is known now, and it is the first of a series.
         """
-        if self._search is _Search.DEFERRED:
-            self._flag.mark(step)
-        elif self._search is _Search.RECORD:
-            self._probe.observe_weights()
+        search = self._search
+        if self._marks_steps:
+            if search is not None and search.is_light:
+                self._flag.mark(step)
+            elif search is not None:
+                self._probe.observe_weights()
+            return None
         # Where every step is searched, other ranks expect the collective also after an error of ours.
-        elif self._search is not _Search.NONE or self._options.is_at_every_step:
-            own = self._flag.first_nonfinite()
-            self._flag.forget()
-            first = _first_of_all(own, self._monitor.ranks)
-            self._was_finite = first is None and self._was_finite is not False
-            if first is not None and not self.is_reported:
-                num_steps = 0.0 if self._steps_since is None else float(self._steps_since)
-                if num_steps:
-                    return self._marked(step, num_steps)
-                with self._monitor.no_monitor():
-                    return self._find(step, first, is_mine=own == first)
-        return None
+        if search is None and not self._options.is_at_every_step:
+            return None
+        own = self._flag.first_nonfinite()
+        self._flag.forget()
+        first = _first_of_all(own, self._monitor.ranks)
+        if search is not None:
+            search.was_finite = first is None and search.was_finite is not False
+        if first is None or self.is_reported:
+            return None
+        with self._monitor.no_monitor():
+            return self._find(step, first, is_mine=own == first)
 
     def report_marked_steps(self, step: int) -> None:
         """Give the flag of the steps before to the record of a monitored step, whose transfer and reduction it shares."""
-        self._steps_since = self._flag.steps_since(step)
-        if self._steps_since is not None:
-            self._monitor.monitor_figure(STEPS_SINCE_NONFINITE, self._steps_since)
+        steps_since = self._flag.steps_since(step)
+        if steps_since is not None:
+            self._monitor.monitor_figure(STEPS_SINCE_NONFINITE, steps_since)
 
     def end_micro_batch(self) -> None:
         """It is over."""
@@ -162,21 +156,22 @@ class NonfiniteController:
         Returns:
             The finding, if there is a non-finite value that only the record shows.
         """
-        num_steps = 0.0 if record is None else record.values.get(self._monitor.planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
+        num_steps = 0.0 if record is None else record.values.get(self._planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
         finding = None if self.is_reported or not num_steps > 0 else self._marked(step, num_steps)
-        if self._search is _Search.RECORD and record is not None:
-            self._was_finite = not _has_nonfinite(record)
-            if not self._was_finite:
+        search = self._search
+        if search is not None and search.has_probe and self._marks_steps and record is not None:
+            was_skipped = record.values.get(self._planner.own_key(STEP_SKIPPED), 0.0) > 0
+            search.was_finite = not _has_nonfinite(record, was_skipped=was_skipped)
+            if not search.was_finite:
                 rank, found = _earliest(producer(self._probe.observed()), self._monitor.ranks)
                 finding = finding if found is None or self.is_reported else self._finding(step, rank, found)
-        self.is_reported &= not self._was_finite
+        self.is_reported &= search is None or not search.was_finite
         self.forget_step()
         return finding
 
     def forget_step(self) -> None:
         """Nothing more is searched in this step."""
-        self._search = _Search.NONE
-        self._was_finite = self._steps_since = None
+        self._search = None
         self._rerun.forget()
         self._probe.forget()
         self._flag.forget()
@@ -185,13 +180,6 @@ class NonfiniteController:
 
     def _is_automatic(self) -> bool:
         return self._trainer.lightning_module.automatic_optimization
-
-    def _search_of(self, *, is_monitored: bool) -> _Search:
-        if not (is_monitored or self._options.is_at_every_step):
-            return _Search.DEFERRED if self._marks_steps else _Search.LIGHT
-        if self._is_by_record:
-            return _Search.RECORD
-        return _Search.RERUN if self._runs_again and self._is_automatic() else _Search.PROBE
 
     def _marked(self, step: int, num_steps: float) -> Finding:
         """The finding of the first marked step, which was ``num_steps`` before this one."""
@@ -204,12 +192,13 @@ class NonfiniteController:
 
         ``first`` is the first micro-batch of any rank that has one, and ``is_mine`` whether this rank's has.
         """
-        is_light = self._search is _Search.LIGHT
+        search = self._search
+        is_light = search is not None and search.is_light
         own, why = None, "all was finite when the step was run again"
         if is_light:
             why += f" with torch's random states alone as they were. {ALWAYS_NAMES}"
         try:
-            if self._search is _Search.PROBE:
+            if search is not None and search.has_probe:
                 own = producer(self._probe.observed())
             elif is_light and not self._is_automatic():
                 why = f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
@@ -223,16 +212,17 @@ class NonfiniteController:
         if found is None:
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {why.removesuffix('.')}."
             found = Producer(ROOT, True, UNKNOWN, 0, words)
-        if str(self._trainer.precision).startswith("16"):
-            words = f"The run computes in float16 (precision: {self._trainer.precision}): what is above 65504 is infinite in it."
-            found = replace(found, words=f"{found.words} {words}", cause=found.cause if found.cause == "data" else "overflow")
         return self._finding(step, rank, found)
 
     def _finding(self, step: int, rank: int, found: Producer) -> Finding:
         self.is_reported = True
+        if str(self._trainer.precision).startswith("16"):
+            words = f"The run computes in float16 (precision: {self._trainer.precision}): what is above 65504 is infinite in it."
+            found = replace(found, words=f"{found.words} {words}", cause=found.cause if found.cause == "data" else "overflow")
         where = f"micro-batch {found.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
         direction = "forward" if found.is_forward else "backward"
-        batch_idx = self._batch_indices[found.micro_batch] if 0 <= found.micro_batch < len(self._batch_indices) else ""
+        indices = [] if self._search is None else self._search.batch_indices
+        batch_idx = indices[found.micro_batch] if 0 <= found.micro_batch < len(indices) else ""
         at = f"epoch {self._trainer.current_epoch}, batch_idx {batch_idx}"
         kind = "NaN" if found.value == "NaN" else "Infinity"
         source = "the batch or the LightningModule's code" if found.site == ROOT else found.site
@@ -265,10 +255,13 @@ def _earliest(own: Producer | None, ranks: Ranks | None) -> tuple[int, Producer 
     return rank, everyones[rank]
 
 
-def _has_nonfinite(record: Record) -> bool:
-    """Whether a statistic of a tensor shows a non-finite element; gradients of a step that the scaler skipped do not count."""
-    was_skipped = any(value for key, value in record.values.items() if key.endswith(STEP_SKIPPED))
-    kinds = ("activation", "parameter", *(() if was_skipped else ("activation_gradient", "gradient", "gradient_before_clip")))
+def _has_nonfinite(record: Record, *, was_skipped: bool) -> bool:
+    """Whether the loss or a statistic of a tensor is that of a non-finite element.
+
+    In a step that the scaler skipped (``was_skipped``) losses and gradients may have overflowed, and do not count.
+    """
+    may_overflow = ("activation_gradient", "gradient", "gradient_before_clip", CONTEXT_KIND)
+    kinds = ("activation", "parameter", *(() if was_skipped else may_overflow))
     counts, suspects = f"/{FINITE_STATISTICS[0]}", record.values.items()
     keys = [Key.parse(key) for key, value in suspects if not math.isfinite(value) or (value and key.endswith(counts))]
-    return any(one.kind in kinds and one.statistic in FINITE_STATISTICS for one in keys)
+    return any(one.kind in kinds and one.statistic in ((LOSS,) if one.kind == CONTEXT_KIND else FINITE_STATISTICS) for one in keys)

@@ -220,6 +220,9 @@ class EngineTracker:
         self.stepped: list[Optimizer] = []
         """The engine zeroes its gradients itself."""
 
+    def attach(self) -> None:
+        """There are no hooks."""
+
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; under fp16 the engine scales it."""
         if self._engine.fp16_enabled():

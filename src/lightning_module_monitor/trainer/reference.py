@@ -11,11 +11,11 @@ from lightning_module_monitor.distributed.ranks import share_values_of_first
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
-from lightning_module_monitor.lightning_packages import LightningModule, Trainer, messages
+from lightning_module_monitor.lightning_packages import LightningModule, messages
 from lightning_module_monitor.model import copies
-from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.trainer.laid_out import LaidOutCopy
 from lightning_module_monitor.trainer.options import INIT
+from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
 
 MODULE = "module"
@@ -23,61 +23,48 @@ MODULE = "module"
 
 
 class ReferenceController:
-    """Makes the reference, sets it in the monitor, and runs it.
+    """Makes the reference of a fit, sets it in the monitor, and runs it; made in ``setup``.
 
-    Args:
-        monitor: The monitor.
-        source: ``init``, the path of a checkpoint, or a module.
-        within: Name of the submodule that is compared, which the reference is called beside; ``None``: the reference is one of the whole
-            model, and runs its own ``training_step``.
-        is_saved: Whether checkpoints hold the reference.
+    With the option ``module`` the reference is called beside that submodule; else it is one of the whole model, and runs its own
+    ``training_step``. The present values of the model are copied, if they exist: a checkpoint's may replace them before the first step.
     """
 
-    def __init__(self, monitor: ModuleMonitor, source: str | nn.Module, within: str | None, *, is_saved: bool) -> None:
-        self._monitor = monitor
-        self._source = source
-        self._name = source if isinstance(source, str) else MODULE
-        self._within = within
-        self._is_saved = is_saved
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._monitor = run.monitor
+        self._source = run.options.reference
+        self._name = self._source if isinstance(self._source, str) else MODULE
+        self._within: str | None = run.options.given["module"]
         self._module: nn.Module | None = None
-        """Kept after the run, for a checkpoint that is written then."""
+        """The reference, from the start of the fit on."""
         self._wrapper: nn.Module | None = None
         """What runs it under FSDP1."""
-        self.begin()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the modules: further sets of weights."""
-        return {**self.__dict__, "_module": None, "_wrapper": None, "_unconfigured": None}
-
-    def begin(self) -> None:
-        """Forget the run before, except its module."""
         self._is_resumed = False
         self._is_laid_out = False
         """Whether each rank has parts of the reference, as it has of the model."""
         self._saved: Mapping[str, Any] | None = None
-        self._initial: Mapping[str, Tensor] | None = None
-        self._unconfigured: LaidOutCopy | None = None
+        """What the checkpoint of the resumed run has of it."""
+        self._initial = self._present_values() if self._source == INIT else None
+        """The values that the model had, until the reference has them."""
+        needs_layout = self._source == INIT and run.planner.first_of_reference(running=True) is not None
+        self._unconfigured = LaidOutCopy.of(run.trainer, run.module) if needs_layout else None
         """A copy of the model from before it was laid out over ranks."""
 
-    def begin_fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the present values of the model, if they exist: a checkpoint's values may replace them before the first step."""
-        self._module = self._wrapper = self._unconfigured = None
-        if self._source != INIT:
-            return
-        if self._monitor.planner.first_of_reference(running=True) is not None:
-            self._unconfigured = LaidOutCopy.of(trainer, pl_module)
+    def _present_values(self) -> Mapping[str, Tensor] | None:
+        module, within = self._run.module, self._within or ""
         try:
-            live = self._monitor.planner.index.within if self._monitor.module is not None else pl_module.get_submodule(self._within or "")
-        except AttributeError:
-            return
-        if not copies.lazy_tensors(live):
-            _check_memory(live)
-            self._initial = {name: tensor.clone() for name, tensor in copies.tensors_of(live).items()}
+            live = self._run.planner.index.within if self._monitor.module is not None else module.get_submodule(within)
+        except AttributeError:  # it is made later
+            return None
+        if copies.lazy_tensors(live):
+            return None
+        _check_memory(live)
+        return {name: tensor.clone() for name, tensor in copies.tensors_of(live).items()}
 
     def state(self) -> dict[str, Any] | None:
         """The reference in a checkpoint, as tensors only; ``None``: nothing."""
         # Each rank has a part of a sharded one, and one rank writes the checkpoint.
-        if self._module is None or not self._is_saved or self._is_laid_out:
+        if self._module is None or not self._run.options.save_reference or self._is_laid_out:
             return None
         # The path of a file is enough.
         return {"source": self._name, "tensors": copies.tensors_of(self._module) if self._name in (INIT, MODULE) else {}}
@@ -101,7 +88,7 @@ class ReferenceController:
         if self._module is not None:
             self._module.cpu()
 
-    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def prepare(self) -> None:
         """Make the reference and set it in the monitor; that of a resumed run gets the values that were compared with before.
 
         It is copied after everything that changes a model (its own ``setup``, other callbacks). If the weights of a checkpoint were loaded
@@ -110,9 +97,9 @@ class ReferenceController:
         Raises:
             ConfigError: If it cannot be made, or does not have the model's structure.
         """
-        reference = self._made(trainer, pl_module)
+        trainer, reference = self._run.trainer, self._made()
         if not self._is_laid_out:
-            reference = trainer.precision_plugin.convert_module(reference).to(pl_module.device)
+            reference = trainer.precision_plugin.convert_module(reference).to(self._run.module.device)
         if self._initial is not None and copies.differing_tensors(reference, self._initial):
             self._initial = None  # of layers that were made since
         values = self._values_of_resumed_run()
@@ -127,30 +114,28 @@ class ReferenceController:
             raise ConfigError(f"reference: {error}") from error
         self._module, self._initial, self._unconfigured = reference, None, None
 
-    def run(self, trainer: Trainer, batch: object, batch_idx: int) -> None:
+    def run(self, batch: object, batch_idx: int) -> None:
         """Run the reference on the batch that the model is about to get."""
-        reference = self._module
-        assert reference is not None
-        copied = cast(LightningModule, reference)  # it has a training_step
-        self._monitor.run_reference(lambda: run_training_step(copied, trainer, batch, batch_idx, self._wrapper))
+        reference = cast(LightningModule, self._module)  # it has a training_step
+        self._monitor.run_reference(lambda: run_training_step(reference, self._run.trainer, batch, batch_idx, self._wrapper))
 
-    def _made_of_shards(self, trainer: Trainer, pl_module: LightningModule) -> nn.Module:
+    def _made_of_shards(self) -> nn.Module:
         """The reference of a model that is laid out over ranks: laid out in the same way, or, if it does not have to run, its parameters.
 
         Raises:
             ConfigError: If it cannot be made.
         """
-        live, why = self._monitor.planner.index.within, "the model is laid out over ranks"
+        live, why = self._run.planner.index.within, "the model is laid out over ranks"
         if self._source != INIT:
             raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
-        needed_by = self._monitor.planner.first_of_reference(running=True)
+        needed_by = self._run.planner.first_of_reference(running=True)
         if needed_by is None:
             return copies.parameter_copy(live)
         laid_out = self._unconfigured
-        if laid_out is None or self._monitor.planner.shares_input:
+        if laid_out is None or self._run.planner.shares_input:
             expected = "expected a model that FSDP alone lays out, and not before this fit"
             raise ConfigError(f"{needed_by} needs a reference that runs, and {why}; {expected}, or no kind but parameter_difference.")
-        laid_out.lay_out(trainer, pl_module)
+        laid_out.lay_out(self._run.trainer, self._run.module)
         silence(laid_out.module)
         self._wrapper = laid_out.wrapper
         reference = laid_out.module.get_submodule(self._within or "")
@@ -162,12 +147,12 @@ class ReferenceController:
             raise ConfigError(f"reference: the copy is not laid out as the model is ({error}); {expected}.") from error
         return reference
 
-    def _made(self, trainer: Trainer, pl_module: LightningModule) -> nn.Module:
+    def _made(self) -> nn.Module:
         """A new reference."""
-        live = self._monitor.planner.index.within
+        live = self._run.planner.index.within
         self._is_laid_out = is_laid_out(live)
         if self._is_laid_out:
-            return self._made_of_shards(trainer, pl_module)
+            return self._made_of_shards()
         if isinstance(self._source, nn.Module):
             # It is copied too: the user's module stays as it is.
             live = self._source

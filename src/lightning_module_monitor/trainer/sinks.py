@@ -4,59 +4,52 @@ from __future__ import annotations
 
 import os
 import shlex
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_module_monitor.lightning_packages import LightningModule, Trainer, messages
-from lightning_module_monitor.plan import Planner
-from lightning_module_monitor.record import Record, is_context
+from lightning_module_monitor.lightning_packages import messages
+from lightning_module_monitor.record import (
+    OVERHEAD_FRACTION,
+    RANK_DISAGREEMENT,
+    SECONDS_PER_STEP,
+    STEP_SKIPPED,
+    STEPS_SINCE_NONFINITE,
+    Record,
+)
 from lightning_module_monitor.report.page import write_report
-from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, names_context, without_context
+from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, without_context
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.writer import is_name_of
-from lightning_module_monitor.trainer.checks import AwaitedKeys, check_keys
-from lightning_module_monitor.trainer.options import STAGES, Options
+from lightning_module_monitor.trainer import strategy
+from lightning_module_monitor.trainer.context import CONTEXT
+from lightning_module_monitor.trainer.nonfinite import marks_steps
+from lightning_module_monitor.trainer.options import STAGES
+from lightning_module_monitor.trainer.run import Run
 
 
 class SinksController:
     """Opens the files and loggers of a run when its first record comes, and gives every record to all of them."""
 
-    def __init__(self, planner: Planner, options: Options) -> None:
-        self._options = options
-        self._patterns = options.metric_patterns
-        self._planner = planner
-        self._stages = [name for stage, name in STAGES.items() if options.observes(stage)]
-        self.store_path: str | None = None
-        """Where the latest store is, of this run or, until this run has recorded something, of one before."""
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._options = run.options
+        self._planner = run.planner
+        self._trainer = run.trainer
+        self._patterns = run.options.callback_metrics
+        self._stages = [name for stage, name in STAGES.items() if run.options.observes(stage)]
         self._path: str | None = None
         """Where the store of this run is, once something was recorded."""
+        self._earlier_path = run.results.store_of(run.trainer)
+        """The store of the run that is resumed, or of the loop before."""
         self._files: RunFiles | None = None
         self._loggers: LoggerSink | None = None
         self._heat_maps: HeatMaps | None = None
         self._last_step = 0
-        self._earlier_path: str | None = None
-        """The store of the run that is resumed, or of the loop before."""
-        self._last_trainer: weakref.ref[Trainer] | None = None
-        self._first_step: int | None = None
+        self.first_step: int | None = None
+        """The first step of training: a resumed run repeats the earlier run's steps from there."""
         self._runs_steps_again = False
-        self._figures: Sequence[str] = ()
-        self._context: Sequence[str] = ()
-        self._awaited = AwaitedKeys()
-
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_last_trainer": None, "_files": None, "_loggers": None, "_heat_maps": None}
 
     # The run
-
-    def begin(self, trainer: Trainer) -> None:
-        """A run begins, or one more loop of the same Trainer, which goes on in the same store."""
-        self._first_step = None
-        self._runs_steps_again = False
-        if self._last_trainer is None or self._last_trainer() is not trainer:
-            self._last_trainer = weakref.ref(trainer)
-            self._path = None
-        self._earlier_path = self._path
 
     def resume(self, state: Mapping[str, object]) -> None:
         """Go on from the store of the resumed run, whose later steps are run again.
@@ -74,11 +67,6 @@ class SinksController:
     def state(self) -> dict[str, object]:
         """The state for a checkpoint: the path of the store with the steps so far."""
         return {"store": self._path or self._earlier_path}
-
-    def note_step(self, step: int) -> None:
-        """Note the first step of a run: a resumed run repeats the earlier run's steps from there."""
-        if self._first_step is None:
-            self._first_step = step
 
     def close(self) -> None:
         """Close the files, write the page about them, and log where they are; twice does no harm."""
@@ -102,22 +90,18 @@ class SinksController:
 
     # Keys
 
-    def expect(self, figures: Sequence[str], context: Sequence[str]) -> None:
-        """The model exists. Records of training also hold figures of the monitor's own, and the context of training.
-
-        Raises:
-            ConfigError: If ``callback_metrics`` matches no key.
-        """
-        self._figures, self._context = figures, context
-        keys, histograms = self.planned_keys(), self.planned_histograms()
-        for pattern in self._patterns:
-            known = [key for key in keys if not is_context(key) or names_context(pattern)]
-            if not check_keys(self._planner, pattern, "callback_metrics", known, histograms):
-                self._awaited.add("callback_metrics", pattern)
-
     def planned_keys(self) -> list[str]:
         """Every key of a number that is known before the first step."""
-        return self._planner.planned_keys(self._stages, figures=self._figures, context=self._context)
+        run, scaler = self._run, strategy.scaler_of(self._trainer)
+        measured = {
+            STEP_SKIPPED: scaler is not None,
+            OVERHEAD_FRACTION: self._options.max_overhead is not None,
+            STEPS_SINCE_NONFINITE: marks_steps(run) and run.is_fit,
+            RANK_DISAGREEMENT: run.monitor.distributed is not False and self._trainer.world_size > 1 and run.is_fit,
+            SECONDS_PER_STEP: self._options.every_n_steps.by_clock is not None and run.is_fit,
+        }
+        figures = [name for name, is_measured in measured.items() if is_measured]
+        return self._planner.planned_keys(self._stages, figures=figures, context=[*CONTEXT] if run.is_fit else [])
 
     def planned_histograms(self) -> list[str]:
         """Every key of a histogram that is known before the first step."""
@@ -136,23 +120,22 @@ class SinksController:
 
     # Records
 
-    def emit(self, trainer: Trainer, pl_module: LightningModule, record: Record) -> None:
+    def emit(self, record: Record) -> None:
         """Give a record to every sink; the first process writes."""
-        self._awaited.compare(record)
-        if trainer.is_global_zero:
-            self._write(trainer, record)
+        if self._trainer.is_global_zero:
+            self._write(record)
         if self._patterns:
             # On every rank: what decides by them decides alike everywhere.
-            log_callback_metrics(record, pl_module, self._patterns, self._options.progress_bar)
+            log_callback_metrics(record, self._run.module, self._patterns, self._options.progress_bar)
 
-    def _write(self, trainer: Trainer, record: Record) -> None:
+    def _write(self, record: Record) -> None:
         """Write a record to the store and the loggers."""
         if self._loggers is None:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
             rolls_up = self._rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
-            self._loggers = LoggerSink(trainer.loggers, rolls_up, self._patterns, messages, self.planned_keys())
-            self._heat_maps = HeatMaps(trainer.loggers, messages)
-        if self._files is None and self._options.store and (path := self._new_store_path(trainer)) is not None:
+            self._loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, self.planned_keys())
+            self._heat_maps = HeatMaps(self._trainer.loggers, messages)
+        if self._files is None and self._options.store and (path := self._new_store_path()) is not None:
             self._files = self._open_files(path.resolve())
         self.write(record)
         self._last_step = record.step
@@ -163,7 +146,8 @@ class SinksController:
         """Write a record to the store and the loggers that are open."""
         if self._files is not None:
             self._files.write(record)
-            self._path = self.store_path = str(self._files.path)
+            self._path = str(self._files.path)
+            self._run.results.note_store(self._trainer, self._path)
         if self._loggers is not None:
             self._loggers.write(record)
 
@@ -180,20 +164,21 @@ class SinksController:
             histogram_keys=self.planned_histograms(),
             resumed=earlier,
             # Only a checkpoint runs steps again: a further loop of the same Trainer supersedes no row.
-            resume_from=self._first_step if self._runs_steps_again else None,
+            resume_from=self.first_step if self._runs_steps_again else None,
             logger=messages,
         )
 
-    def folder(self, trainer: Trainer) -> Path | None:
+    def folder(self) -> Path | None:
         """Where the store of this run is, or would be; ``None`` where there are to be no files."""
-        path = self._new_store_path(trainer)
+        path = self._new_store_path()
         return None if path is None else path.parent
 
-    def _new_store_path(self, trainer: Trainer) -> Path | None:
+    def _new_store_path(self) -> Path | None:
         """Where this run writes its store: by default into the first logger's directory for it, as ModelCheckpoint does.
 
         ``None`` in a trial (``fast_dev_run``), in which Lightning too writes no file.
         """
+        trainer = self._trainer
         if getattr(trainer, "fast_dev_run", False):
             return None
         if not isinstance(self._options.store, bool):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_module_monitor.config.schedule import ParsedSchedule
+from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.errors import in_bytes
 from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Moments
+from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import Planner
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.record import KINDS
+from lightning_module_monitor.trainer.options import Options
+from lightning_module_monitor.trainer.run import Results
 
 BYTES_PER_VALUE = 8
 
@@ -61,6 +65,20 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
         size = in_bytes(sum(_num_bytes(one) * len(one.specs) for one in captured.parameters))
         lines.append(f"  raw tensors beside the store ({wanted}): {size} a step of parameters, and outputs as large as they are")
     return "\n".join(lines)
+
+
+def described(options: Options, monitor: ModuleMonitor, results: Results) -> Description:
+    """The rules, the store and the findings of a callback, for the prompt and a notebook."""
+    rules, findings, store, record = monitor.planner.rules, results.findings, results.store_path, results.last_record
+    last = "none" if record is None else f"of step {record.step}: {counted(len(record.values), 'value')}"
+    rows = [
+        *(("watched", f"{', '.join(rule.kinds)}: {', '.join(rule.outputs)}, {rule.schedule}") for rule in rules),
+        ("last record", last),
+        ("store", store or "none"),
+        *(("finding", f"step {one.step}, {one.name} {one.site}: {one.words}") for one in findings),
+    ]
+    title = f"{options.every_n_steps}, {counted(len(rules), 'rule')}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
+    return Description(title, ("", ""), rows)
 
 
 def _num_bytes(watched: WatchedParameter) -> int:

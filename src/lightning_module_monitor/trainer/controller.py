@@ -1,0 +1,230 @@
+"""One run of a Trainer, from its setup to its end: what is made for it, in which order, and what is checked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
+from lightning_module_monitor.distributed.ranks import is_first_process
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.health.options import watch_rules
+from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.lightning_packages import messages
+from lightning_module_monitor.model.compiled import UNCOMPILED
+from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.probes.planned import OF_WATCHES
+from lightning_module_monitor.probes.rcc_layers import layer_parts
+from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.record import Record, is_context
+from lightning_module_monitor.sinks.loggers import names_context
+from lightning_module_monitor.trainer import checks, strategy
+from lightning_module_monitor.trainer.health import HealthController
+from lightning_module_monitor.trainer.options import Options
+from lightning_module_monitor.trainer.reference import ReferenceController
+from lightning_module_monitor.trainer.run import Run
+from lightning_module_monitor.trainer.sinks import SinksController
+from lightning_module_monitor.trainer.step import StepController
+from lightning_module_monitor.trainer.summary import dry_run, summary
+
+
+class Prepared(NamedTuple):
+    """What the arguments of a callback are made into, for all its runs."""
+
+    options: Options
+    monitor: ModuleMonitor
+    reporter: ErrorReporter
+
+
+def prepare(arguments: Mapping[str, Any]) -> Prepared:
+    """Parse the arguments of a callback, and make its monitor.
+
+    Raises:
+        ConfigError: If an option is wrong.
+    """
+    options = Options.parse(**arguments)
+    given = options.given
+    names = ("gradient_flow", "capture", "exclude", "module", "prefix", "on_error", "compiled")
+    monitor = ModuleMonitor(
+        given["every_n_steps"], logger=messages, rules=as_tuple(given["rules"]), history=1, **{name: given[name] for name in names}
+    )
+    if given["rules"] is None:
+        monitor.add_rules(default_rules(), "rules", are_optional=True)
+    if options.attention:
+        monitor.add_rules(attention_rules(), "rules")
+    needed_by = monitor.planner.first_of_reference()
+    if options.reference is None and needed_by is not None:
+        raise ConfigError(f"{needed_by} needs a reference; expected reference: init, or the path of a checkpoint.")
+    if options.rcc:
+        monitor.add_rules(coordinate_check_rules(), "rcc", are_optional=True)
+    elif options.reference is not None and needed_by is None:
+        monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
+    monitor.add_rules(watch_rules(options.health.recorded), OF_WATCHES, are_optional=True)
+    return Prepared(options, monitor, ErrorReporter(messages, given["on_error"], is_first_process))
+
+
+class RunController:
+    """Owns the controllers of a run: of its reference, its sinks and its steps.
+
+    Args:
+        run: The run.
+        keys_of_others: Give the planned keys of the other callbacks of its Trainer.
+    """
+
+    def __init__(self, run: Run, keys_of_others: Sequence[Callable[[], Sequence[str]]]) -> None:
+        self._run = run
+        self._keys_of_others = keys_of_others
+        self._resumed: dict[str, Any] = {}
+        """The state in the checkpoint of the run that is resumed."""
+        self._sinks = SinksController(run)
+        self._reference: ReferenceController | None = None
+        self.steps: StepController | None = None
+        """From when the model exists and is about to run."""
+
+    # From setup to the end
+
+    def begin(self) -> None:
+        """The run begins.
+
+        Raises:
+            ConfigError: If the run cannot be monitored, or a rule matches nothing in the model.
+        """
+        run, options = self._run, self._run.options
+        messages.follow(run.trainer)
+        run.reporter.begin(run.module)
+        if run.is_fit:
+            run.results.findings, run.results.state = [], {}
+        runs_training_step = options.reference is not None and options.observes("train") and options.given["module"] is None
+        asks_for_reference = ("rcc" if options.given["reference"] is None else "reference") if runs_training_step else ""
+        checks.check_manual_optimization(run.module, run.planner, "" if options.dry_run else asks_for_reference)
+        strategy.check_strategy(run.trainer, options.health, run.planner)
+        self._check_compiled()
+        if not checks.makes_layers_late(run.module):
+            self._set_module()
+        if options.reference is not None and run.observes_training and strategy.can_copy(run.trainer):
+            self._reference = ReferenceController(run)
+
+    def observe(self) -> None:
+        """The model is about to run: every layer exists now, and parameters are those that will be trained."""
+        run, options = self._run, self._run.options
+        if self.steps is not None:
+            return
+        if run.monitor.module is None:
+            self._check_compiled()  # layers made since may be compiled
+            self._set_module()
+        health = HealthController(run, self._sinks)
+        health.load(self._resumed.get("health", {}))
+        if run.is_fit:
+            run.monitor.wrapper = run.trainer.strategy.model
+            if self._reference is not None:
+                self._reference.prepare()
+            if not options.dry_run:
+                run.monitor.agree()
+            if run.trainer.is_global_zero and options.dry_run:
+                print(dry_run(run.planner, options.every_n_steps, run.trainer.max_steps))
+            elif run.trainer.is_global_zero:
+                run.reporter.log_once(summary(run.planner, options.every_n_steps, self._sinks.roll_ups_in_words()))
+        self.steps = StepController(run, health, self._sinks, self._reference)
+
+    def _check_compiled(self) -> None:
+        run = self._run
+        if run.options.given["compiled"] == UNCOMPILED:
+            checks.check_compiled(run.module, run.reporter, at_every_step=run.options.health.is_at_every_step)
+
+    def _set_module(self) -> None:
+        """Set the module to monitor, and check the options against its names.
+
+        Raises:
+            ConfigError: If a pattern matches nothing in it, or another callback has the same keys.
+        """
+        run, monitor, planner, trainer = self._run, self._run.monitor, self._run.planner, self._run.trainer
+        monitor.distributed, monitor.access = strategy.ranks_of(trainer), strategy.access_of(trainer)
+        left_out = planner.leave_out(strategy.unavailable_kinds(trainer))
+        if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
+            run.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
+        monitor.set_module(run.module)
+        if trainer.strategy.root_device.type == "cpu":
+            numba_kernel.loops()  # compiled here, and not within the first monitored step
+        if not planner.has_any():
+            raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
+        self._check_coordinate_check()
+        self._check_keys()
+
+    def _check_coordinate_check(self) -> None:
+        """Check that the coordinate check knows a layer of the model."""
+        index = self._run.planner.index
+        if self._run.options.rcc and not any(layer_parts(site.module) for site in index.modules):
+            inside = [site.name for site in index.whole.modules if layer_parts(site.module)]
+            if inside:
+                raise index.refusal("rcc", inside)
+            what = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+            self._run.reporter.log_once(f"rcc: none of the {len(index.modules)} modules is {what}; nothing of it is recorded.")
+
+    def _check_keys(self) -> None:
+        """Compare the patterns of options with the keys of this run, and these with those of other callbacks."""
+        run, options, keys, histograms = self._run, self._run.options, self._sinks.planned_keys(), self._sinks.planned_histograms()
+        for label, pattern in (*(("callback_metrics", one) for one in options.callback_metrics), *options.health.patterns):
+            hides_context = label == "callback_metrics" and not names_context(pattern)
+            known = [key for key in keys if not (hides_context and is_context(key))]
+            if not checks.check_keys(run.planner, pattern, label, known, histograms):
+                run.results.awaited.add(label, pattern)
+        for planned_keys in self._keys_of_others:
+            common = {*keys, *histograms} & {*planned_keys()}
+            if common:
+                raise ConfigError(f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own.")
+        if run.is_fit:
+            checks.check_monitored_keys(run.trainer, {*keys}, options.callback_metrics, run.reporter)
+
+    def planned_keys(self) -> list[str]:
+        """Every key, also of a histogram, that is known before the first step; none before the model exists."""
+        return [] if self._run.monitor.module is None else [*self._sinks.planned_keys(), *self._sinks.planned_histograms()]
+
+    def state(self) -> dict[str, Any]:
+        """The state in a checkpoint: path of the store with the steps so far, state of the alerts, and the reference."""
+        own: dict[str, Any] = {"format": 1, "health": self._resumed.get("health", {})}
+        if not self._run.is_fit:
+            own |= self._run.results.state
+        elif self.steps is not None:
+            own["health"] = self.steps.health.state()
+        reference = None if self._reference is None else self._reference.state()
+        return own | self._sinks.state() | ({} if reference is None else {"reference": reference})
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state` gave; validating or testing a checkpoint resumes nothing."""
+        if self._run.is_fit:
+            self._resumed = state
+            self._sinks.resume(state)
+            if self.steps is not None:
+                self.steps.health.load(state.get("health", {}))
+            if self._reference is not None:
+                self._reference.load(state.get("reference"))
+
+    def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The weights of a checkpoint were loaded."""
+        # A checkpoint from before the first step resumes nothing: a finder of learning rates loads one.
+        if self._reference is not None and checkpoint.get("global_step", 0) > 0:
+            self._reference.resume()
+
+    def close(self, *, leaves_device: bool = False) -> None:
+        """Take every hook off and close the sinks; a second call does no harm.
+
+        Args:
+            leaves_device: Whether the model leaves the device, and the reference with it.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._sinks.close)
+            stack.callback(self._run.monitor.close)
+            if self.steps is not None:
+                self.steps.close()
+            if leaves_device and self._reference is not None:
+                self._reference.leave_device()
+            self._run.results.state = self.state()
+            try:
+                found = [] if self.steps is None else self.steps.health.finish()
+            except Exception as error:
+                messages.warning("The run as a whole was not judged (%s: %s).", type(error).__name__, error)
+                found = []
+            if found:
+                self._sinks.write(Record(found[0].step, findings=found))
