@@ -21,7 +21,7 @@ from lightning_module_monitor.distributed.shards import (
     whole,
     whole_of_flat,
 )
-from lightning_module_monitor.kernels.elements import PLAIN, in_memory
+from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter
 from lightning_module_monitor.probes.reference import Reference
@@ -295,7 +295,7 @@ class ParameterTap(Probe):
             try:
                 if (spec.needs | spec.base_needs) & Need.TOKENS:
                     self._check_tokens(spec, tensor)
-                part = tensor if type(tensor) in PLAIN and not self.flat else self._own_part(spec, tensor)
+                part = self._own_part(spec, tensor) if self.flat or is_sharded(tensor) else tensor
             except Exception as error:
                 self._accumulator.fail(spec, tensor, error)  # this one alone
                 continue
