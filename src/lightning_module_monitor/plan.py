@@ -150,14 +150,15 @@ class Planner:
         self._num_compiled, compiled = num_compiled(), compiled_parts(module, wrapper)
         if compiled == self.index.compiled:
             return False
-        self._index = self._read(module, compiled)
+        is_more_inside, self._index = compiled.inside != self.index.compiled.inside, self._read(module, compiled)
         try:
             self._chain = self._chain_of(self._index)
         except ConfigError as error:
             self._chain = None
             self._reporter.log_once(str(error), logging.WARNING)
         self._forget_plans()
-        self._report_compiled(self._index)
+        if is_more_inside:
+            self._report_compiled(self._index)
         return True
 
     def forget_names(self) -> None:
@@ -411,10 +412,9 @@ class Planner:
 
     def _report_compiled(self, index: ModelIndex) -> None:
         """Report, in one line, which modules are compiled, and what is left out for that."""
-        if not index.compiled.inside:
-            return
-        num_inside, num_outside = len(self.plan_inside().modules), len(self.plan().modules)
-        self._reporter.log_once(compiled_in_words(index, self.rules, num_inside, num_outside))
+        words = compiled_in_words(index, self.rules, len(self.plan_inside().modules), self.plan())
+        if words:
+            self._reporter.log_once(words)
 
     def report_uncompiled_reference(self) -> None:
         """Report, if activations are compared with a reference's, that these are not those of compiled code."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.compiling import WAYS, WITHOUT_OUTSIDE, Attention, CountingBackend, Net, Trained, compiled, plain_state
+from helpers.compiling import WAYS, WITHOUT_OUTSIDE, Attention, Block, CountingBackend, Net, Trained, compiled, plain_state
 from helpers.equivalence import PARAMETERS, TENSORS
 from helpers.lightning_package import Callback
 from helpers.tiny import KeepRecords
@@ -116,6 +117,170 @@ def test_as_many_compilations_and_runs_as_without_the_callback(how: str, which: 
     assert all(torch.equal(monitored.weights[name], value) for name, value in plain.weights.items())
     recorded = [record.step for record in monitored.records if "gradient/model.head.weight/norm" in record.values]
     assert recorded[:3] == [0, 2, 4]
+
+
+# Compiled code beside what is not
+
+
+@torch.compile(backend=CountingBackend())
+def scaled(x: Tensor) -> Tensor:
+    """A function that nothing in a model holds."""
+    return x.sin() * 2
+
+
+class Attending(Attention):
+    """Attention, and then another module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(super().forward(x))
+        return output
+
+
+class CallsScaled(Attention):
+    """Attention, and then a compiled function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled(super().forward(x))
+
+
+def in_place(module: nn.Module, backend: CountingBackend | str) -> nn.Module:
+    """The module, compiled in place."""
+    module.compile(backend=backend)
+    return module
+
+
+BESIDE: dict[str, Callable[[CountingBackend | str], nn.Module | None]] = {
+    "Sequential": lambda backend: in_place(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1)), backend),
+    "LayerNorm": lambda backend: in_place(nn.LayerNorm(8), backend),
+    "a layer with its own norm compiled": lambda backend: in_place(nn.TransformerEncoderLayer(8, 2, 8), backend),
+    "a block within": lambda backend: in_place(nn.Sequential(Block(), nn.Linear(8, 8)), backend),
+    "a block within a subclass": lambda backend: in_place(type("Layers", (nn.Sequential,), {})(Block(), nn.Linear(8, 8)), backend),
+    "a function elsewhere": lambda _backend: None,
+}
+
+
+def fit_beside(how: str, folder: Path, options: dict[str, Any] | None, *, inductor: bool = False, **of_trainer: Any) -> tuple[Any, ...]:
+    """Compilations and runs, the frames that torch has compiled, losses and weights, of six steps; and the callback."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    backend, losses = CountingBackend(), KeepLosses()
+    seed()
+    model = Net()
+    inner = BESIDE[how]("inductor" if inductor else backend)
+    model.attention = CallsScaled() if inner is None else Attending(inner)
+    module = Trained(model)
+    callback = None if options is None else ModuleMonitorCallback(2, store=False, on_error="raise", **options)
+    trainer(folder, [*([callback] if callback else []), losses], max_steps=6, **of_trainer).fit(module, loader(), loader(8))
+    frames = dict(torch._dynamo.utils.counters["frames"])
+    return (
+        backend.counts,
+        frames,
+        [loss.tolist() for loss in losses.losses],
+        {n: v.tolist() for n, v in plain_state(module).items()},
+        callback,
+    )
+
+
+@pytest.mark.parametrize("options", [{"attention": True}, {"health": {"watch": "all"}}], ids=["attention", "watch"])
+@pytest.mark.parametrize("how", BESIDE)
+def test_attention_beside_compiled_code_compiles_nothing_more(how: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """In the module that calls attention: of torch's own compiled in place, which torch leaves out, and a function that nothing holds."""
+    plain = fit_beside(how, tmp_path, None)
+    if how == "a function elsewhere" and "attention" in options:
+        with pytest.raises(
+            ConfigError, match=r"attention.*compiled: keep observes nothing inside compiled code \(model\.attention\.scaled\(\)\)"
+        ):
+            fit_beside(how, tmp_path, {"rules": [Rule(kinds="attention_entropy", sites="model.attention", statistics="mean")]})
+        return
+    *monitored, callback = fit_beside(how, tmp_path, options)
+    assert monitored == [*plain[:-1]]
+    keys = [key for key in callback.last_record.values if key.startswith("attention_relative_entropy/model.attention.head")]
+    assert bool(keys) == (how != "a function elsewhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_bit_by_bit_with_inductor_where_torch_leaves_out_its_own_modules(precision: str, tmp_path: Path) -> None:
+    """With dropout, whose masks compiled code draws otherwise."""
+    plain, monitored = (
+        fit_beside("Sequential", tmp_path, options, inductor=True, precision=precision) for options in (None, {"attention": True})
+    )
+    assert monitored[:-1] == plain[:-1]
+
+
+class SetsStance(Trained):
+    """Its ``training_step`` sets a stance of the compiler; from the third step on it makes a NaN, if it is to."""
+
+    stance, makes_nan = "default", False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.compiler.set_stance(self.stance if self.global_step else "default"):
+            loss = super().training_step(batch, batch_idx)
+        return loss.log() * (float("nan") if self.makes_nan and self.global_step >= 2 else 1.0)
+
+
+@pytest.mark.parametrize("options", [{"reference": "init"}, {"health": {"nonfinite": "always"}}], ids=["reference", "nonfinite"])
+@pytest.mark.parametrize("stance", ["default", "fail_on_recompile"])
+@pytest.mark.parametrize("how", [how for how in WAYS if how not in ("whole", "whole, in place", "a function around the model")])
+def test_no_copy_runs_compiled_under_a_stance_of_the_user(how: str, stance: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """A reference, and the copy that searches for a non-finite value, run uncompiled, and none fails the run."""
+    counts = []
+    for given in (None, options):
+        torch._dynamo.reset()
+        seed()
+        backend, module = CountingBackend(), SetsStance()
+        module.stance, module.makes_nan = stance, "health" in options
+        module, trained = compiled(how, backend, module)
+        rules = [Rule(kinds=["parameter_difference", "activation_difference"], statistics="ratio")] if "reference" in options else [RMS]
+        rules = rules if how not in WITHOUT_OUTSIDE else [Rule(kinds="parameter", statistics="norm")]
+        callbacks = [] if given is None else [ModuleMonitorCallback(2, store=False, on_error="raise", rules=rules, **given)]
+        trainer(tmp_path, callbacks, max_steps=6, limit_val_batches=0).fit(trained, loader(), loader(8))
+        counts.append(backend.counts)
+    assert counts[1] == counts[0]
+
+
+class StepsCompiled(Trained):
+    """torch's recipe: a function that calls ``step`` of the optimizer is compiled."""
+
+    def __init__(self, backend: CountingBackend) -> None:
+        super().__init__()
+        self.automatic_optimization, self.backend = False, [backend]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        wrapped = self.optimizers()
+        wrapped.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.stepping()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(self.parameters(), lr=torch.tensor(0.01))
+        self.stepping = torch.compile(lambda: optimizer.step(), backend=self.backend[0])  # noqa: PLW0108  # as in the recipe
+        return optimizer
+
+
+@pytest.mark.parametrize("options", [{}, {"rules": [Rule(kinds="gradient", statistics="norm")], "health": False}], ids=["", "gradients"])
+def test_nothing_of_ours_is_compiled_with_an_optimizer(options: dict[str, Any], tmp_path: Path) -> None:
+    """A compiled function that steps: as many compilations and runs, the same training, and no function of the package is compiled."""
+    runs = []
+    for given in (None, options):
+        torch._dynamo.reset()
+        torch._dynamo.utils.clear_compilation_metrics()
+        seed()
+        backend = CountingBackend()
+        module = StepsCompiled(backend)
+        callbacks = [] if given is None else [ModuleMonitorCallback(2, store=False, on_error="raise", **given)]
+        trainer(tmp_path, callbacks, max_steps=6, limit_val_batches=0).fit(module, loader(), loader(8))
+        runs.append((backend.counts, {name: value.tolist() for name, value in plain_state(module).items()}))
+    assert runs[0] == runs[1]
+    names = [one.co_filename for one in torch._dynamo.utils.get_compilation_metrics()]
+    assert names
+    assert not [name for name in names if name and "lightning_module_monitor" in name]
 
 
 # What is observed
@@ -268,6 +433,25 @@ def test_a_check_that_needs_insides_says_so(tmp_path: Path, caplog: pytest.LogCa
     [line] = [record.getMessage() for record in caplog.records if "health.watch" in record.getMessage()]
     assert line.startswith("Compiled: model.0. What is inside is not observed: 2 of the 5 modules that the rules match.")
     assert "health.watch has no dead_fraction to judge. compiled: uncompiled records them" in line
+
+
+def test_no_line_where_nothing_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A compiled layer is observed as a whole; and nn.MultiheadAttention never calls its ``out_proj``."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.compile(nn.LayerNorm(6), backend=CountingBackend())
+            self.attention, self.head = nn.MultiheadAttention(6, 2), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            prediction: Tensor = self.head(self.attention(x, x, x)[0])
+            return prediction
+
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [ModuleMonitorCallback(1, store=False)], max_steps=1).fit(Trained(Attends()), loader(), loader(8))
+    assert not [record.getMessage() for record in caplog.records if "compiled: uncompiled" in record.getMessage()]
 
 
 # The search for non-finite values

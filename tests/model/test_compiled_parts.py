@@ -66,7 +66,7 @@ OF_BLOCK = {"blocks.1.norm", "blocks.1.fc", "blocks.1.dropout"}
         (lambda model: with_block(model, Decorated()), {"blocks.1"}, OF_BLOCK, ("blocks.1",)),
         (lambda model: with_block(model, Overridden()), set(), set(), ()),
         (lambda model: held(model, torch.compiler.disable(model.head.forward)), set(), set(), ()),
-        (lambda model: held(model, compiled(torch.relu)), set(), set(), ()),
+        (lambda model: held(model, compiled(torch.relu)), set(), set(), ("held",)),
         (lambda model: held(model, compiled(lambda x: GLOBAL(x) + 1)), set(), set(), ("held",)),
         (lambda model: held(model, compiled(model.head.forward)), set(), {"head"}, ("held",)),
         (lambda model: held(model, [compiled(model.blocks[1])]), set(), {"blocks.1", *OF_BLOCK}, ("held",)),

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.compiling import CountingBackend
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.copies import frozen_copy, plain_copy, tensors_within
+from lightning_module_monitor.model.copies import frozen_copy, independent_copy, plain_copy, tensors_within
 from lightning_module_monitor.model.hooks import UncopiedHook
 
 
@@ -181,3 +182,36 @@ def test_arguments_keep_their_attributes() -> None:
     assert clone.labels == ["a"]
     assert clone.labels is not mask.labels
     assert not hasattr(clone, "lock")
+
+
+def within_function(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function that calls the other one, which it has in its closure."""
+    return lambda x: function(x) + 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda layer, compiled: compiled(layer),
+        lambda layer, compiled: compiled(layer.forward),
+        lambda layer, compiled: [compiled(layer)],
+        lambda layer, compiled: {"one": compiled(layer.forward)},
+        lambda layer, compiled: compiled(lambda x: layer(x) + 0),
+        lambda layer, compiled: within_function(compiled(lambda x: layer(x) + 0)),
+        lambda layer, compiled: layer.compile(backend=compiled.keywords["backend"]) or layer,
+        lambda _layer, compiled: type("Decorated", (nn.Linear,), {"forward": compiled(nn.Linear.forward)})(2, 2),
+    ],
+)
+def test_nothing_in_a_copy_is_compiled(hold: Any) -> None:
+    """However a module holds it; and it computes with the weights of the copy."""
+    backend, model = CountingBackend(), nn.Module()
+    model.layer = type("Layer", (nn.Linear,), {"forward": lambda self, x: self.bias + x @ self.weight.T})(2, 2)
+    model.held = hold(model.layer, functools.partial(torch.compile, backend=backend))
+    clone = independent_copy(model)
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            parameter.zero_()
+    held = clone.held[0] if isinstance(clone.held, list) else clone.held["one"] if isinstance(clone.held, dict) else clone.held
+    assert held(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
+    assert backend.counts == (0, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from helpers.compiling import CountingBackend
 from torch import Tensor, nn
 
+from lightning_module_monitor.model.compiled import CallHook, compiled_parts
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook
 
 # Importing torch's compiler calls what torch 2.13 has deprecated.
@@ -62,3 +65,19 @@ def test_hooks_inside_a_compiled_function_change_nothing_in_it(fullgraph: bool) 
         hooks.close()
     assert backend.counts == (1, 6)
     assert calls == []
+
+
+def test_hooks_of_the_compiled_call_come_off_in_any_order() -> None:
+    """Around a layer of torch's own, which torch compiles no more with them; they are found to be compiled, and no copy has them."""
+    layer, backend, calls = nn.LayerNorm(2), CountingBackend(), list[str]()
+    layer.compile(backend=backend)
+    before = layer._compiled_call_impl
+    first, second = (CallHook(layer, partial(calls.append, f"+{name}"), partial(calls.append, f"-{name}")) for name in "ab")
+    layer(torch.ones(2, 2))
+    assert calls == ["+b", "+a", "-a", "-b"]
+    assert compiled_parts(layer).unhooked == {layer}
+    assert copy.deepcopy(layer)._compiled_call_impl is None
+    first.remove()
+    second.remove()
+    assert layer._compiled_call_impl is before
+    assert backend.counts == (0, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +22,6 @@ _CALLED = ("forward", "_compiled_call_impl")
 """What the call of a module calls. Hooks of the module itself run outside of it."""
 _ALL = ("children", "named_children", "modules", "named_modules", "_modules")
 """Names by which a method gets at every child of its module."""
-_Function = types.FunctionType | types.MethodType
 
 
 def is_compiler_loaded() -> bool:
@@ -44,7 +43,9 @@ class CompiledParts:
     inside: frozenset[nn.Module] = frozenset()
     """The modules that compiled code calls."""
     callers: frozenset[nn.Module] = frozenset()
-    """The modules that hold any other compiled function, and call it."""
+    """The modules that hold any other compiled function, or name it in their code, and call it."""
+    unhooked: frozenset[nn.Module] = frozenset()
+    """Those inside, which no other compiled code calls, that run compiled code, and that a hook would have torch compile otherwise."""
     names: tuple[str, ...] = ()
     """Names of the compiled modules and methods, as ``named_modules`` gives them."""
 
@@ -55,28 +56,32 @@ NOT_COMPILED = CompiledParts()
 def compiled_parts(root: nn.Module, wrapper: nn.Module | None = None) -> CompiledParts:
     """Find compiled code in a model: of modules, by ``torch.compile`` or in place, and functions that a module or its class holds.
 
-    A compiled function that nothing in the model holds is not found.
+    A compiled function that nothing in the model holds is found by the methods that call it by its name, and else not.
 
     Args:
         root: The model.
         wrapper: What a strategy has wrapped it in; it may be compiled, too.
     """
-    called, inside, callers, names = [], set[nn.Module](), set[nn.Module](), []
+    called, in_place, inside, callers = [], set[nn.Module](), set[nn.Module](), set[nn.Module]()
+    names, functions = list[str](), list[str]()
     named = {**dict.fromkeys(() if wrapper is None else wrapper.modules(), ""), **{one: name for name, one in root.named_modules()}}
+    by_class = {of: [*_compiled_globals(of)] for of in {type(module) for module in named}}
     for module, name in named.items():
-        for attribute, function in _compiled_functions(module):
+        for attribute, function in (*_compiled_functions(module), *by_class[type(module)]):
             if attribute in _CALLED:
                 called.append(module)
                 names.append(name)
                 inside.update(one for one in module.modules() if one is not module)
                 # In place, torch compiles none of its own classes, but the modules within; a hook would change which.
-                inside.update([module] if attribute != "forward" and type(module).__module__.startswith("torch.nn.") else [])
+                in_place.update([module] if attribute != "forward" and type(module).__module__.startswith("torch.nn.") else [])
             else:
                 callers.add(module)
-                reached = {part for one in _modules_of(function, module) for part in one.modules()}
-                inside |= reached
-                names += [f"{name}.{attribute}".strip(".")] if reached else []
-    return CompiledParts(frozenset(called) - inside, frozenset(inside), frozenset(callers), tuple(dict.fromkeys(names)))
+                inside.update(part for one in _modules_of(function, module) for part in one.modules())
+                functions.append(f"{name}.{attribute}".strip("."))
+    unhooked = frozenset(in_place - inside)
+    inside |= unhooked
+    names += functions
+    return CompiledParts(frozenset(called) - inside, frozenset(inside), frozenset(callers), unhooked, tuple(dict.fromkeys(names)))
 
 
 def _compiled_functions(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -99,11 +104,65 @@ def _compiled_methods(of: type[nn.Module]) -> tuple[tuple[str, object], ...]:
     return tuple((name, value) for name, value in methods if getattr(of, name, None) is value)  # no subclass has another
 
 
+def _compiled_globals(of: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The functions that ``torch.compile`` was given of those that methods of a class of modules call, as ``f()`` or ``package.f()``."""
+    methods = (one for base in of.__mro__ if not base.__module__.startswith("torch.") for one in vars(base).values())
+    for method in methods:
+        if isinstance(method, types.FunctionType):
+            names = names_used(method, object)
+            packages = [vars(one) for one in map(method.__globals__.get, names) if isinstance(one, types.ModuleType)]
+            held = ((name, _original(one.get(name))) for one in (method.__globals__, *packages) for name in names)
+            yield from ((f"{name}()", original) for name, original in held if original is not None)
+
+
 def _original(function: object) -> Callable[..., Any] | None:
     """The function that ``torch.compile`` has wrapped; ``None`` if it has not. ``torch.compiler.disable`` wraps functions likewise."""
     if not isinstance(function, _Function) or hasattr(function, "_torchdynamo_disable"):
         return None
     return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+class CallHook:
+    """Calls functions before and after the compiled call of a module that can have no hook, outside of what torch compiles."""
+
+    def __init__(self, module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._module, self._before, self._after = module, before, after
+        self._call: Any = vars(module)["_compiled_call_impl"]
+        self._torchdynamo_orig_callable = self._call._torchdynamo_orig_callable  # by which it is found to be compiled
+        self._is_removed = False
+        vars(module)["_compiled_call_impl"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        """Call the module."""
+        self._before()
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self._after()
+
+    def remove(self) -> None:
+        """Take it off, or as soon as those are off that were put on later."""
+        self._is_removed = True
+        own = vars(self._module)
+        while isinstance(call := own.get("_compiled_call_impl"), CallHook) and call._is_removed:
+            own["_compiled_call_impl"] = call._call
+
+
+_Function = types.FunctionType | types.MethodType | CallHook
+
+
+def uncompile(modules: Iterable[nn.Module]) -> None:
+    """Have modules, which are copies, run uncompiled, whatever stance of the compiler the user's code sets."""
+    for module in modules:
+        own = {name: types.MethodType(uncompiled(method), module) for name, method in _compiled_methods(type(module))}
+        vars(module).update({**own, **{name: uncompiled(value) for name, value in vars(module).items()}})
+        vars(module).pop("_compiled_call_impl", None)
+
+
+def uncompiled(value: Any) -> Any:  # noqa: ANN401  # whatever it is
+    """The function that ``torch.compile`` was given, for one that it gave; anything else as it is."""
+    original = _original(value)
+    return value if original is None else original
 
 
 def _modules_of(function: Callable[..., Any], holder: nn.Module) -> list[nn.Module]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.model.compiled import uncompile, uncompiled
 
 Tensors = Mapping[str, Tensor]
 """Parameters and buffers by name."""
@@ -54,9 +55,9 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
 def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
     """A deep copy of a module that calls no code that refers to the original.
 
-    Functions among the attributes refer to the copy, unlike those of ``deepcopy``. Parameters keep the Python attributes that a program
-    has given them, which ``deepcopy`` leaves out: as copies, but for those that cannot be copied. Hooks that are neither methods of the
-    module nor torch's own are removed.
+    Functions among the attributes refer to the copy, unlike those of ``deepcopy``, and nothing in it is compiled. Parameters keep the
+    Python attributes that a program has given them, which ``deepcopy`` leaves out: as copies, but for those that cannot be copied. Hooks
+    that are neither methods of the module nor torch's own are removed.
 
     Args:
         module: The module.
@@ -77,10 +78,8 @@ def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) 
     modules, own = set(module.modules()), set(clone.modules())
     if modules & own:
         raise RuntimeError(f"a copy of {type(module).__name__} shares its {type((modules & own).pop()).__name__} with it")
-    for one in (*module.modules(), *tensors):
-        for attribute, value in vars(one).items() if id(one) in memo else ():
-            if isinstance(value, types.FunctionType) and value.__closure__:
-                vars(memo[id(one)])[attribute] = _rebound(value, modules, memo)
+    _rebind((*module.modules(), *tensors), modules, memo)
+    uncompile([one for one in memo.values() if issubclass(type(one), nn.Module)])
     for part in own:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             for key, hook in list(hooks.items()):
@@ -90,6 +89,18 @@ def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) 
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
     return clone
+
+
+def _rebind(originals: Iterable[nn.Module | Tensor], modules: set[nn.Module], memo: dict[int, Any]) -> None:
+    """Have functions in the attributes of copies call copies, and no compiled code, also those in lists and dicts."""
+    for one in originals:
+        for attribute, value in vars(one).items() if id(one) in memo else ():
+            if isinstance(value, types.FunctionType) and value.__closure__:
+                vars(memo[id(one)])[attribute] = _rebound(value, modules, memo)
+    for one in [one for one in memo.values() if type(one) in (list, dict)]:
+        for place, value in [*(one.items() if isinstance(one, dict) else enumerate(one))]:
+            if uncompiled(value) is not value:
+                one[place] = _rebound(value, modules, memo)
 
 
 def _keep_attributes(tensor: Tensor, clone: Tensor, copy_of: Callable[[Any], Any]) -> None:
@@ -226,11 +237,16 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
         raise ConfigError(f"reference {path!r} is not of this model: {' '.join(rest)[:150] or first}") from error
 
 
-def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> types.FunctionType:
-    """A copy of a function whose closure refers to copies of modules, and of their methods, in place of the modules.
+def _rebound(given: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> Callable[..., Any]:
+    """A copy of a function whose closure refers to copies of modules, and of their methods, in place of the modules; not compiled.
 
     A copied module keeps functions of the original in its attributes, e.g. a patched ``forward``, which would run the original.
     """
+    function = uncompiled(given)
+    if isinstance(function, types.MethodType):
+        return copy.deepcopy(function, memo) if function.__self__ in modules else function
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function  # type: ignore[no-any-return]  # as it was given
     if id(function) in memo and memo[id(function)] is not function:
         return memo[id(function)]  # type: ignore[no-any-return]
     cells = [types.CellType() for _cell in function.__closure__ or ()]
@@ -241,7 +257,7 @@ def _rebound(function: types.FunctionType, modules: set[nn.Module], memo: dict[i
         with suppress(ValueError):  # an unassigned name
             held = original.cell_contents
             owner = getattr(held, "__self__", held)
-            if isinstance(held, types.FunctionType) and held.__closure__:
+            if isinstance(held, types.FunctionType):
                 held = _rebound(held, modules, memo)
             elif isinstance(owner, nn.Module) and owner in modules:
                 held = copy.deepcopy(held, memo)

@@ -129,7 +129,7 @@ class HookSet:
         if not self._handles:
             _Compiling.watch(self)
         # The call of a module that is compiled in place compiles what it calls.
-        called = hook if module._compiled_call_impl is None else _NotCompiled(torch.compiler.disable(hook))
+        called = hook if module._compiled_call_impl is None else not_compiled(hook)
         self._handles.append(register(called, **options))
 
     def places(self) -> Iterator[tuple[OrderedDict[int, Any], int]]:
@@ -171,6 +171,11 @@ class _NotCompiled(functools.partial[object]):
 
     def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
         return _CopiedHook, ()
+
+
+def not_compiled(hook: Callable[..., Result]) -> Callable[..., Result]:
+    """The hook, which torch never compiles, also where compiled code calls it."""
+    return _NotCompiled(torch.compiler.disable(hook)) if is_compiler_loaded() else hook  # type: ignore[return-value]  # as the hook
 
 
 class _Compiling:

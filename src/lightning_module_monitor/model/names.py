@@ -195,7 +195,7 @@ class ModelIndex:
         compiled: CompiledParts = NOT_COMPILED,
     ) -> None:
         self.compiled = compiled
-        self.whole = ModelIndex(root, within, exclude, format_name) if compiled.inside else self
+        self.whole = ModelIndex(root, within, exclude, format_name) if compiled != NOT_COMPILED else self
         """The names with those inside compiled code."""
         self.namer = Namer(format_name)
         self._format_name = format_name

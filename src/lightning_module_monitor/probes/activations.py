@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.kernels.elements import plain, unwrapped
@@ -144,11 +145,13 @@ class ModuleTable:
         return OutputShapeProbe(self._waiting, self._outputs) if self._waiting else None
 
     def not_run(self) -> list[str]:
-        """The names of modules with weights to train of which no call was observed."""
+        """The names of modules with weights to train of which no call was observed, but for those that no module calls."""
         return [
             site.name
             for site in self._waiting
-            if site.name not in self._outputs and any(one is not None and one.requires_grad for one in site.module._parameters.values())
+            if site.name not in self._outputs
+            and not isinstance(site.module, NonDynamicallyQuantizableLinear)  # nn.MultiheadAttention reads its weight
+            and any(one is not None and one.requires_grad for one in site.module._parameters.values())
         ]
 
     def modules(self) -> Sequence[ModuleInfo]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from lightning_module_monitor.model.compiled import CompiledParts
+from lightning_module_monitor.model.compiled import CallHook, CompiledParts
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, as_torch_itself, is_in_backward, is_tracing
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
@@ -54,7 +54,9 @@ class _HookedModule:
         """``None`` for a compiled module of which no kind of heads is recorded: nothing within it is observed."""
         forward = getattr(self.module.forward, "__func__", None)
         defined_in = getattr(forward, "__module__", None) or ""  # None: generated code, as that of torch.fx
-        self.is_without_mode = defined_in.startswith("torch.nn.modules.") or module in compiled.outermost | compiled.callers
+        self.is_without_mode = defined_in.startswith("torch.nn.modules.") or (
+            module in compiled.outermost | compiled.callers | compiled.unhooked
+        )
         """Whether no mode is on while it runs: its forward is torch's own, or runs compiled code.
 
         The former calls attention only in ``nn.MultiheadAttention``, and may take another path, with other rounding, where a mode is on.
@@ -94,7 +96,9 @@ class AttentionProbe(Probe):
         ]
         self._tools = tools
         self._accumulator = tools.accumulator
+        self._unhooked = [_HookedModule(one, None, compiled) for one in compiled.unhooked] if by_module else []
         self._hooks = HookSet()
+        self._calls: list[CallHook] = []
         self._mode = _AttentionMode(self)
         self._running: list[_HookedModule] = []
         """The recorded modules whose forward is running, outermost first."""
@@ -112,6 +116,8 @@ class AttentionProbe(Probe):
             enter, leave = UncopiedHook(functools.partial(self._enter, one)), UncopiedHook(functools.partial(self._leave, one))
             self._hooks.add_forward_pre(one.module, enter)
             self._hooks.add_forward(one.module, leave, with_kwargs=True, always_call=True)
+        for one in self._unhooked:
+            self._calls.append(CallHook(one.module, functools.partial(self._enter, one), functools.partial(self._end, one)))
 
     def end_micro_batch(self) -> None:
         """Forget the last call, and calls of the reference that the model has not made."""
@@ -121,6 +127,9 @@ class AttentionProbe(Probe):
     def close(self) -> None:
         """Remove every hook, and the mode, which Ctrl-C in a forward leaves on."""
         self._hooks.close()
+        while self._calls:
+            self._calls[-1].remove()
+            self._calls.pop()
         self._running.clear()
         self.end_micro_batch()
         self._switch()
@@ -235,12 +244,15 @@ class AttentionProbe(Probe):
 
     def _leave(self, one: _HookedModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """The forward of a recorded module is over; its output is ``None`` after an exception."""
+        self._end(one)
+        if one.is_attention and one.watched is not None and output is not None:
+            self.observe(one.watched, read_multihead_attention, RawCall((module, *args), kwargs, output))
+
+    def _end(self, one: _HookedModule) -> None:
         # Modules above it in the list were ended by Ctrl-C, and did not get here.
         places = [place for place, running in enumerate(self._running) if running is one]
         del self._running[places[-1] if places else len(self._running) :]
         self._switch()
-        if one.is_attention and one.watched is not None and output is not None:
-            self.observe(one.watched, read_multihead_attention, RawCall((module, *args), kwargs, output))
 
     def _switch(self) -> None:
         """Turn the mode on or off, as the innermost running module requires."""

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.model.compiled import CompiledParts, names_used
+from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, names_used
 from lightning_module_monitor.model.names import (
     ModelIndex,
     ModuleSite,
@@ -152,13 +152,13 @@ def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:
     """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
     if isinstance(site, ParameterSite) or not KINDS[kind].of_heads:
         return isinstance(site, ParameterSite) or site.runs
-    return not index.compiled.inside or _may_attend(site, index.compiled)
+    return index.compiled == NOT_COMPILED or _may_attend(site, index.compiled)
 
 
 def _may_attend(site: ModuleSite, compiled: CompiledParts) -> bool:
     """Whether a module may call attention outside of the model's compiled code: one around that, if its own code shows it."""
     of = type(site.module)
-    if site.is_compiled or of.forward.__module__.startswith("torch.nn."):
+    if site.is_compiled or site.module in compiled.callers or of.forward.__module__.startswith("torch.nn."):
         return not site.is_compiled and isinstance(site.module, nn.MultiheadAttention)
     is_around = any(module in compiled.outermost for module in site.module.modules())
     return not is_around or not names_used(of.forward, of).isdisjoint(_ATTENTION)
@@ -206,15 +206,24 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
         reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")
 
 
-def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, num_outside: int) -> str:
-    """One line: what of the model is compiled, how many modules that rules match that leaves out, and what no detector judges for that."""
+def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, plan: Plan) -> str:
+    """One line: what of the model is compiled, and what that leaves out: modules that rules match, detectors, and attention.
+
+    Empty if that leaves nothing out.
+    """
     names = shortened([without_wrappers(name) for name in index.compiled.names])
-    left_out = f"{num_inside} of the {num_inside + num_outside} modules that the rules match"
+    left_out = f"{num_inside} of the {num_inside + len(plan.modules)} modules that the rules match"
     of_watches = [rule for rule in rules if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds)]
     idle = {name: None for rule in of_watches for name in rule.outputs if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
     unjudged = f" {OF_WATCHES} has no {', '.join(idle)} to judge." if idle else ""
+    heads = [rule for rule in rules if any(KINDS[kind].of_heads for kind in rule.kinds) and rule.label != OF_WATCHES]
+    callers = [one.site.name for one in plan.modules_with_heads if heads and one.site.module in index.compiled.callers]
+    attention = (
+        f" {shortened(callers)} call compiled functions: attention is recorded in modules within, not in their own code." if callers else ""
+    )
     how = "compiled: uncompiled records them, and runs monitored steps uncompiled"
-    return f"Compiled: {names}. What is inside is not observed: {left_out}.{unjudged} {how}."
+    inside = f" What is inside is not observed: {left_out}." if num_inside else ""
+    return f"Compiled: {names}.{inside}{unjudged}{attention} {how}." if inside or unjudged or attention else ""
 
 
 def check_types(rule: ParsedRule, index: ModelIndex) -> None:

@@ -31,7 +31,8 @@ def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_ev
     Raises:
         ConfigError: If the model is compiled, and hooks are needed at every step, or torch cannot run it uncompiled.
     """
-    compiled = [without_wrappers(name).replace(ROOT, "The model") for name in compiled_parts(pl_module).names]
+    parts = compiled_parts(pl_module)
+    compiled = [without_wrappers(name).replace(ROOT, "The model") for name in parts.names if parts.inside]
     if compiled and at_every_step:
         expected = "expected compiled: keep, or health: {nonfinite: warn}, which looks at monitored steps, when it runs uncompiled"
         raise ConfigError(

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a
 from lightning_module_monitor.model import copies
+from lightning_module_monitor.model.compiled import uncompile
 from lightning_module_monitor.model.names import is_fsdp_wrapper
 from lightning_module_monitor.model.unchanged import unchanged_random_states
 from lightning_module_monitor.trainer.silent_copy import attach
@@ -59,6 +60,7 @@ class LaidOutCopy:
                 copied.configure_model()
         finally:
             copied.trainer = None
+        uncompile(copied.modules())
         trainer.precision_plugin.convert_module(copied.requires_grad_(requires_grad=False))
         if is_a(strategy, "FSDPStrategy"):
             self.wrapper = None if any(map(is_fsdp_wrapper, copied.modules())) else _wrapped(copied, strategy, self._options)

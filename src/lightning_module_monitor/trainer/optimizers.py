@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_module_monitor.model.hooks import HookSet
+from lightning_module_monitor.model.hooks import HookSet, not_compiled
 from lightning_module_monitor.monitor import ModuleMonitor
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ class OptimizerTracker:
     def attach(self) -> None:
         """Put hooks on the optimizers."""
         for optimizer in self._optimizers:
-            self._hooks.add(optimizer.register_step_pre_hook(self._enter_step))
-            self._hooks.add(optimizer.register_step_post_hook(self._leave_step))
+            self._hooks.add(optimizer.register_step_pre_hook(not_compiled(self._enter_step)))
+            self._hooks.add(optimizer.register_step_post_hook(not_compiled(self._leave_step)))
 
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; the loss may be scaled."""
