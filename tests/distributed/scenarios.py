@@ -58,8 +58,11 @@ from lightning_module_monitor.distributed import ranks
 from lightning_module_monitor.distributed.shards import is_flattened, is_laid_out, is_sharded
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import ConfigError, RanksLostError
+from lightning_module_monitor.kernels import transfer as kernel_transfer
 from lightning_module_monitor.kernels.table import MomentTable
+from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.trainer import nonfinite
 from lightning_module_monitor.trainer.optimizers import OptimizerTracker
 from lightning_module_monitor.trainer.overhead import HostClock
 
@@ -191,7 +194,7 @@ EVERYTHING = ["mean", "std", "skewness", "kurtosis", "norm", "rms", "min", "max"
 EVERYTHING += ["token_norm", "token_rms", "hist"]
 
 
-PLAIN = [name for name in EVERYTHING if not name.startswith("token")]
+OF_PARTS = [name for name in EVERYTHING if not name.startswith("token")]
 """Those that parts of a tensor show."""
 
 
@@ -200,7 +203,7 @@ def _rules(*, are_sharded: bool = False) -> list[Rule]:
     outputs, parameters = ["activation", "activation_gradient"], ["parameter", "gradient_before_clip", "gradient", "update"]
     return [
         Rule(kinds=outputs, statistics=EVERYTHING),
-        Rule(kinds=parameters, statistics=PLAIN if are_sharded else EVERYTHING),
+        Rule(kinds=parameters, statistics=OF_PARTS if are_sharded else EVERYTHING),
         Rule(kinds="update", statistics="ratio"),
     ]
 
@@ -310,6 +313,36 @@ def whole_and_parts(folder: Path) -> dict[str, Any]:
     strategy = DDPStrategy() if WORLD > 1 else "auto"
     options: dict[str, Any] = {"strategy": strategy, "max_epochs": 2, "limit_val_batches": 2}
     return fit(folder, module, everything(), even_data(RANK, WORLD), **options)
+
+
+@contextmanager
+def counting_transfers() -> Iterator[list[int]]:
+    """Take every tensor for one of an accelerator: the sizes of what is brought to the host."""
+    sizes: list[int] = []
+
+    def transfer(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor.to("cpu")
+
+    with ExitStack() as stack:
+        for module in (kernel_transfer, magnitudes):
+            stack.enter_context(patch.object(module, "transfer", transfer))
+            stack.enter_context(patch.object(module, "is_on_host", lambda _tensor: False))
+        stack.enter_context(patch.object(nonfinite, "marks_steps", lambda run: run.options.health.nonfinite == "warn"))
+        yield sizes
+
+
+def transfers(folder: Path) -> dict[str, Any]:
+    """What is brought to the host in each step, by the default callback and by one that records all kinds there are."""
+    found: dict[str, Any] = {}
+    for name, callback in {"default": ModuleMonitorCallback(2), "everything": everything()}.items():
+        torch.manual_seed(0)
+        module = Classifier(Attending(), torch.optim.SGD, lr=0.1)
+        strategy = DDPStrategy() if WORLD > 1 else "auto"
+        with counting_transfers() as sizes:
+            result = fit(folder / name, module, callback, even_data(RANK, WORLD, 6), strategy=strategy, max_epochs=1, limit_val_batches=0)
+        found[name] = sizes, [len(record.values) for record in result["records"]]
+    return found
 
 
 class OwnDDPStrategy(DDPStrategy):
@@ -784,7 +817,7 @@ def join(folder: Path) -> dict[str, Any]:
 def one_rank_leaves(folder: Path) -> dict[str, Any]:
     """On the last rank the collectives of the monitor fail from step 2 on, in its record and where every step is looked at."""
     results, all_reduce = {}, ranks.Ranks.all_reduce
-    for nonfinite in ("warn", "always"):
+    for option in ("warn", "always"):
         count = Count()
 
         def fails(own: ranks.Ranks, tensor: Tensor, how: Any, count: Count = count) -> Tensor:
@@ -794,15 +827,15 @@ def one_rank_leaves(folder: Path) -> dict[str, Any]:
 
         torch.manual_seed(0)
         rules = [Rule(kinds=["activation", "parameter", "gradient"], statistics="norm")]
-        callback = ModuleMonitorCallback(1, rules=rules, health=Health(nonfinite=nonfinite), on_error="raise", stages=["train", "validate"])
+        callback = ModuleMonitorCallback(1, rules=rules, health=Health(nonfinite=option), on_error="raise", stages=["train", "validate"])
         module = Classifier("mlp", torch.optim.SGD, lr=0.1)
         ranks.Ranks.all_reduce = fails  # type: ignore[method-assign]
         try:
             with waiting_for(3):
-                results[nonfinite] = fit(folder / nonfinite, module, callback, data(RANK, WORLD, micro_batches=1, steps=6), more=[count])
+                results[option] = fit(folder / option, module, callback, data(RANK, WORLD, micro_batches=1, steps=6), more=[count])
         finally:
             ranks.Ranks.all_reduce = all_reduce  # type: ignore[method-assign]
-        results[nonfinite]["hooks"] = sum(len(one._forward_hooks) for one in module.modules())
+        results[option]["hooks"] = sum(len(one._forward_hooks) for one in module.modules())
     return results
 
 
@@ -966,7 +999,7 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
             Rule(kinds="activation_gradient", functions={"positive": num_positive}, aggregate="sum", sites="network.squash"),
         ]
         if tensor_parallel > 1:
-            rules[0] = dataclasses.replace(rules[0], statistics=PLAIN)
+            rules[0] = dataclasses.replace(rules[0], statistics=OF_PARTS)
         if tensor_parallel == 1:  # the reference is laid out as the model, and runs
             rules.append(Rule(kinds="activation_difference", statistics=["norm", "ratio", "cosine"], exclude="network.squash"))
         callback = ModuleMonitorCallback(
@@ -1069,7 +1102,7 @@ def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None =
         kinds = ["parameter", "gradient", "update"]
         rules = [
             Rule(kinds=["activation", "activation_gradient"], statistics=EVERYTHING),
-            Rule(kinds=[*kinds, "gradient_before_clip"], statistics=PLAIN),
+            Rule(kinds=[*kinds, "gradient_before_clip"], statistics=OF_PARTS),
             Rule(kinds="update", statistics="ratio"),
             Rule(kinds=kinds, functions={"product": second_to_last}, every_n_steps=[0, 1]),
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
@@ -1277,6 +1310,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     **FLAT,
     **{f"zoo_{name}": zoo(name) for name in ("cnn", "outputs", "shared", "frozen")},
     "whole_and_parts": whole_and_parts,
+    "transfers": transfers,
     "unchanged": unchanged,
     "unchanged_with_parts": unchanged_with_parts,
     "unchanged_flat": unchanged_flat,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,3 +180,14 @@ def test_a_limit_of_the_time_leaves_the_same_steps_out_on_all_ranks(num_ranks: i
         assert fractions[1:] == pytest.approx([cost / (cost + 2), *[cost / (cost + gap)] * (len(fractions) - 2)])
     about_limit = [[message for message in result["said"] if message.startswith("max_overhead")] for result in by_rank]
     assert [len(messages) for messages in about_limit] == [1, *[0] * (num_ranks - 1)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_monitored_step_has_one_transfer(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """Promise 3, in a Trainer: moments, histograms, loss, learning rates and results come together; other steps bring nothing."""
+    for result in [SCENARIOS["transfers"](tmp_path)] if num_ranks == 1 else run_scenarios(num_ranks, "transfers"):
+        (sizes, num_values), (all_sizes, num_all_values) = result["default"], result["everything"]
+        assert len(num_values) == len(sizes) == 3
+        assert min(num_values) > 40
+        assert len(num_all_values) == len(all_sizes) == 6
+        assert min(num_all_values) > 500
