@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lightning_module_monitor import ModuleMonitor, Record, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels import numba_kernel
-from lightning_module_monitor.plan import DETAIL
+from lightning_module_monitor.plan.planner import DETAIL
 
 KINDS = ["activation", "activation_gradient", "parameter", "gradient"]
 

@@ -19,7 +19,7 @@ from lightning_module_monitor.errors import ConfigError, Log, nearest
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ROOT, beginning_with, without_wrappers
-from lightning_module_monitor.plan import DETAIL, Planner
+from lightning_module_monitor.plan.planner import DETAIL, Planner
 from lightning_module_monitor.probes.activations import ModuleTable
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.reference import Reference, structural_differences

@@ -14,7 +14,8 @@ from lightning_module_monitor.engine.logged import LoggedValues
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.model.compiled import Uncompiled
-from lightning_module_monitor.plan import ActiveRules, Planner
+from lightning_module_monitor.plan.plan import Plan
+from lightning_module_monitor.plan.planner import ActiveRules, Planner
 from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Gate, Probe, StepTools
@@ -22,7 +23,6 @@ from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, intermediate_streams
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, fail_removed
-from lightning_module_monitor.probes.planned import Plan
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.probes.tap import Consumer, ModuleTap

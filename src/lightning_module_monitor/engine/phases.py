@@ -21,7 +21,7 @@ from lightning_module_monitor.health.alerts import ReplicaAlert
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.model.compiled import num_compiled
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
-from lightning_module_monitor.plan import ActiveRules, Planner
+from lightning_module_monitor.plan.planner import ActiveRules, Planner
 from lightning_module_monitor.probes.base import Among, Gate
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reference import Reference

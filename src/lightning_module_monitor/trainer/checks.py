@@ -14,7 +14,7 @@ from lightning_module_monitor.errors import ConfigError, nearest, nearest_patter
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, is_overridden, messages
 from lightning_module_monitor.model.compiled import compiled_parts
 from lightning_module_monitor.model.names import ROOT, without_wrappers
-from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Record

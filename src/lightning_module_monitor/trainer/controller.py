@@ -15,7 +15,7 @@ from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.compiled import UNCOMPILED
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.probes.planned import OF_WATCHES
+from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import Record, is_context

@@ -11,7 +11,7 @@ from lightning_module_monitor.health.causes import Diagnoses, diagnose
 from lightning_module_monitor.health.history import History
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.checks import AwaitedKeys

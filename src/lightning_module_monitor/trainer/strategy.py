@@ -12,9 +12,9 @@ from lightning_module_monitor.distributed.shards import fsdp2_units
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.options import ALWAYS, STOP, ParsedHealth
 from lightning_module_monitor.lightning_packages import Trainer, is_a
-from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.plan.matching import token_statistics
+from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.probes.parameters import ParameterAccess
-from lightning_module_monitor.probes.planned import token_statistics
 from lightning_module_monitor.record import KINDS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from lightning_module_monitor.errors import in_bytes
 from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.plan import Planner
+from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.trainer.options import Options

@@ -16,9 +16,10 @@ from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSche
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts, num_compiled
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, NameFormat, ParameterSite
+from lightning_module_monitor.plan.matching import check_rule, compiled_in_words, idle_kinds, layer_sites, matching
+from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
-from lightning_module_monitor.probes.planned import Plan, check_rule, compiled_in_words, idle_kinds, layer_sites, matching
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import (
     CONTEXT_KIND,

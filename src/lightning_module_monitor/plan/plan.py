@@ -1,0 +1,65 @@
+"""What all rules that are due record in one step."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
+from lightning_module_monitor.probes.gradient_flow import Chain
+from lightning_module_monitor.record import KINDS
+from lightning_module_monitor.statistics.spec import MetricSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Modules and parameters that are observed in one step, and what is recorded of each."""
+
+    modules: list[WatchedModule]
+    parameters: list[WatchedParameter]
+    chain: Chain | None
+    """The blocks whose gradient flow is recorded."""
+
+    @functools.cached_property
+    def modules_with_heads(self) -> list[WatchedModule]:
+        """The modules of which heads of attention are recorded."""
+        return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.specs)]
+
+    def specs(self) -> list[MetricSpec]:
+        """Every specification of a rule, modules first, in the model's order."""
+        of_modules = [spec for watched in self.modules for spec in watched.all_specs()]
+        return of_modules + [spec for watched in self.parameters for spec in watched.all_specs()]
+
+    def all_specs(self) -> list[MetricSpec]:
+        """Those of the rules, and of the gradient flow."""
+        return self.specs() + ([] if self.chain is None else list(self.chain.specs))
+
+    def knows_all_keys(self, kind: str = "") -> bool:
+        """Whether there is no function, of a kind or of any, whose keys are not known before its first result, and no head of attention."""
+        if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
+            return False
+        return all(spec.planned_keys == spec.number_keys for spec in self.specs() if kind in ("", spec.kind))
+
+    def has_coordinate_check(self) -> bool:
+        """Whether anything of the refined coordinate check is recorded."""
+        return any(watched.layers for watched in self.modules)
+
+    def has_heads(self) -> bool:
+        """Whether heads of attention are recorded, whose number is not known before they run, nor are their keys."""
+        return bool(self.modules_with_heads)
+
+    def keys(self) -> list[str]:
+        """Every key of a number that is known beforehand, kind by kind."""
+        of_rules = [key for spec in self.expected() if not KINDS[spec.kind].of_heads for key in spec.planned_keys]
+        return of_rules + (self.chain.keys() if self.chain is not None else [])
+
+    def histogram_keys(self) -> list[str]:
+        """Every key of a histogram, kind by kind."""
+        return [key for spec in self.expected() if not KINDS[spec.kind].of_heads for key in spec.histogram_keys]
+
+    def expected(self) -> list[MetricSpec]:
+        """The specifications that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
+        of_modules = [spec for watched in self.modules for spec in watched.all_specs() if watched.site.runs or KINDS[spec.kind].of_heads]
+        of_parameters = [one for watched in self.parameters for kind, one in watched.specs.items() if watched.site.has(kind)]
+        order = {kind: place for place, kind in enumerate(KINDS)}
+        return sorted(of_modules + of_parameters, key=lambda spec: order[spec.kind])
