@@ -17,7 +17,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
 from lightning_module_monitor.statistics.functions import Function, Value
 from lightning_module_monitor.statistics.registry import HistogramStatistic
-from lightning_module_monitor.statistics.spec import MetricSpec, Output
+from lightning_module_monitor.statistics.stream import Output, Stream
 
 NUM_WATCHES = 5
 PLAIN = {name: one for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.paired and not one.relative}
@@ -30,7 +30,7 @@ def quartiles(values: Tensor) -> dict[str, Tensor]:
     return {"low": values.quantile(0.25), "high": values.quantile(0.75)}
 
 
-def wishes() -> list[MetricSpec]:
+def wishes() -> list[Stream]:
     """The plan of a rank: every rank makes its own, alike."""
     functions: dict[str, Output] = {
         "average": Function("mean", function=torch.mean),
@@ -40,11 +40,11 @@ def wishes() -> list[MetricSpec]:
         "spread": Function(quartiles, function=torch.flatten),
     }
     return [
-        MetricSpec("activation", "a", {**PLAIN, **HISTOGRAM}),
-        MetricSpec("activation", "b", {**PLAIN, **functions}),
-        MetricSpec("activation", "c", functions),
-        MetricSpec("activation_difference", "d", {**PLAIN, **RELATIVE}),
-        MetricSpec("activation", "e", {"norm": PLAIN["norm"], **HISTOGRAM}),
+        Stream("activation", "a", {**PLAIN, **HISTOGRAM}),
+        Stream("activation", "b", {**PLAIN, **functions}),
+        Stream("activation", "c", functions),
+        Stream("activation_difference", "d", {**PLAIN, **RELATIVE}),
+        Stream("activation", "e", {"norm": PLAIN["norm"], **HISTOGRAM}),
     ]
 
 
@@ -55,7 +55,7 @@ class Seen:
         self.watch, self.further = watch, further
         self.tensor = torch.randn(2 + seed % 4, 3, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 5 - 2)
 
-    def show(self, observation: StepAccumulator, plan: list[MetricSpec]) -> None:
+    def show(self, observation: StepAccumulator, plan: list[Stream]) -> None:
         watch = plan[self.watch]
         watch = watch if not self.further else watch.at(f"{watch.site}.output_{self.further}")
         if watch.kind == "activation_difference":
@@ -64,7 +64,7 @@ class Seen:
             observation.observe(watch, self.tensor)
 
 
-def no_trouble(watch: MetricSpec, name: str, seen: str, error: Exception) -> None:
+def no_trouble(watch: Stream, name: str, seen: str, error: Exception) -> None:
     """Nothing fails here."""
     raise AssertionError(f"{watch.kind} {watch.site} {name}, {seen}") from error
 
@@ -118,7 +118,7 @@ def test_what_is_not_a_number_is_not_lost_on_the_way() -> None:
         value = {0: 1.0, 1: float("nan"), 2: float("inf")}[rank.index]
         for name, aggregate in (("nan", "max"), ("least", "min"), ("total", "sum"), ("average", "mean")):
             shown = value if name == "nan" or rank.index != 1 else 2.0
-            observation.add_result(MetricSpec("own", name, {name: Value(aggregate)}), name, shown, 1)
+            observation.add_result(Stream("own", name, {name: Value(aggregate)}), name, shown, 1)
         return observation.collect(rank)
 
     for values in Meeting[dict[str, float]](3).run(work):
@@ -154,8 +154,8 @@ def test_an_aggregate_that_one_rank_alone_has_is_nan_elsewhere() -> None:
         said: list[str] = []
         observation = StepAccumulator(lambda watch, name, seen, error: said.append(str(error)), SeriesState(wishes()))
         if rank.index == 0:
-            spec = MetricSpec("own", "site", {"mine": Value(lambda values: values.max())})
-            observation.add_result(spec, "mine", torch.tensor([1.0, 5.0]), 2)
+            stream = Stream("own", "site", {"mine": Value(lambda values: values.max())})
+            observation.add_result(stream, "mine", torch.tensor([1.0, 5.0]), 2)
         return observation.collect(rank), said
 
     (first, nothing), (other, said) = Meeting[Any](2).run(work)
@@ -173,7 +173,7 @@ def test_values_of_one_site_that_come_in_different_steps() -> None:
         for step in range(3):
             observation = StepAccumulator(no_trouble, state)
             for name in ("early", "late")[: 1 + (step > 0)]:
-                observation.add_result(MetricSpec("own", "site", {name: Value("sum")}), name, float(rank.index + step), 1)
+                observation.add_result(Stream("own", "site", {name: Value("sum")}), name, float(rank.index + step), 1)
             found.append(observation.collect(rank))
         return found
 
@@ -190,11 +190,11 @@ def test_a_stream_that_other_ranks_cannot_make_is_reported_and_left_out() -> Non
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], list[str]]:
         failed: list[str] = []
-        accumulator = StepAccumulator(lambda spec, name, seen, error: failed.append(spec.site), SeriesState(wishes()))
+        accumulator = StepAccumulator(lambda stream, name, seen, error: failed.append(stream.site), SeriesState(wishes()))
         if rank.index == 1:
             odd = Statistic(PLAIN["norm"].needs, lambda moments: moments.mean)
-            accumulator.observe(MetricSpec("own", "a", {"odd": odd}), torch.ones(2))
-            accumulator.observe(MetricSpec("own", "b", {"norm": PLAIN["norm"]}), torch.ones(4))
+            accumulator.observe(Stream("own", "a", {"odd": odd}), torch.ones(2))
+            accumulator.observe(Stream("own", "b", {"norm": PLAIN["norm"]}), torch.ones(4))
         return accumulator.collect(rank), failed
 
     (values, failed), (own_values, own_failed) = Meeting[Any](2).run(work)
@@ -204,7 +204,7 @@ def test_a_stream_that_other_ranks_cannot_make_is_reported_and_left_out() -> Non
     assert np.isnan(own_values["own/a/odd"])
 
 
-def compared() -> list[MetricSpec]:
+def compared() -> list[Stream]:
     """What a rank of those that share their input wants: of some sites nothing that tells parts of a tensor apart."""
     positive = Function("sum", function=lambda x: (x > 0).sum())
     everything = Function(lambda values: {"sum": values.sum(), "count": values.numel()}, function=torch.flatten)
@@ -216,7 +216,7 @@ def compared() -> list[MetricSpec]:
         {**PLAIN, **HISTOGRAM, "positive": positive},
     ]
     return [
-        MetricSpec("activation", f"{site}_{number}", wish, is_compared=True)
+        Stream("activation", f"{site}_{number}", wish, is_compared=True)
         for site in ("copied", "sliced")
         for number, wish in enumerate(wishes)
     ]
@@ -228,7 +228,7 @@ def test_of_ranks_that_share_their_input_copies_count_once_and_parts_all() -> No
     copies[1][2, 3] = torch.nan
     parts = [torch.tensor([[1.0 + rank / 8, 1.5 + rank / 16, torch.inf, -0.25 - rank / 64]] * 2) for rank in range(4)]
 
-    def show(observation: StepAccumulator, plan: list[MetricSpec], copied: Tensor | None, part: Tensor) -> None:
+    def show(observation: StepAccumulator, plan: list[Stream], copied: Tensor | None, part: Tensor) -> None:
         for watch in plan:
             tensor = copied if watch.site.startswith("copied") else part
             if tensor is not None:
@@ -295,16 +295,16 @@ def test_a_rank_that_cannot_say_what_it_has_seen_keeps_nobody_waiting() -> None:
 
 
 def test_an_error_in_sending_comes_after_what_the_others_wait_for() -> None:
-    """Where errors are raised, the rank with the specification that cannot be sent raises its own; the others go on."""
+    """Where errors are raised, the rank with the stream that cannot be sent raises its own; the others go on."""
 
-    def raises(spec: MetricSpec, _name: str, _seen: str, error: Exception) -> None:
-        raise MonitorError(spec.site) from error
+    def raises(stream: Stream, _name: str, _seen: str, error: Exception) -> None:
+        raise MonitorError(stream.site) from error
 
     def work(rank: ThreadRank) -> str:
         accumulator = StepAccumulator(raises, SeriesState(wishes()))
         if rank.index == 1:
             odd = Statistic(PLAIN["norm"].needs, lambda moments: moments.mean)
-            accumulator.observe(MetricSpec("own", "odd", {"odd": odd}), torch.ones(2))
+            accumulator.observe(Stream("own", "odd", {"odd": odd}), torch.ones(2))
         try:
             accumulator.collect(rank)
         except MonitorError as error:

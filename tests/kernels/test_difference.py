@@ -13,7 +13,7 @@ from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import Function
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.statistics.spec import BASE, OWN, MetricSpec
+from lightning_module_monitor.statistics.stream import BASE, OWN, Stream
 
 SHARED_CHUNK_ELEMENTS = 1024
 """What the compiled kernel measures at once."""
@@ -21,10 +21,10 @@ SHARED_CHUNK_ELEMENTS = 1024
 NAMES = ["rms", "norm", "mean", "std", "abs_max", "token_norm"]
 
 
-def watch(site: str, *names: str) -> MetricSpec:
+def watch(site: str, *names: str) -> Stream:
     """A watch for statistics."""
     found = {name: one for name in names if isinstance(one := STATISTICS[name], Statistic)}
-    return MetricSpec("activation_difference", site, dict(found))
+    return Stream("activation_difference", site, dict(found))
 
 
 def forms(dtype: torch.dtype) -> dict[str, Difference]:
@@ -77,7 +77,7 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
     original = observation._table.add
     monkeypatch.setattr(observation._table, "add", lambda *args: (added.append(args), original(*args))[1])
     first, same, relative = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio")
-    more = MetricSpec("activation_difference", "d", {**watch("d", "mean").outputs, "total": Function("sum", function=torch.sum)})
+    more = Stream("activation_difference", "d", {**watch("d", "mean").outputs, "total": Function("sum", function=torch.sum)})
     observation.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
     values = observation.collect()
     assert len(added) == 2

@@ -22,7 +22,7 @@ from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.stream import Stream
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -223,7 +223,7 @@ def test_a_histogram_that_misses_elements_is_not_there() -> None:
     """Of a tensor that cannot be read nothing is made up: numbers are NaN, and the histogram, which has no NaN, is absent."""
     mean = STATISTICS["mean"]
     assert isinstance(mean, Statistic)
-    watches = [MetricSpec("activation", site, {"mean": mean, "hist": HistogramStatistic()}) for site in ("good", "bad", "bad_too")]
+    watches = [Stream("activation", site, {"mean": mean, "hist": HistogramStatistic()}) for site in ("good", "bad", "bad_too")]
     _good, bad, bad_too = watches
     observation = StepAccumulator(lambda *_trouble: None)
     for watch in watches:
@@ -241,8 +241,8 @@ def test_a_histogram_that_misses_elements_is_not_there() -> None:
 def test_only_histograms_are_asked_for() -> None:
     """A watch without a number; one of which only an empty tensor was seen has a histogram of nothing."""
     observation = StepAccumulator(lambda *_trouble: None)
-    observation.observe(MetricSpec("activation", "fc", {"hist": HistogramStatistic()}), torch.tensor([1.0, 2.0]))
-    observation.observe(MetricSpec("activation", "empty", {"hist": HistogramStatistic()}), torch.empty(0))
+    observation.observe(Stream("activation", "fc", {"hist": HistogramStatistic()}), torch.tensor([1.0, 2.0]))
+    observation.observe(Stream("activation", "empty", {"hist": HistogramStatistic()}), torch.empty(0))
     values, found = observation.collect(), observation.histograms
     assert values == {}
     assert found["activation/fc/hist"] == histogram(torch.tensor([1.0, 2.0]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.statistics.spec import MetricSpec, Output
+from lightning_module_monitor.statistics.stream import Output, Stream
 
 
 def output_of(name: str) -> Output:
@@ -22,9 +22,9 @@ def output_of(name: str) -> Output:
     return output
 
 
-def watch(site: str, *names: str) -> MetricSpec:
+def watch(site: str, *names: str) -> Stream:
     """A watch of some statistics."""
-    return MetricSpec("activation", site, {name: output_of(name) for name in names})
+    return Stream("activation", site, {name: output_of(name) for name in names})
 
 
 WATCHES = [watch("a", "mean", "std"), watch("b", "max"), watch("c", "mean", "std"), watch("d", "norm", "ratio"), watch("e", "hist", "max")]
@@ -84,7 +84,7 @@ def test_a_statistic_that_fails_costs_its_own_values_alone() -> None:
     told: list[tuple[str, str, type]] = []
     observation = StepAccumulator(lambda one, name, _seen, error: told.append((one.site, name, type(error))))
     for site in "ab":
-        observation.observe(MetricSpec("activation", site, statistics), torch.arange(3.0))
+        observation.observe(Stream("activation", site, statistics), torch.arange(3.0))
     expected = {"mean": 1.0, "max": 2.0, "root": pytest.approx(math.nan, nan_ok=True)}
     assert observation.collect() == {f"activation/{site}/{name}": value for site in "ab" for name, value in expected.items()}
     assert told == [("a", "root", AttributeError)]
@@ -103,7 +103,7 @@ def test_of_two_watches_of_one_key_the_last_one_counts() -> None:
 
 def test_tensors_taken_in_together_are_as_one_by_one() -> None:
     """Of known watches and new ones, with a histogram, in another precision, and where nothing is wanted."""
-    watches = [*WATCHES[:4], watch("f", "hist", "max"), watch("g", "mean"), MetricSpec("activation", "h")]
+    watches = [*WATCHES[:4], watch("f", "hist", "max"), watch("g", "mean"), Stream("activation", "h")]
     rows = SeriesState()
     for missing in ([], [0, 3], [5], [], [*range(7)]):
         tensors = [torch.randn(40, 3) for _place in range(7)]

@@ -20,7 +20,7 @@ from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, fit_for
 from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
 from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
 from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic, UnitStatistic
-from lightning_module_monitor.statistics.spec import Output
+from lightning_module_monitor.statistics.stream import Output
 
 
 @any_hints

@@ -22,9 +22,9 @@ from lightning_module_monitor.kernels.moments import NUM_FIELDS, Array, Moments
 from lightning_module_monitor.statistics.functions import Aggregate, Function, Value
 from lightning_module_monitor.statistics.layout import LARGEST, SUMMED, Layout, Numbers, Observed
 from lightning_module_monitor.statistics.registry import STATISTICS
-from lightning_module_monitor.statistics.spec import Identity, MetricSpec, Output
+from lightning_module_monitor.statistics.stream import Identity, Output, Stream
 
-OnError = Callable[[MetricSpec, Exception], None]
+OnError = Callable[[Stream, Exception], None]
 
 
 class Reduced(NamedTuple):
@@ -35,7 +35,7 @@ class Reduced(NamedTuple):
     numbers: Numbers
     copied: frozenset[Identity] = frozenset()
     """Streams that ranks which share their input have alike, and that count once."""
-    differing: Sequence[MetricSpec] = ()
+    differing: Sequence[Stream] = ()
     """Streams that every rank is expected to have alike, and that differ between ranks."""
 
 
@@ -59,7 +59,7 @@ def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks | 
     except Exception as caught:
         observed, error = lost, caught
     while True:
-        unknown = [spec for spec in observed.streams if spec.identity not in layout.places and spec.identity not in unsent]
+        unknown = [stream for stream in observed.streams if stream.identity not in layout.places and stream.identity not in unsent]
         try:
             numbers = observed.numbers(layout, has_more=bool(unknown))
         except Exception as caught:
@@ -69,13 +69,13 @@ def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks | 
         if not reduced.numbers.has_more[0]:
             break
         named: list[_Name] = []
-        for spec in unknown:
+        for stream in unknown:
             try:
-                named.append(_name_of(spec))
+                named.append(_name_of(stream))
             except Exception as caught:
-                unsent.add(spec.identity)
+                unsent.add(stream.identity)
                 try:
-                    on_error(spec, caught)
+                    on_error(stream, caught)
                 except Exception as raised:  # not before the other ranks have what they wait for
                     error = error or raised
         learn(layout, ranks.gather(named), unknown)
@@ -95,7 +95,7 @@ def _reduced(observed: Observed, own: Numbers, layout: Layout, ranks: Ranks) -> 
     fields = _parted(result.largest, own, LARGEST) | _parted(result.summed, own, SUMMED)
     numbers = Numbers(moments=torch.stack(result.moments).numpy(), **fields)
     failed = {*itertools.compress(layout.streams, numbers.failed)}
-    differing = [spec for spec in itertools.compress(layout.replicated, result.differ.tolist()) if spec not in failed]
+    differing = [stream for stream in itertools.compress(layout.replicated, result.differ.tolist()) if stream not in failed]
     return Reduced(observed, numbers, frozenset(itertools.compress(layout.places, result.are_copies.tolist())), differing)
 
 
@@ -110,30 +110,30 @@ class _Name(NamedTuple):
     is_compared: bool
 
 
-def _name_of(spec: MetricSpec) -> _Name:
+def _name_of(stream: Stream) -> _Name:
     """What names a stream to other ranks.
 
     Raises:
         ValueError: If an output is one that other ranks do not know.
     """
-    if spec.origin is None:
-        for name, output in spec.outputs.items():
+    if stream.origin is None:
+        for name, output in stream.outputs.items():
             if isinstance(output, Function) or (not isinstance(output, Value) and STATISTICS.get(name) is not output):
                 raise ValueError(f"{name!r} is not among STATISTICS, and no rule of other ranks has it; expected every rank to record it")
-    aggregates = {name: value.aggregate if isinstance(value.aggregate, str) else None for name, value in spec.values.items()}
-    return _Name(spec.identity, None if spec.origin is None else spec.origin.identity, aggregates, spec.is_compared)
+    aggregates = {name: value.aggregate if isinstance(value.aggregate, str) else None for name, value in stream.values.items()}
+    return _Name(stream.identity, None if stream.origin is None else stream.origin.identity, aggregates, stream.is_compared)
 
 
-def learn(layout: Layout, names: Iterable[Iterable[_Name]], own: Iterable[MetricSpec]) -> None:
+def learn(layout: Layout, names: Iterable[Iterable[_Name]], own: Iterable[Stream]) -> None:
     """Add the streams that all ranks have named, in their order; ``own`` are those of this rank."""
-    of_this_rank = {spec.identity: spec for spec in own}
+    of_this_rank = {stream.identity: stream for stream in own}
     for name in itertools.chain.from_iterable(names):
         origin = None if name.origin not in layout.places else layout.streams[layout.places[name.origin]]
         known = of_this_rank.get(name.identity)
         layout.add([known or (_made_of(name) if origin is None else origin.at(name.identity[1]))])
 
 
-def _made_of(name: _Name) -> MetricSpec:
+def _made_of(name: _Name) -> Stream:
     """A stream that only other ranks have observed."""
     kind, site, stage, prefix, *names = name.identity
     outputs: dict[str, Output] = {}
@@ -141,7 +141,7 @@ def _made_of(name: _Name) -> MetricSpec:
         aggregate: Aggregate = name.aggregates.get(output) or _unknown_here
         known = STATISTICS.get(output)
         outputs[output] = Value(aggregate) if output in name.aggregates or known is None or callable(known) else known
-    return MetricSpec(kind, site, outputs, stage, prefix, is_compared=name.is_compared)
+    return Stream(kind, site, outputs, stage, prefix, is_compared=name.is_compared)
 
 
 def _unknown_here(_values: Tensor) -> float:
@@ -155,7 +155,7 @@ def _fingerprints(own: Numbers, layout: Layout) -> Fingerprints:
     Parameters and values of the user's own are left out: there each rank observes its own part, and parts of a constant are alike.
     """
     none = len(layout.streams)
-    items = _items(layout, {spec: place for place, spec in enumerate(layout.streams) if spec.is_compared}, none)
+    items = _items(layout, {stream: place for place, stream in enumerate(layout.streams) if stream.is_compared}, none)
     results = np.stack([own.extremes, own.has_nan, own.totals, own.weights])
     columns = [(own.moments, items.rows), (own.counts.T, items.counted), (results, items.values)]
     known = torch.from_numpy(np.concatenate([values.ravel() for values, _items in columns]))
@@ -166,8 +166,8 @@ def _fingerprints(own: Numbers, layout: Layout) -> Fingerprints:
 def _replicas(observed: Observed, layout: Layout) -> Replicas:
     """The streams that every rank is expected to have alike, and those that this one has a part of."""
     none = len(layout.replicated)
-    items = _items(layout, {spec: place for place, spec in enumerate(layout.replicated)}, none)
-    identities = [spec.identity for spec in layout.replicated]
+    items = _items(layout, {stream: place for place, stream in enumerate(layout.replicated)}, none)
+    identities = [stream.identity for stream in layout.replicated]
     return Replicas(
         first_rows=torch.tensor([layout.first_rows[layout.places[one]] for one in identities], dtype=torch.int64, device="cpu"),
         are_parts=torch.tensor([one in observed.parts for one in identities], dtype=torch.float64, device="cpu"),
@@ -189,10 +189,10 @@ class _Items(NamedTuple):
         return torch.cat([self.rows.repeat(NUM_FIELDS), counts, *of_results, self.values.new_full((1,), none)])
 
 
-def _items(layout: Layout, items: dict[MetricSpec, int], none: int) -> _Items:
-    rows = [items.get(spec, none) for spec in layout.streams for _row in range(spec.num_rows)]
-    counted = [items.get(spec, none) for spec in layout.counted]
-    values = [items.get(spec, none) for spec, _name, _value in layout.values]
+def _items(layout: Layout, items: dict[Stream, int], none: int) -> _Items:
+    rows = [items.get(stream, none) for stream in layout.streams for _row in range(stream.num_rows)]
+    counted = [items.get(stream, none) for stream in layout.counted]
+    values = [items.get(stream, none) for stream, _name, _value in layout.values]
     return _Items(*(torch.tensor(one, dtype=torch.int64, device="cpu") for one in (rows, counted, values)))
 
 

@@ -10,7 +10,7 @@ from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.statistics.functions import Aggregate, Value
-from lightning_module_monitor.statistics.spec import Identity, MetricSpec
+from lightning_module_monitor.statistics.stream import Identity, Stream
 
 
 class LoggedValues:
@@ -18,19 +18,19 @@ class LoggedValues:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._streams: dict[Identity, MetricSpec] = {}
-        self.expected: list[MetricSpec] = []
+        self._streams: dict[Identity, Stream] = {}
+        self.expected: list[Stream] = []
         """Streams announced before the first step."""
 
-    def stream(self, kind: str, name: str, aggregate: Aggregate, *, site: str = "", stage: str = TRAIN) -> MetricSpec:
+    def stream(self, kind: str, name: str, aggregate: Aggregate, *, site: str = "", stage: str = TRAIN) -> Stream:
         """The stream of a value: the same object in every step, while the aggregate is the same."""
         value = Value(aggregate)
         stream = self._streams.get((kind, site, name, stage))
         if stream is None or stream.values[name] != value:
-            stream = self._streams[kind, site, name, stage] = MetricSpec(kind, site, {name: value}, stage, self._prefix)
+            stream = self._streams[kind, site, name, stage] = Stream(kind, site, {name: value}, stage, self._prefix)
         return stream
 
-    def of_users(self) -> list[MetricSpec]:
+    def of_users(self) -> list[Stream]:
         """The streams of what users log."""
         return [stream for stream in self._streams.values() if stream.kind not in (OWN_KIND, CONTEXT_KIND)]
 

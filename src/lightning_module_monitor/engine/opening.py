@@ -63,7 +63,7 @@ class StepOpener:
         """Open a step; its probes are not attached yet. ``model`` is the module, or what a strategy has wrapped it in."""
         self._forget_removed_modules()
         plan, sites, reporter = self._planner.plan(due, stage), self._planner.index, self._reporter
-        tools = StepTools(StepAccumulator(reporter.of_spec, self._state(due, stage)), sites, reporter, self._gate)
+        tools = StepTools(StepAccumulator(reporter.of_stream, self._state(due, stage)), sites, reporter, self._gate)
         captured = (self._planner.capture_plan(step) if stage == TRAIN else None) or Plan([], [], None)
         tensors = {site.name: site.tensor() for site in sites.parameters} if stage == TRAIN else {}
         if None in tensors.values():
@@ -103,7 +103,7 @@ class StepOpener:
         """What lives from step to step of one plan."""
         if (stage, due) not in self._states:
             plan = self._planner.plan(due, stage)
-            streams = [*intermediate_streams(plan.modules), *plan.all_specs(), *(self._logged.expected if stage == TRAIN else ())]
+            streams = [*intermediate_streams(plan.modules), *plan.all_streams(), *(self._logged.expected if stage == TRAIN else ())]
             if plan.has_coordinate_check():
                 streams.append(self._logged.stream(OWN_KIND, RCC_SKIPPED_CALLS, "sum"))
             self._states[stage, due] = SeriesState(streams, self._units)

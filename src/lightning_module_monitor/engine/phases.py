@@ -385,7 +385,7 @@ class StepEngine:
         findings: list[Finding] = []
         if context.ranks is not None and context.stage == TRAIN:
             differing = context.accumulator.differing
-            values[self.planner.own_key(RANK_DISAGREEMENT)] = float(len({spec.site for spec in differing}))
+            values[self.planner.own_key(RANK_DISAGREEMENT)] = float(len({stream.site for stream in differing}))
             findings = self._replicas.examine(context.step, differing)
         record = Record(context.step, values, context.accumulator.histograms, tensors, findings, self._opener.modules.modules())
         self.storage.add(record)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key, Severity, Training, is_undefined
 
 if TYPE_CHECKING:  # imports torch, which a command that reads a store does without
-    from lightning_module_monitor.statistics.spec import MetricSpec
+    from lightning_module_monitor.statistics.stream import Stream
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
@@ -298,12 +298,12 @@ class ReplicaAlert:
     def __init__(self) -> None:
         self._is_reported = False
 
-    def examine(self, step: int, differing: Sequence[MetricSpec]) -> list[Finding]:
-        """The finding of a record, if there is one, from the specifications whose values differ, in the order of the model."""
+    def examine(self, step: int, differing: Sequence[Stream]) -> list[Finding]:
+        """The finding of a record, if there is one, from the streams whose values differ, in the order of the model."""
         was_reported, self._is_reported = self._is_reported, bool(differing)
         if was_reported or not differing:
             return []
-        first, num_sites = differing[0], len({spec.site for spec in differing})
+        first, num_sites = differing[0], len({stream.site for stream in differing})
         what = f"{first.kind} {first.site}" + (f" and {num_sites - 1} more" if num_sites > 1 else "")
         meaning = "Those recorded are of all ranks' elements together"
         words = f"Ranks have different values of {what}, and should have the same. {meaning}. Try: {CURE}."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.record import KINDS
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,22 @@ class Plan:
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
         """The modules of which heads of attention are recorded."""
-        return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.specs)]
+        return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.streams)]
 
-    def specs(self) -> list[MetricSpec]:
-        """Every specification of a rule, modules first, in the model's order."""
-        of_modules = [spec for watched in self.modules for spec in watched.all_specs()]
-        return of_modules + [spec for watched in self.parameters for spec in watched.all_specs()]
+    def streams(self) -> list[Stream]:
+        """Every stream of a rule, modules first, in the model's order."""
+        of_modules = [stream for watched in self.modules for stream in watched.all_streams()]
+        return of_modules + [stream for watched in self.parameters for stream in watched.all_streams()]
 
-    def all_specs(self) -> list[MetricSpec]:
+    def all_streams(self) -> list[Stream]:
         """Those of the rules, and of the gradient flow."""
-        return self.specs() + ([] if self.chain is None else list(self.chain.specs))
+        return self.streams() + ([] if self.chain is None else list(self.chain.streams))
 
     def knows_all_keys(self, kind: str = "") -> bool:
         """Whether there is no function, of a kind or of any, whose keys are not known before its first result, and no head of attention."""
         if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
             return False
-        return all(spec.planned_keys == spec.number_keys for spec in self.specs() if kind in ("", spec.kind))
+        return all(stream.planned_keys == stream.number_keys for stream in self.streams() if kind in ("", stream.kind))
 
     def has_coordinate_check(self) -> bool:
         """Whether anything of the refined coordinate check is recorded."""
@@ -50,16 +50,18 @@ class Plan:
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
-        of_rules = [key for spec in self.expected() if not KINDS[spec.kind].of_heads for key in spec.planned_keys]
+        of_rules = [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.planned_keys]
         return of_rules + (self.chain.keys() if self.chain is not None else [])
 
     def histogram_keys(self) -> list[str]:
         """Every key of a histogram, kind by kind."""
-        return [key for spec in self.expected() if not KINDS[spec.kind].of_heads for key in spec.histogram_keys]
+        return [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.histogram_keys]
 
-    def expected(self) -> list[MetricSpec]:
-        """The specifications that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
-        of_modules = [spec for watched in self.modules for spec in watched.all_specs() if watched.site.runs or KINDS[spec.kind].of_heads]
-        of_parameters = [one for watched in self.parameters for kind, one in watched.specs.items() if watched.site.has(kind)]
+    def expected(self) -> list[Stream]:
+        """The streams that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
+        of_modules = [
+            stream for watched in self.modules for stream in watched.all_streams() if watched.site.runs or KINDS[stream.kind].of_heads
+        ]
+        of_parameters = [one for watched in self.parameters for kind, one in watched.streams.items() if watched.site.has(kind)]
         order = {kind: place for place, kind in enumerate(KINDS)}
-        return sorted(of_modules + of_parameters, key=lambda spec: order[spec.kind])
+        return sorted(of_modules + of_parameters, key=lambda stream: order[stream.kind])

@@ -33,7 +33,7 @@ from lightning_module_monitor.record import (
     check_prefix,
     is_context,
 )
-from lightning_module_monitor.statistics.spec import MetricSpec, Output
+from lightning_module_monitor.statistics.stream import Output, Stream
 
 DETAIL = "detail"
 """The label of rules that last as long as the model."""
@@ -256,8 +256,8 @@ class Planner:
         for rule in (*self.rules, *self._captures):
             steps = rule.schedule.value
             when = f"at steps {sorted(steps)}" if isinstance(steps, frozenset) else str(rule.schedule)
-            recorded += [f"{_path(spec)} {when}" for spec in self._plan([rule]).specs()]
-        return recorded + [_path(spec) for spec in (self._chain.specs if self._chain is not None else ())]
+            recorded += [f"{_path(stream)} {when}" for stream in self._plan([rule]).streams()]
+        return recorded + [_path(stream) for stream in (self._chain.streams if self._chain is not None else ())]
 
     # When
 
@@ -317,7 +317,7 @@ class Planner:
             rule = parse_rule(Rule(kinds="attention_entropy", statistics="mean"), "attention by hand", self._schedule)
             self._plans[stage] = self._plan([rule], stage)
         by_hand = next(one for one in self._plans[stage].modules if one.site is watched.site)
-        return Watched(watched.site, {**by_hand.specs, **watched.specs})
+        return Watched(watched.site, {**by_hand.streams, **watched.streams})
 
     def _forget_plans(self) -> None:
         self._plans, self._taken = {}, {}
@@ -341,9 +341,9 @@ class Planner:
                     by_site[site.name][kind].append(rule)
 
         def watched(site: SiteT) -> Watched[SiteT]:
-            specs = {kind: self._spec(site, kind, of_kind, stage) for kind, of_kind in by_site[site.name].items()}
-            layers = {kind: {name: spec.at(name) for name in layer_sites(site, kind)} for kind, spec in specs.items()}
-            return Watched(site, {kind: one for kind, one in specs.items() if not layers[kind]}, {k: v for k, v in layers.items() if v})
+            streams = {kind: self._stream(site, kind, of_kind, stage) for kind, of_kind in by_site[site.name].items()}
+            layers = {kind: {name: stream.at(name) for name in layer_sites(site, kind)} for kind, stream in streams.items()}
+            return Watched(site, {kind: one for kind, one in streams.items() if not layers[kind]}, {k: v for k, v in layers.items() if v})
 
         return Plan(
             [watched(site) for site in index.modules if site.name in by_site],
@@ -354,7 +354,7 @@ class Planner:
     def _is_recorded(self, kind: str, stage: str) -> bool:
         return kind not in self._left_out and (stage == TRAIN or KINDS[kind].in_every_stage)
 
-    def _spec(self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str) -> MetricSpec:
+    def _stream(self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str) -> Stream:
         """What rules record of a kind at a site, together.
 
         Raises:
@@ -366,7 +366,7 @@ class Planner:
                 if outputs.setdefault(name, output) != output:
                     why = f"another rule records something else as {name!r} of kind {kind!r} at {site.name!r}"
                     raise ConfigError(f"{rule.label}: {why}; expected names that differ.")
-        return MetricSpec(
+        return Stream(
             kind,
             site.name,
             outputs,
@@ -403,7 +403,7 @@ class Planner:
             return True
         if stage not in self._taken:
             plan = self.plan(stage=stage)
-            of_rules = (key for spec in plan.all_specs() for key in spec.keys.values())
+            of_rules = (key for stream in plan.all_streams() for key in stream.keys.values())
             self._taken[stage] = {*of_rules, *plan.keys()}
         return key in self._taken[stage]
 
@@ -419,14 +419,14 @@ class Planner:
 
     def report_uncompiled_reference(self) -> None:
         """Report, if activations are compared with a reference's, that these are not those of compiled code."""
-        if self.index.compiled.outermost and any(KINDS[kind].needs_reference for one in self.plan().modules for kind in one.specs):
+        if self.index.compiled.outermost and any(KINDS[kind].needs_reference for one in self.plan().modules for kind in one.streams):
             what = "at the first step differences are rounding instead of zero, and the masks of dropout differ"
             self._reporter.log_once(f"The reference runs uncompiled, and the model compiled: {what}.")
 
     def _report_renamed(self) -> None:
         """Report, in one line, the names in keys that are not those of the model, as loggers would not take these."""
         plan = self.plan()
-        used = {spec.site for spec in plan.specs()}.union(plan.chain.transitions if plan.chain is not None else ())
+        used = {stream.site for stream in plan.streams()}.union(plan.chain.transitions if plan.chain is not None else ())
         changed = [f"{old!r} is called {new!r} in keys" for old, new in self.index.namer.changed.items() if new in used]
         if changed:
             differ = f"{len(changed)} {'name differs' if len(changed) == 1 else 'names differ'} from those of the model"
@@ -434,5 +434,5 @@ class Planner:
             self._reporter.log_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
 
 
-def _path(spec: MetricSpec) -> str:
-    return "/".join(filter(None, spec.identity))
+def _path(stream: Stream) -> str:
+    return "/".join(filter(None, stream.identity))

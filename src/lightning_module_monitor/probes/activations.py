@@ -21,14 +21,14 @@ from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.probes.tap import Awaited, Consumer, elements_of
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.statistics.precision import unscaled
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.stream import Stream
 
 ACTIVATION, GRADIENT, DIFFERENCE = "activation", "activation_gradient", "activation_difference"
 
-_Measured = tuple[str, MetricSpec | None, MetricSpec | None]
+_Measured = tuple[str, Stream | None, Stream | None]
 """Name of a module, and what is recorded of its output, and of the gradient."""
 
-_Compared = tuple[MetricSpec, nn.Module]
+_Compared = tuple[Stream, nn.Module]
 """What is recorded of the difference of a module's output, and the module's sibling in the reference."""
 
 
@@ -36,8 +36,8 @@ class ActivationProbe(Consumer[_Measured]):
     """Measures outputs and their gradients. It keeps no tensor, and reads no value on the host."""
 
     def __init__(self, watched: Sequence[WatchedModule], tools: StepTools) -> None:
-        measured = [(one.site, one.specs) for one in watched if ACTIVATION in one.specs or GRADIENT in one.specs]
-        super().__init__([(site.module, (site.name, specs.get(ACTIVATION), specs.get(GRADIENT))) for site, specs in measured])
+        measured = [(one.site, one.streams) for one in watched if ACTIVATION in one.streams or GRADIENT in one.streams]
+        super().__init__([(site.module, (site.name, streams.get(ACTIVATION), streams.get(GRADIENT))) for site, streams in measured])
         self._tools = tools
         self._accumulator = tools.accumulator
         self._unsupported: defaultdict[torch.dtype | type, list[str]] = defaultdict(list)
@@ -67,27 +67,27 @@ class ActivationProbe(Consumer[_Measured]):
 
     def fail(self, target: _Measured, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
-        for spec in target[1:]:
-            if spec is not None:
-                self._accumulator.fail(spec, output, error)
+        for stream in target[1:]:
+            if stream is not None:
+                self._accumulator.fail(stream, output, error)
 
-    def observe_gradient(self, spec: MetricSpec, gradient: Tensor, scale: Tensor | None) -> None:
+    def observe_gradient(self, stream: Stream, gradient: Tensor, scale: Tensor | None) -> None:
         """Measure the gradient of an output."""
         gradient = elements_of(gradient)
-        self._accumulator.observe(spec, gradient if scale is None else unscaled(gradient, scale))
+        self._accumulator.observe(stream, gradient if scale is None else unscaled(gradient, scale))
 
-    def fail_gradient(self, spec: MetricSpec, gradient: Tensor, error: Exception) -> None:
+    def fail_gradient(self, stream: Stream, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""
-        self._accumulator.fail(spec, gradient, error)
+        self._accumulator.fail(stream, gradient, error)
 
 
 class DifferenceProbe(Consumer[_Compared]):
     """Compares outputs with the outputs of the reference at the same call."""
 
     def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe) -> None:
-        compared = ((one, one.specs.get(DIFFERENCE), reference.reference.sibling(one.site.module)) for one in watched)
-        super().__init__((one.site.module, (spec, sibling)) for one, spec, sibling in compared if spec and sibling is not None)
-        for _module, (_spec, sibling) in self.targets:
+        compared = ((one, one.streams.get(DIFFERENCE), reference.reference.sibling(one.site.module)) for one in watched)
+        super().__init__((one.site.module, (stream, sibling)) for one, stream, sibling in compared if stream and sibling is not None)
+        for _module, (_stream, sibling) in self.targets:
             reference.want(sibling, DIFFERENCE, _floating_outputs)
         self._tools = tools
         self._accumulator = tools.accumulator
@@ -102,12 +102,12 @@ class DifferenceProbe(Consumer[_Compared]):
 
     def fail(self, target: _Compared, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart. The sibling's tensors of this call must not be left for the next one."""
-        spec, sibling = target
+        stream, sibling = target
         if not is_in_backward():
             self._reference.take(sibling, DIFFERENCE)
-        self._accumulator.fail(spec, output, error)
+        self._accumulator.fail(stream, output, error)
 
-    def _compare(self, spec: MetricSpec, sibling: nn.Module, tensors: NamedTensors) -> None:
+    def _compare(self, stream: Stream, sibling: nn.Module, tensors: NamedTensors) -> None:
         references = dict(self._reference.take(sibling, DIFFERENCE) or ())
         for path, tensor in tensors:
             elements = unwrapped(tensor).detach()
@@ -116,8 +116,8 @@ class DifferenceProbe(Consumer[_Compared]):
             if elements.shape != references[path].shape:  # as of routed experts
                 self._reference.not_compared[OTHER_SHAPE].add(sibling)
                 continue
-            name = self._tools.output_name(spec.site, path)
-            own = spec if name == spec.site else spec.at(name)
+            name = self._tools.output_name(stream.site, path)
+            own = stream if name == stream.site else stream.at(name)
             with failing_alone(functools.partial(self._accumulator.fail, own, elements)):
                 self._accumulator.observe_pair(own, elements, references[path])
 

@@ -152,7 +152,7 @@ class AttentionProbe(Probe):
             return
         self.has_observed = True
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
-            heads = as_torch_itself(read, call, not watched.specs.keys().isdisjoint(KINDS_OF_TENSORS))
+            heads = as_torch_itself(read, call, not watched.streams.keys().isdisjoint(KINDS_OF_TENSORS))
             if not self._is_repeated(watched, heads, is_reported):
                 self._observe_figures(watched, heads)
                 self._observe_heads(watched, heads)
@@ -162,7 +162,7 @@ class AttentionProbe(Probe):
 
         Arguments as :meth:`observe` takes them; with ``to_host`` they are kept in the memory of the host.
         """
-        if "activation_difference" not in watched.specs or self._tools.is_suspended():
+        if "activation_difference" not in watched.streams or self._tools.is_suspended():
             return
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
             tensors = self._tensors(watched, as_torch_itself(read, call, True))
@@ -176,9 +176,9 @@ class AttentionProbe(Probe):
 
     def _fail(self, watched: WatchedModule, call: RawCall, error: Exception) -> None:
         # E.g. tensors of a functorch transform.
-        for kind, spec in watched.specs.items():
+        for kind, stream in watched.streams.items():
             if KINDS[kind].of_heads:
-                self._accumulator.fail(spec, call.output, error)
+                self._accumulator.fail(stream, call.output, error)
 
     def _is_repeated(self, watched: WatchedModule, call: AttentionCall, is_reported: bool) -> bool:
         """Whether the last call was this one: found first and then reported by the model, or the other way round."""
@@ -197,7 +197,7 @@ class AttentionProbe(Probe):
         return False
 
     def _observe_figures(self, watched: WatchedModule, call: AttentionCall) -> None:
-        wanted = [(kind, watched.specs[kind]) for kind in FIGURES if kind in watched.specs]
+        wanted = [(kind, watched.streams[kind]) for kind in FIGURES if kind in watched.streams]
         query, key = call.query, call.key
         if not wanted or not (query.numel() and key.numel()):
             return
@@ -206,17 +206,17 @@ class AttentionProbe(Probe):
         if stride_of(query.shape[2]) > 1:
             self._tools.reporter.log_once(f"{watched.site.name}: of more than {MAX_QUERIES} query tokens evenly spaced ones are measured.")
         figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
-        values = torch.stack([getattr(figures, FIGURES[kind]) for kind, _spec in wanted])
-        counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _spec in wanted])
+        values = torch.stack([getattr(figures, FIGURES[kind]) for kind, _stream in wanted])
+        counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind, _stream in wanted])
         names = [self._tools.names.head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
-        specs = [spec.at(name) for _kind, spec in wanted for name in names]
+        streams = [stream.at(name) for _kind, stream in wanted for name in names]
         # From (kinds, batch, heads, queries) to a row for each kind and head.
-        rows, counting = (one.transpose(1, 2).reshape(len(specs), -1) for one in (values, counts))
-        self._accumulator.observe_rows(specs, rows, counting)
+        rows, counting = (one.transpose(1, 2).reshape(len(streams), -1) for one in (values, counts))
+        self._accumulator.observe_rows(streams, rows, counting)
 
     def _observe_heads(self, watched: WatchedModule, call: AttentionCall) -> None:
         """Observe the tensors of every head, as activations, and their differences from the reference's."""
-        activation, difference = (watched.specs.get(kind) for kind in KINDS_OF_TENSORS)
+        activation, difference = (watched.streams.get(kind) for kind in KINDS_OF_TENSORS)
         if activation is not None:
             self._accumulator.observe_all((activation.at(name), one) for name, one in self._tensors(watched, call))
         waiting = self._of_reference[watched.site.name]

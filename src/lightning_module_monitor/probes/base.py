@@ -15,7 +15,7 @@ from lightning_module_monitor.model.names import ModelIndex, ModuleSite, Paramet
 from lightning_module_monitor.model.outputs import Path, is_first
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.stream import Stream
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
 
@@ -25,13 +25,13 @@ class Watched(Generic[SiteT]):
     """A module or parameter, and what is recorded of it, by kind."""
 
     site: SiteT
-    specs: Mapping[str, MetricSpec]
-    layers: Mapping[str, Mapping[str, MetricSpec]] = field(default_factory=dict)
+    streams: Mapping[str, Stream]
+    layers: Mapping[str, Mapping[str, Stream]] = field(default_factory=dict)
     """What is recorded of the linear maps of a module by kind and by the name of the map's site."""
 
-    def all_specs(self) -> list[MetricSpec]:
+    def all_streams(self) -> list[Stream]:
         """What is recorded of every kind, linear maps included."""
-        return [*self.specs.values(), *(spec for by_site in self.layers.values() for spec in by_site.values())]
+        return [*self.streams.values(), *(stream for by_site in self.layers.values() for stream in by_site.values())]
 
 
 WatchedModule = Watched[ModuleSite]

@@ -54,9 +54,9 @@ class CaptureProbe(Consumer[WatchedModule]):
             call = name, self._num_calls[name]
             if not is_repeated:
                 self._num_calls[name] += 1
-                if "activation" in watched.specs:
+                if "activation" in watched.streams:
                     self.keep("activation", *call, tensor)
-            if "activation_gradient" in watched.specs:
+            if "activation_gradient" in watched.streams:
                 yield tensor, name, call
 
     def fail(self, watched: WatchedModule, output: object, error: Exception) -> None:

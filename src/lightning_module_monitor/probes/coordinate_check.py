@@ -51,7 +51,7 @@ from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.statistics.spec import BASE, OWN, MetricSpec
+from lightning_module_monitor.statistics.stream import BASE, OWN, Stream
 
 _NORM_OF_ALIGNMENT = {"effective": "update", "propagating": "reference"}
 """The operator norm that an alignment is relative to."""
@@ -72,7 +72,7 @@ def _ratio_of_norms(moments: Moments, base: Moments) -> Array:
 
 _RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)
 
-_Observed = tuple[Difference, list[tuple[MetricSpec, int]]]
+_Observed = tuple[Difference, list[tuple[Stream, int]]]
 """A term, and the rows of moments that it is measured for."""
 
 
@@ -86,7 +86,7 @@ class CheckedLayer:
         site: Its name in keys.
         module: The model's module.
         reference: The reference's module.
-        specs: What is recorded at the layer's site, by kind.
+        streams: What is recorded at the layer's site, by kind.
         of_weight: What is recorded at the site of the weight alone, by kind.
         alignments: The ratio of the norms of term and input, by the name of the alignment.
         norms: The operator norms, which are not recorded where only alignments are; ``None`` without either.
@@ -99,10 +99,10 @@ class CheckedLayer:
     site: str
     module: nn.Module
     reference: nn.Module
-    specs: dict[str, MetricSpec]
-    of_weight: dict[str, MetricSpec]
-    alignments: dict[str, MetricSpec]
-    norms: MetricSpec | None
+    streams: dict[str, Stream]
+    of_weight: dict[str, Stream]
+    alignments: dict[str, Stream]
+    norms: Stream | None
     recorded_norms: frozenset[str]
     computed_norms: frozenset[str]
 
@@ -120,24 +120,24 @@ def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[
     parts = layer_parts(module)
     for part, layer_type in parts.items() if layer_parts(reference).keys() == parts.keys() else ():
         site = f"{watched.site.name}.{part}" if part else watched.site.name
-        specs = {kind: by_site[site] for kind, by_site in watched.layers.items() if site in by_site}
+        streams = {kind: by_site[site] for kind, by_site in watched.layers.items() if site in by_site}
         of_weight = {kind: by_site[f"{site}.weight"] for kind, by_site in watched.layers.items() if f"{site}.weight" in by_site}
-        planned = specs.get(ALIGNMENT)
+        planned = streams.get(ALIGNMENT)
         alignments = (
             {} if planned is None else {name: planned.derive(("ratio", name), outputs={name: _RATIO_OF_NORMS}) for name in planned.outputs}
         )
-        recorded = frozenset(specs[OPERATOR_NORM].outputs if OPERATOR_NORM in specs else ())
+        recorded = frozenset(streams[OPERATOR_NORM].outputs if OPERATOR_NORM in streams else ())
         computed = recorded.union([_NORM_OF_ALIGNMENT[name] for name in alignments])
-        norms = specs.get(OPERATOR_NORM, planned)
+        norms = streams.get(OPERATOR_NORM, planned)
         if norms is not None and computed != recorded:
             outputs = {name: Value() for name in sorted(computed)}
             norms = norms.derive(("norms", *outputs), kind=OPERATOR_NORM, outputs=outputs)
-        maps = (specs, of_weight, alignments)
+        maps = (streams, of_weight, alignments)
         found.append(CheckedLayer(layer_type, part, site, module, reference, *maps, norms, recorded, computed))
     return found
 
 
-def intermediate_streams(modules: Sequence[WatchedModule]) -> list[MetricSpec]:
+def intermediate_streams(modules: Sequence[WatchedModule]) -> list[Stream]:
     """What is recorded to compute the alignments at the end of the step: ratios of norms, and the operator norms that divide them."""
     layers = [layer for watched in modules for layer in checked_layers(watched, watched.site.module)]
     norms = [layer.norms for layer in layers if layer.norms is not None]
@@ -147,7 +147,7 @@ def intermediate_streams(modules: Sequence[WatchedModule]) -> list[MetricSpec]:
 class CoordinateCheckProbe(Probe):
     """Observes the terms of the check as the model's modules run. ``skipped_calls`` gets the number of calls that are left out."""
 
-    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe, skipped_calls: MetricSpec) -> None:
+    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe, skipped_calls: Stream) -> None:
         self._tools = tools
         self._accumulator = tools.accumulator
         self._reference = reference
@@ -178,9 +178,9 @@ class CoordinateCheckProbe(Probe):
     def derive(self, values: dict[str, float]) -> None:
         """Divide ratios of norms by operator norms. Where neither weight nor input has changed there is no alignment."""
         for layer in self._layers:
-            for name, spec in layer.alignments.items():
+            for name, stream in layer.alignments.items():
                 assert layer.norms is not None
-                key, norm_key = spec.keys[name], layer.norms.keys[_NORM_OF_ALIGNMENT[name]]
+                key, norm_key = stream.keys[name], layer.norms.keys[_NORM_OF_ALIGNMENT[name]]
                 if key in values and (values[key] == _NO_ALIGNMENT or values.get(norm_key) == 0):
                     del values[key]
                 elif key in values:
@@ -209,8 +209,8 @@ class CoordinateCheckProbe(Probe):
         except MonitorError:
             raise
         except Exception as error:
-            for spec in layer.specs.values():
-                self._accumulator.fail(spec, output, error)
+            for stream in layer.streams.values():
+                self._accumulator.fail(stream, output, error)
 
     def _observe(self, layer: CheckedLayer, inputs: list[Tensor] | None, output: object, call: NamedTensors) -> None:
         tensors = None if inputs is None else _tensors(layer, inputs, output, call)
@@ -225,39 +225,39 @@ class CoordinateCheckProbe(Probe):
         """The terms of the inputs, and of the tensor that the weight is applied to."""
         own, reference = tensors.inputs[0], tensors.reference_inputs[0]
         if layer.type.normalizes:
-            yield from _terms_of_input(layer, own, reference, {}, layer.specs)
+            yield from _terms_of_input(layer, own, reference, {}, layer.streams)
             own, reference = (layer.type.function(x, None, None, layer.module) for x in (own, reference))
             yield from _terms_of_input(layer, own, reference, layer.alignments, layer.of_weight)
             return
         if layer.type.has_tensor_input:
-            yield from _terms_of_input(layer, own, reference, layer.alignments, layer.specs, layer.of_weight)
+            yield from _terms_of_input(layer, own, reference, layer.alignments, layer.streams, layer.of_weight)
         for index, (one, other) in enumerate(zip(tensors.inputs[1:], tensors.reference_inputs[1:], strict=True), start=1):
             site = self._tools.names.further_name(layer.site, (index,), "input")
-            yield from _terms_of_input(layer, one, other, {}, {kind: spec.at(site) for kind, spec in layer.specs.items()})
+            yield from _terms_of_input(layer, one, other, {}, {kind: stream.at(site) for kind, stream in layer.streams.items()})
 
     def _observe_operator_norms(self) -> None:
         layers = [(layer, layer.norms) for layer in self._layers if layer.norms is not None]
         # Weights that are laid out over ranks are gathered one layer at a time: all together may not fit.
         groups = [[one] for one in layers] if is_laid_out(self._reference.reference.module) else [layers]
         for group in groups:
-            with self._reference.reference.gathered(*(one for layer, _spec in group for one in (layer.module, layer.reference))):
+            with self._reference.reference.gathered(*(one for layer, _stream in group for one in (layer.module, layer.reference))):
                 self._observe_operator_norms_of(group)
 
-    def _observe_operator_norms_of(self, layers: Sequence[tuple[CheckedLayer, MetricSpec]]) -> None:
+    def _observe_operator_norms_of(self, layers: Sequence[tuple[CheckedLayer, Stream]]) -> None:
         updates: dict[str, Difference] = {}
         references: dict[str, Difference] = {}
         known = self._reference.reference.operator_norms
-        for layer, spec in layers:
-            with failing_alone(functools.partial(self._accumulator.fail, spec, layer.module)):
+        for layer, stream in layers:
+            with failing_alone(functools.partial(self._accumulator.fail, stream, layer.module)):
                 if "update" in layer.computed_norms:
                     updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
                 if "reference" in layer.computed_norms and layer.site not in known:
                     references[layer.site] = Difference(_matrices(layer, layer.reference))
         known.update(operator_norms(references))
         for name, norms in (("update", operator_norms(updates)), ("reference", known)):
-            for layer, spec in layers:
+            for layer, stream in layers:
                 if name in layer.computed_norms and layer.site in norms:
-                    self._accumulator.add_result(spec, name, norms[layer.site], 1)
+                    self._accumulator.add_result(stream, name, norms[layer.site], 1)
 
 
 class CallTensors(NamedTuple):
@@ -326,10 +326,10 @@ def _output_terms(layer: CheckedLayer, call: CallTensors) -> Iterator[_Observed]
 
 
 def _output_term(
-    layer: CheckedLayer, kind: str, term: Difference, bias: Tensor | None, alignment: MetricSpec | None = None
+    layer: CheckedLayer, kind: str, term: Difference, bias: Tensor | None, alignment: Stream | None = None
 ) -> Iterator[_Observed]:
     """A term, which the site of the weight alone, and the alignment, have without the bias in it."""
-    rows, of_weight = _rows(kind, layer.specs), _rows(kind, layer.of_weight)
+    rows, of_weight = _rows(kind, layer.streams), _rows(kind, layer.of_weight)
     if alignment is not None:
         of_weight.append((alignment, OWN))
     if bias is None:
@@ -339,14 +339,14 @@ def _output_term(
 
 
 def _terms_of_input(
-    layer: CheckedLayer, own: Tensor, reference: Tensor, alignments: Mapping[str, MetricSpec], *specs: Mapping[str, MetricSpec]
+    layer: CheckedLayer, own: Tensor, reference: Tensor, alignments: Mapping[str, Stream], *streams: Mapping[str, Stream]
 ) -> Iterator[_Observed]:
-    """The terms of one input, for the specs of each mapping by kind; the alignments get the norms of all vectors."""
+    """The terms of one input, for the streams of each mapping by kind; the alignments get the norms of all vectors."""
     for kind, alignment, term in (
         (INPUT, "effective", Difference(own)),
         (INPUT_CHANGE, "propagating", Difference(own, reference)),
     ):
-        rows = _rows(kind, *specs)
+        rows = _rows(kind, *streams)
         aligned = [(alignments[alignment], BASE)] if alignment in alignments else []
         if layer.type.vectors is every_vector_once:
             rows += aligned
@@ -357,17 +357,17 @@ def _terms_of_input(
         yield from _with_features_last(layer, term, rows)
 
 
-def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[tuple[MetricSpec, int]]) -> Iterator[_Observed]:
+def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[tuple[Stream, int]]) -> Iterator[_Observed]:
     """A term, if it goes anywhere, with its features as the last dimension where that matters."""
-    if any(spec.looks_at_features for spec, _row in rows):
+    if any(stream.looks_at_features for stream, _row in rows):
         tensor = difference.written()
         difference = Difference(tensor.movedim(layer.type.features(layer.module, tensor), -1))
     if rows:
         yield difference, rows
 
 
-def _rows(kind: str, *specs: Mapping[str, MetricSpec]) -> list[tuple[MetricSpec, int]]:
-    return [(by_kind[kind], OWN) for by_kind in specs if kind in by_kind]
+def _rows(kind: str, *streams: Mapping[str, Stream]) -> list[tuple[Stream, int]]:
+    return [(by_kind[kind], OWN) for by_kind in streams if kind in by_kind]
 
 
 def _like_output(layer: CheckedLayer, bias: Tensor | None, output: Tensor) -> Tensor | None:

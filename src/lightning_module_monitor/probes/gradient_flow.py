@@ -20,7 +20,7 @@ from lightning_module_monitor.probes.tap import Awaited, Consumer, elements_of
 from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
 from lightning_module_monitor.statistics.precision import unscaled
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.stream import Stream
 
 KIND = "gradient_flow"
 
@@ -28,9 +28,9 @@ MAIN_NAMES = ("hidden_states", "last_hidden_state")
 """Conventional names of the main part of an output."""
 
 
-def norm_spec(name: str, norm: str, *, is_compared: bool = False) -> MetricSpec:
-    """The spec of a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
-    return MetricSpec(KIND, name, {norm: NORMS[norm]}, is_compared=is_compared)
+def norm_stream(name: str, norm: str, *, is_compared: bool = False) -> Stream:
+    """The stream of a norm of the gradient at a block, one of :data:`~lightning_module_monitor.statistics.gains.NORMS`."""
+    return Stream(KIND, name, {norm: NORMS[norm]}, is_compared=is_compared)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Chain:
     """Blocks in the order of the forward pass, and the names of the transitions between them."""
 
     blocks: Sequence[nn.Module]
-    specs: Sequence[MetricSpec]
+    streams: Sequence[Stream]
     """For the norm at each block, all of different sites. Their values go into gains and are not recorded."""
     transitions: Sequence[str]
     """Site of each transition; one fewer than there are blocks."""
@@ -56,7 +56,7 @@ class Chain:
         of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
         return cls(
             blocks=[index.module_by_name[name] for name in names],
-            specs=[norm_spec(of_norms.name(name), option.norm, is_compared=is_compared) for name in names],
+            streams=[norm_stream(of_norms.name(name), option.norm, is_compared=is_compared) for name in names],
             transitions=[index.namer.name(f"{one}-{other}") for one, other in pairwise(names)],
             thresholds=option.thresholds,
             prefix=prefix,
@@ -133,11 +133,11 @@ class GradientFlowProbe(BlockGradientProbe):
 
     def observe_gradient(self, place: int, gradient: Tensor, scale: Tensor | None) -> None:
         """Observe the gradient at a block."""
-        self._accumulator.observe(self._chain.specs[place], unscaled(elements_of(gradient), scale))
+        self._accumulator.observe(self._chain.streams[place], unscaled(elements_of(gradient), scale))
 
     def fail_block(self, place: int, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
-        self._accumulator.fail(self._chain.specs[place], output, error)
+        self._accumulator.fail(self._chain.streams[place], output, error)
 
     def fail_gradient(self, place: int, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""
@@ -145,5 +145,5 @@ class GradientFlowProbe(BlockGradientProbe):
 
     def derive(self, values: dict[str, float]) -> None:
         """Replace norms by gains."""
-        norms = [values.pop(key, None) for spec in self._chain.specs for key in spec.keys.values()]
+        norms = [values.pop(key, None) for stream in self._chain.streams for key in stream.keys.values()]
         values.update(self._chain.values(norms))

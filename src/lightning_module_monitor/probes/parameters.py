@@ -28,7 +28,7 @@ from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.precision import WIDE, unscaled, widened
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.stream import Stream
 
 
 class ParameterAccess:
@@ -128,8 +128,8 @@ def expected_tensors(
     watched: Sequence[WatchedParameter], captured: Sequence[WatchedParameter], flat: Mapping[str, FlatShard]
 ) -> dict[str, FlatShard | None]:
     """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name."""
-    named = [(name_of(kind, one.site.name), one.site) for one in watched for kind, spec in one.specs.items() if spec.functions]
-    named += [(name_of(kind, one.site.name), one.site) for one in captured for kind in one.specs]
+    named = [(name_of(kind, one.site.name), one.site) for one in watched for kind, stream in one.streams.items() if stream.functions]
+    named += [(name_of(kind, one.site.name), one.site) for one in captured for kind in one.streams]
     parameters = [(name, site.name, site.tensor()) for name, site in named]
     return {name: flat.get(site) for name, site, one in parameters if site in flat or (one is not None and is_sharded(one))}
 
@@ -137,8 +137,8 @@ def expected_tensors(
 def fail_removed(watched: Sequence[WatchedParameter], accumulator: StepAccumulator) -> None:
     """Record NaN for parameters that were removed from their modules: an absent value would go unnoticed."""
     for one in watched:
-        for spec in one.specs.values() if one.site.is_removed() else ():
-            accumulator.fail(spec, one.site.owner, LookupError("the module has no parameter of this name any more"))
+        for stream in one.streams.values() if one.site.is_removed() else ():
+            accumulator.fail(stream, one.site.owner, LookupError("the module has no parameter of this name any more"))
 
 
 _Tensors = Sequence[tuple[WatchedParameter, Tensor]]
@@ -156,7 +156,7 @@ class ParameterTap(Probe):
 
     watched: Sequence[WatchedParameter]
     captured: Sequence[WatchedParameter]
-    """The parameters that are captured; their specifications say which kinds."""
+    """The parameters that are captured; their streams say which kinds."""
     keep: Callable[[str, str, int, Tensor], None]
     """Copies what is captured: its kind, its site, the number of its call, and the tensor."""
     tools: StepTools
@@ -174,7 +174,7 @@ class ParameterTap(Probe):
         expected = expected_tensors(self.watched, self.captured, self.flat)
         self._whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
         self._accumulator = self.tools.accumulator
-        self._captured = {(kind, one.site.name) for one in self.captured for kind in one.specs}
+        self._captured = {(kind, one.site.name) for one in self.captured for kind in one.streams}
         known = {one.site.name for one in self.watched} if self.captured else ()
         self._sites = [*self.watched, *(Watched(one.site, {}) for one in self.captured if one.site.name not in known)]
 
@@ -187,7 +187,7 @@ class ParameterTap(Probe):
                 with self._failing({DIFFERENCE}, one, parameter):
                     self._compare(one, parameter)
             for one, parameter in read:
-                if UPDATE in one.specs or (UPDATE, one.site.name) in self._captured:
+                if UPDATE in one.streams or (UPDATE, one.site.name) in self._captured:
                     with self._failing({UPDATE}, one, parameter):
                         self._copy(one, parameter)
 
@@ -204,7 +204,7 @@ class ParameterTap(Probe):
             return
         for one, _copy in before:
             del self._before[one.site.name]
-        relative_to = [(one.specs[UPDATE], copy) for one, copy in before if UPDATE in one.specs and copy.is_floating_point()]
+        relative_to = [(one.streams[UPDATE], copy) for one, copy in before if UPDATE in one.streams and copy.is_floating_point()]
         self._accumulator.observe_base(self._own(relative_to))
         updates: list[tuple[WatchedParameter, Tensor]] = []
         for one, copy in before:
@@ -235,7 +235,7 @@ class ParameterTap(Probe):
     ) -> Iterator[_Tensors]:
         """Read the parameters of which any of some kinds is recorded or captured: all at once, where that takes no memory."""
         captured = {site for kind, site in self._captured if kind in kinds}
-        wanted = [one for one in self._sites if not kinds.isdisjoint(one.specs) or one.site.name in captured]
+        wanted = [one for one in self._sites if not kinds.isdisjoint(one.streams) or one.site.name in captured]
         present = [(one, tensor) for one in wanted if (tensor := one.site.tensor()) is not None and (among is None or id(tensor) in among)]
         if not (makes_copies or self.access.makes_copies):
             yield [(one, tensor) for one, parameter in present if (tensor := read(parameter)) is not None]
@@ -250,20 +250,22 @@ class ParameterTap(Probe):
 
     def _observe(self, kind: str, what: str, read: _Tensors) -> None:
         """Measure tensors, call the user's functions with them, and keep those that are captured."""
-        measured = [(one.specs[kind], tensor) for one, tensor in read if kind in one.specs and self._is_supported(one.site.name, tensor)]
+        measured = [
+            (one.streams[kind], tensor) for one, tensor in read if kind in one.streams and self._is_supported(one.site.name, tensor)
+        ]
         if measured:
             with self.tools.reporter.guard(what, self._accumulator):
                 self._accumulator.measure_all(self._own(measured))
         for one, tensor in read:
-            if (kind in one.specs and one.specs[kind].functions) or (kind, one.site.name) in self._captured:
+            if (kind in one.streams and one.streams[kind].functions) or (kind, one.site.name) in self._captured:
                 name = name_of(kind, one.site.name)
                 with failing_alone(functools.partial(self.tools.report_not_captured, name)):
                     self._whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, one))
 
     def _use_whole(self, kind: str, one: WatchedParameter, tensor: Tensor) -> None:
         """Call the user's functions with a whole tensor, and keep it if it is captured."""
-        if kind in one.specs and tensor.is_floating_point():
-            self._accumulator.call_functions(one.specs[kind], tensor)
+        if kind in one.streams and tensor.is_floating_point():
+            self._accumulator.call_functions(one.streams[kind], tensor)
         if (kind, one.site.name) in self._captured:
             self.keep(kind, one.site.name, 0, tensor)
 
@@ -277,43 +279,43 @@ class ParameterTap(Probe):
     def _compare(self, one: WatchedParameter, parameter: Tensor) -> None:
         """Observe the difference of a parameter from the reference's."""
         assert self.reference is not None
-        spec, reference = one.specs.get(DIFFERENCE), self.reference.parameter(one.site)
-        if spec is None or reference is None or not self._is_supported(one.site.name, parameter):
+        stream, reference = one.streams.get(DIFFERENCE), self.reference.parameter(one.site)
+        if stream is None or reference is None or not self._is_supported(one.site.name, parameter):
             return
         parameter, reference = parameter.detach(), reference.detach()
-        own, of_reference = self._own_part(spec, parameter), self._own_part(spec, reference)
+        own, of_reference = self._own_part(stream, parameter), self._own_part(stream, reference)
         if own is not None and of_reference is not None:
-            self._accumulator.measure_pair(spec, own, of_reference.to(own.device))
-        if spec.functions:
-            call = functools.partial(self._accumulator.call_functions, spec)
-            self._whole_tensors.give(name_of(DIFFERENCE, spec.site), (parameter, reference.to(parameter.device)), call)
+            self._accumulator.measure_pair(stream, own, of_reference.to(own.device))
+        if stream.functions:
+            call = functools.partial(self._accumulator.call_functions, stream)
+            self._whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference.to(parameter.device)), call)
 
-    def _own(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> list[tuple[MetricSpec, Tensor]]:
+    def _own(self, pairs: Iterable[tuple[Stream, Tensor]]) -> list[tuple[Stream, Tensor]]:
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
         parts = []
-        for spec, tensor in pairs:
+        for stream, tensor in pairs:
             try:
-                if (spec.needs | spec.base_needs) & Need.TOKENS:
-                    self._check_tokens(spec, tensor)
-                part = self._own_part(spec, tensor) if self.flat or is_sharded(tensor) else tensor
+                if (stream.needs | stream.base_needs) & Need.TOKENS:
+                    self._check_tokens(stream, tensor)
+                part = self._own_part(stream, tensor) if self.flat or is_sharded(tensor) else tensor
             except Exception as error:
-                self._accumulator.fail(spec, tensor, error)  # this one alone
+                self._accumulator.fail(stream, tensor, error)  # this one alone
                 continue
             if part is not None:
-                parts.append((spec, part))
+                parts.append((stream, part))
         return parts
 
-    def _check_tokens(self, spec: MetricSpec, tensor: Tensor) -> None:
+    def _check_tokens(self, stream: Stream, tensor: Tensor) -> None:
         """Check that this rank has whole tokens, whose norms are recorded.
 
         Raises:
             ValueError: If the tensor is laid out over ranks.
         """
-        if spec.site in self.flat or is_sharded(tensor):
+        if stream.site in self.flat or is_sharded(tensor):
             raise ValueError("it is laid out over ranks, and token_norm and token_rms are of whole tokens; expected a rule without them")
 
-    def _own_part(self, spec: MetricSpec, tensor: Tensor) -> Tensor | None:
-        shard, part = self.flat.get(spec.site), None
+    def _own_part(self, stream: Stream, tensor: Tensor) -> Tensor | None:
+        shard, part = self.flat.get(stream.site), None
         if shard is not None:
             part = None if shard.is_copy else tensor
         elif is_sharded(tensor):
@@ -321,7 +323,7 @@ class ParameterTap(Probe):
         else:
             return tensor
         if part is not None:
-            self._accumulator.parts.add(spec)
+            self._accumulator.parts.add(stream)
         return part
 
     def _failing(self, kinds: Set[str], one: WatchedParameter, tensor: Tensor) -> AbstractContextManager[None]:
@@ -330,8 +332,8 @@ class ParameterTap(Probe):
     def _fail(self, kinds: Set[str], one: WatchedParameter, tensor: Tensor, error: Exception) -> None:
         """Report a parameter that cannot be read, copied or compared."""
         for kind in sorted(kinds):
-            if kind in one.specs:
-                self._accumulator.fail(one.specs[kind], tensor, error)
+            if kind in one.streams:
+                self._accumulator.fail(one.streams[kind], tensor, error)
             if (kind, one.site.name) in self._captured:
                 self.tools.report_not_captured(name_of(kind, one.site.name), error)
 

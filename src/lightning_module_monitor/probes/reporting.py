@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_module_monitor.errors import Log, MonitorError
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.stream import Stream
 
 
 @contextmanager
@@ -79,10 +79,10 @@ class ErrorReporter:
         sentence = f"The {what} of this step could not be taken"
         self.count(sentence, sentence, error, accumulator)
 
-    def of_spec(self, spec: MetricSpec, name: str, tensor: str, error: Exception) -> None:
+    def of_stream(self, stream: Stream, name: str, tensor: str, error: Exception) -> None:
         """Report a statistic or function that failed; ``tensor`` describes what it was computed from."""
-        message = f"{spec.kind} {spec.site!r}, {tensor}: {name} failed with {type(error).__name__}: {error}"
-        self.report(f"{message}. It is recorded as NaN.", error, f"{spec.kind} {name} {type(error).__name__}")
+        message = f"{stream.kind} {stream.site!r}, {tensor}: {name} failed with {type(error).__name__}: {error}"
+        self.report(f"{message}. It is recorded as NaN.", error, f"{stream.kind} {name} {type(error).__name__}")
 
     def report(self, message: str, error: Exception, once: str = "") -> None:
         """Report an error that is counted elsewhere; ``once`` is what is reported once, by default the message itself.

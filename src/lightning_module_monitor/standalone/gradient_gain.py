@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from lightning_module_monitor.config.rules import check_choice, parse_thresholds
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes.base import Gate
-from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_spec
+from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_stream
 from lightning_module_monitor.probes.tap import ModuleTap, elements_of
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, NORMS, Category, Thresholds, Transition, summary, transitions
-from lightning_module_monitor.statistics.spec import MetricSpec
+from lightning_module_monitor.statistics.stream import Stream
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -194,7 +194,7 @@ class _Probe(BlockGradientProbe):
 
     def __init__(self, blocks: list[nn.Module], norm: str, is_strict: bool) -> None:
         super().__init__(blocks)
-        self._specs = [norm_spec(f"block {place}", norm) for place in range(len(blocks))]
+        self._streams = [norm_stream(f"block {place}", norm) for place in range(len(blocks))]
         self._is_strict = is_strict
         self.tap = ModuleTap([self], Gate(), None)
         self.reset()
@@ -211,7 +211,7 @@ class _Probe(BlockGradientProbe):
         """The norm at each block: one transfer for each backward pass and device, repeated only after a new gradient."""
         if self._norms is None:
             values = {one: one.collect() for one in set(self.reached.values())}
-            keys = [spec.number_keys[0] for spec in self._specs]
+            keys = [stream.number_keys[0] for stream in self._streams]
             self._norms = [values[self.reached[place]][key] if place in self.reached else None for place, key in enumerate(keys)]
         return list(self._norms)
 
@@ -225,7 +225,7 @@ class _Probe(BlockGradientProbe):
             )
         self.reached[place] = self._accumulator
         self._norms = None
-        self._accumulator.observe(self._specs[place], elements_of(gradient))
+        self._accumulator.observe(self._streams[place], elements_of(gradient))
 
     def fail_block(self, place: int, output: object, error: Exception) -> None:
         _warn(f"Block {place}, a {type(output).__name__}", error, "It counts as a block without a gradient.")
@@ -246,8 +246,8 @@ def _warn(observed: str, error: Exception, consequence: str) -> None:
     warnings.warn(f"{observed}: {type(error).__name__}: {error}. {consequence}", RuntimeWarning, stacklevel=2)
 
 
-def _warn_of_gradient(spec: MetricSpec, _name: str, observed: str, error: Exception) -> None:
-    _warn(f"Gradient at {spec.site}, {observed}", error, "Its norm is NaN.")
+def _warn_of_gradient(stream: Stream, _name: str, observed: str, error: Exception) -> None:
+    _warn(f"Gradient at {stream.site}, {observed}", error, "Its norm is NaN.")
 
 
 def _report(norms: Sequence[float | None], found: Sequence[Transition], norm_type: str, thresholds: Thresholds) -> GainReport:

@@ -29,10 +29,10 @@ from lightning_module_monitor.statistics.functions import Aggregate, Function, R
 from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Flags, Layout, Numbers, Observed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Recent, dead_fraction, in_either, is_alive, memory
-from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, Identity, MetricSpec
+from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
 
-OnError = Callable[[MetricSpec, str, str, Exception], None]
-"""Receives what could not be computed: specification, statistic or function, of what, cause."""
+OnError = Callable[[Stream, str, str, Exception], None]
+"""Receives what could not be computed: stream, statistic or function, of what, cause."""
 
 
 class SeriesState:
@@ -43,7 +43,7 @@ class SeriesState:
         units: Which units were alive in the last monitored steps, by key; several states may share them.
     """
 
-    def __init__(self, streams: Iterable[MetricSpec] = (), units: defaultdict[str, Recent] | None = None) -> None:
+    def __init__(self, streams: Iterable[Stream] = (), units: defaultdict[str, Recent] | None = None) -> None:
         self.layout = Layout(streams)
         self.metrics: dict[str, Metric] = {}
         """The copy of the user's torchmetrics object by key."""
@@ -65,14 +65,14 @@ class StepAccumulator:
         self._on_error = on_error
         self._state = SeriesState() if state is None else state
         self._table = MomentTable()
-        self._rows: dict[MetricSpec, int] = {}
+        self._rows: dict[Stream, int] = {}
         """First row of what was observed."""
         self._num_rows = 0
-        self._results: dict[str, tuple[MetricSpec, str, Results]] = {}
-        self._metrics: dict[str, tuple[MetricSpec, str, Metric]] = {}
-        self._units: dict[MetricSpec, Tensor] = {}
+        self._results: dict[str, tuple[Stream, str, Results]] = {}
+        self._metrics: dict[str, tuple[Stream, str, Metric]] = {}
+        self._units: dict[Stream, Tensor] = {}
         """Which units of a site were alive, on their device."""
-        self.parts: set[MetricSpec] = set()
+        self.parts: set[Stream] = set()
         """Streams of which this rank holds its own shard."""
         self._failed: set[str] = set()
         self._uncounted: set[str] = set()
@@ -80,167 +80,167 @@ class StepAccumulator:
         self.num_errors = 0
         self.is_lost = False
         """Whether an error has ended the monitoring of this step, on any rank once :meth:`collect` was called."""
-        self.differing: Sequence[MetricSpec] = ()
+        self.differing: Sequence[Stream] = ()
         """Streams that differ between ranks although they must be equal, once :meth:`collect` was called."""
         self.histograms: dict[str, Histogram] = {}
         """Histogram by key, once :meth:`collect` was called; one that could not be counted is absent."""
 
-    def observe(self, spec: MetricSpec, tensor: Tensor) -> None:
+    def observe(self, stream: Stream, tensor: Tensor) -> None:
         """Take one tensor; it may be overwritten as soon as this returns. One that cannot be read is reported.
 
         Args:
-            spec: What is recorded of it.
+            stream: What is recorded of it.
             tensor: Any shape, any real floating dtype; may be part of a graph, which is left as it is.
         """
         try:
-            if spec.needs:
-                self._table.add((self._row(spec),), tensor, spec.needs)
-            if spec.units and tensor.numel():
+            if stream.needs:
+                self._table.add((self._row(stream),), tensor, stream.needs)
+            if stream.units and tensor.numel():
                 units = is_alive(strided(tensor).detach())
-                self._units[spec] = in_either(self._units[spec], units) if spec in self._units else units
-            if spec.functions:
-                self.call_functions(spec, tensor)
+                self._units[stream] = in_either(self._units[stream], units) if stream in self._units else units
+            if stream.functions:
+                self.call_functions(stream, tensor)
         except MonitorError:
             raise
         except Exception as error:
-            self.fail(spec, tensor, error)
+            self.fail(stream, tensor, error)
 
-    def observe_for(self, terms: Iterable[tuple[Difference, Sequence[tuple[MetricSpec, int]]]]) -> None:
+    def observe_for(self, terms: Iterable[tuple[Difference, Sequence[tuple[Stream, int]]]]) -> None:
         """Take tensors, each for several rows, and measure it once where they need no more than another of them does.
 
         Args:
-            terms: Differences of tensors as :meth:`observe` takes them, each with specifications, and for each of these the row that it
+            terms: Differences of tensors as :meth:`observe` takes them, each with streams, and for each of these the row that it
                 is for: ``OWN`` or ``BASE``.
         """
         for term, targets in terms:
             rows: dict[int, list[int]] = {}
-            for spec, part in targets:
-                needs = spec.base_needs if part == BASE else spec.needs
+            for stream, part in targets:
+                needs = stream.base_needs if part == BASE else stream.needs
                 # A row without a histogram gets none of another's.
                 enough = (one for one in rows if not needs & ~one and not (needs ^ one) & Need.HISTOGRAM)
                 if needs:
-                    rows.setdefault(next(enough, needs), []).append(self._row(spec) + part)
-                if spec.functions and part == OWN:
-                    self.call_functions(spec, strided(term.written()))
+                    rows.setdefault(next(enough, needs), []).append(self._row(stream) + part)
+                if stream.functions and part == OWN:
+                    self.call_functions(stream, strided(term.written()))
             for needs, of_needs in rows.items():
                 self._table.add(of_needs, term.tensor, needs, term.other, term.shift)
 
-    def observe_pair(self, spec: MetricSpec, current: Tensor, reference: Tensor) -> None:
+    def observe_pair(self, stream: Stream, current: Tensor, reference: Tensor) -> None:
         """Take the difference of two tensors, the model's and the reference's, and what its statistics need of either.
 
         Raises:
             ValueError: If their shapes differ.
         """
-        self.measure_pair(spec, current, reference)
-        self.call_functions(spec, current, reference)
+        self.measure_pair(stream, current, reference)
+        self.call_functions(stream, current, reference)
 
-    def measure_pair(self, spec: MetricSpec, current: Tensor, reference: Tensor) -> None:
+    def measure_pair(self, stream: Stream, current: Tensor, reference: Tensor) -> None:
         """:meth:`observe_pair` without the functions: of tensors that are parts of what a function receives."""
         current, reference = strided(current), strided(reference)
         difference = Difference(current, reference)
-        if spec.statistics or spec.histograms:
-            row = self._row(spec)
-            if spec.needs:
-                self._table.add((row + OWN,), difference.tensor, spec.needs, difference.other)
-            if spec.base_needs:
-                self._table.add((row + BASE,), reference, spec.base_needs)
-            if spec.is_paired:
+        if stream.statistics or stream.histograms:
+            row = self._row(stream)
+            if stream.needs:
+                self._table.add((row + OWN,), difference.tensor, stream.needs, difference.other)
+            if stream.base_needs:
+                self._table.add((row + BASE,), reference, stream.base_needs)
+            if stream.is_paired:
                 self._table.add((row + CURRENT,), current, Need.SQUARES)
                 # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
                 wide = torch.float64 if has_float64(current.device) else torch.float32
                 self._table.add((row + PRODUCT,), current.to(wide) * reference, Need.MEAN)
 
-    def observe_all(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> None:
+    def observe_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""
         pairs = list(pairs)
         self.measure_all(pairs)
-        for spec, tensor in pairs:
-            self.call_functions(spec, tensor)
+        for stream, tensor in pairs:
+            self.call_functions(stream, tensor)
 
-    def measure_all(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> None:
+    def measure_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function receives."""
-        measured = [(spec, tensor) for spec, tensor in pairs if spec.needs]
-        rows, needs = [self._row(spec) for spec, _tensor in measured], [spec.needs for spec, _tensor in measured]
+        measured = [(stream, tensor) for stream, tensor in pairs if stream.needs]
+        rows, needs = [self._row(stream) for stream, _tensor in measured], [stream.needs for stream, _tensor in measured]
         try:
-            failed = self._table.add_all(rows, [tensor for _spec, tensor in measured], needs)
+            failed = self._table.add_all(rows, [tensor for _stream, tensor in measured], needs)
         except Exception:
-            for spec, _tensor in measured:  # it is not known how many were added
-                self._give_up(spec)
+            for stream, _tensor in measured:  # it is not known how many were added
+                self._give_up(stream)
             raise
         for place, error in failed:
             self.fail(*measured[place], error)
 
-    def observe_rows(self, specs: Sequence[MetricSpec], values: Tensor, counts: Tensor) -> None:
-        """Take a short tensor for each of several specifications, of which not every element has to count.
+    def observe_rows(self, streams: Sequence[Stream], values: Tensor, counts: Tensor) -> None:
+        """Take a short tensor for each of several streams, of which not every element has to count.
 
         Args:
-            specs: What is recorded of each row.
-            values: Shape ``(specifications, elements)``, any real floating dtype, detached. Every element is a token of its own.
+            streams: What is recorded of each row.
+            values: Shape ``(streams, elements)``, any real floating dtype, detached. Every element is a token of its own.
             counts: Which elements count, of the same shape. A function gets NaN in place of those that do not.
         """
         values = strided(values)
-        measured = [place for place, spec in enumerate(specs) if spec.needs & Need.EVERYTHING]
+        measured = [place for place, stream in enumerate(streams) if stream.needs & Need.EVERYTHING]
         if measured:
-            needs = functools.reduce(operator.or_, (specs[place].needs for place in measured))
+            needs = functools.reduce(operator.or_, (streams[place].needs for place in measured))
             moments = moments_of_rows(values, counts, needs)
-            if len(measured) < len(specs):
+            if len(measured) < len(streams):
                 moments = moments.rows(torch.tensor(measured, device=values.device))
-            self._table.add_moments([self._row(specs[place]) for place in measured], moments)
-        for spec, row, of_row in zip(specs, values, counts, strict=True):
-            if spec.histograms:
-                self._table.add_counts(self._row(spec), row, of_row)
-            if spec.functions:
-                self.call_functions(spec, torch.where(of_row, row, torch.nan))
+            self._table.add_moments([self._row(streams[place]) for place in measured], moments)
+        for stream, row, of_row in zip(streams, values, counts, strict=True):
+            if stream.histograms:
+                self._table.add_counts(self._row(stream), row, of_row)
+            if stream.functions:
+                self.call_functions(stream, torch.where(of_row, row, torch.nan))
 
-    def observe_base(self, pairs: Iterable[tuple[MetricSpec, Tensor]]) -> None:
-        """Take what relative statistics are relative to, for specifications that have one."""
-        for spec, tensor in pairs:
-            if spec.base_needs:
+    def observe_base(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
+        """Take what relative statistics are relative to, for streams that have one."""
+        for stream, tensor in pairs:
+            if stream.base_needs:
                 try:
-                    self._table.add((self._row(spec) + BASE,), tensor, spec.base_needs)
+                    self._table.add((self._row(stream) + BASE,), tensor, stream.base_needs)
                 except Exception as error:
-                    self.fail(spec, tensor, error)
+                    self.fail(stream, tensor, error)
 
-    def call_functions(self, spec: MetricSpec, *tensors: Tensor) -> None:
+    def call_functions(self, stream: Stream, *tensors: Tensor) -> None:
         """Give a tensor, or both of a pair, to the user's functions, and to nothing else."""
-        for name, function in spec.functions.items():
+        for name, function in stream.functions.items():
             try:
                 with undisturbed(tensors[0].device):
                     # Copies, without their graph: the function may write into them, and a torchmetrics object may keep them,
                     # while the layer after this one overwrites the original.
                     copies = [strided(tensor).detach().clone() for tensor in tensors]
                     if isinstance(function.function, Metric):
-                        self._update_metric(spec, function.function, name, copies)
+                        self._update_metric(stream, function.function, name, copies)
                     else:
-                        self.add_result(spec, name, function.function(*copies), tensors[0].numel())
+                        self.add_result(stream, name, function.function(*copies), tensors[0].numel())
             except Exception as error:
-                self._fail(spec, name, _describe(tensors[0]), error)
+                self._fail(stream, name, _describe(tensors[0]), error)
 
-    def add_result(self, spec: MetricSpec, name: str, result: object, num_elements: int) -> None:
+    def add_result(self, stream: Stream, name: str, result: object, num_elements: int) -> None:
         """Take a result of a function or a value: a real tensor of any shape or a number, computed from so many elements.
 
         Raises:
             TypeError: If it is neither tensor nor number.
         """
-        key = spec.keys[name]
-        found = self._results.get(key) or (spec, name, Results(spec.values[name].aggregate))
+        key = stream.keys[name]
+        found = self._results.get(key) or (stream, name, Results(stream.values[name].aggregate))
         found[2].add(result, num_elements)
         self._results[key] = found
 
-    def drop_overwriting(self, logged: Collection[MetricSpec]) -> list[str]:
+    def drop_overwriting(self, logged: Collection[Stream]) -> list[str]:
         """Discard the values of some streams whose keys are those of what was measured; returns the keys."""
-        results = [key for key, (spec, *_rest) in self._results.items() if spec in logged]
-        measured = set(itertools.chain.from_iterable(spec.number_keys for spec in self._rows if results))
+        results = [key for key, (stream, *_rest) in self._results.items() if stream in logged]
+        measured = set(itertools.chain.from_iterable(stream.number_keys for stream in self._rows if results))
         dropped = [key for key in results if key in measured]
         for key in dropped:
             del self._results[key]
         return dropped
 
-    def fail(self, spec: MetricSpec, observed: object, error: Exception) -> None:
+    def fail(self, stream: Stream, observed: object, error: Exception) -> None:
         """Record NaN for all outputs of a stream, of which something could not be computed."""
         self.num_errors += 1
-        self._give_up(spec)
-        self._on_error(spec, ", ".join(spec.outputs), _describe(observed), error)
+        self._give_up(stream)
+        self._on_error(stream, ", ".join(stream.outputs), _describe(observed), error)
 
     # The end of the step
 
@@ -264,41 +264,41 @@ class StepAccumulator:
         if self.is_lost:
             # No rank goes on: the one that lost the step may have nothing to go on with.
             return {}
-        for spec in itertools.compress(layout.streams, numbers.failed):
-            self._failed.update(spec.moment_keys)
-        self._failed.update(spec.keys[name] for spec, name, _value in itertools.compress(layout.values, numbers.raised))
+        for stream in itertools.compress(layout.streams, numbers.failed):
+            self._failed.update(stream.moment_keys)
+        self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
         # What takes more collectives comes before all that may fail: an error keeps this rank from none of them.
         results = self._finished_once(observed, numbers, copied, ranks)
         values = self._state.finisher(numbers.observed).values(numbers.moments, self._fail)
-        merged_values = zip(layout.values, numbers.merged([value.aggregate for _spec, _name, value in layout.values]), strict=True)
+        merged_values = zip(layout.values, numbers.merged([value.aggregate for _stream, _name, value in layout.values]), strict=True)
         of_numbers = itertools.compress(merged_values, numbers.called)
-        values |= {spec.keys[name]: result for (spec, name, value), result in of_numbers if value.is_number} | results
-        for spec, units in zip(layout.with_units, numbers.units, strict=True):
+        values |= {stream.keys[name]: result for (stream, name, value), result in of_numbers if value.is_number} | results
+        for stream, units in zip(layout.with_units, numbers.units, strict=True):
             alive = units[units != ABSENT] > 0
-            for key in (spec.keys[name] for name in spec.units) if len(alive) else ():
+            for key in (stream.keys[name] for name in stream.units) if len(alive) else ():
                 self._state.units[key].append(alive)
                 values[key] = dead_fraction(self._state.units[key])
         counts = zip(layout.counted, numbers.counts.astype(np.int64), strict=True)
-        there = [(spec, row) for spec, row in counts if numbers.observed[layout.places[spec.identity]]]
-        by_key = {key: Histogram(row) for spec, row in there for key in spec.histogram_keys}
+        there = [(stream, row) for stream, row in counts if numbers.observed[layout.places[stream.identity]]]
+        by_key = {key: Histogram(row) for stream, row in there for key in stream.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
         return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
         final: dict[str, Tensor] = {}
-        for spec, name, metric in self._metrics.values() if is_alone else ():
-            final |= self._parts(spec, name, functools.partial(_computed, metric))
-        named = {key: one for key, (_spec, _name, one) in self._results.items() if isinstance(one.aggregate, str)}
+        for stream, name, metric in self._metrics.values() if is_alone else ():
+            final |= self._parts(stream, name, functools.partial(_computed, metric))
+        named = {key: one for key, (_stream, _name, one) in self._results.items() if isinstance(one.aggregate, str)}
         whole: dict[str, tuple[Aggregate, Tensor]] = {}
-        for key, (spec, name, results) in self._results.items():
+        for key, (stream, name, results) in self._results.items():
             if key not in named:
                 try:
                     whole[key] = results.aggregate, torch.cat(results.values)
                 except Exception as error:
-                    self._fail(spec, name, "its results", error)
-        counted = [spec for spec in self._rows if spec.histograms]
-        counts = self._table.collect_counts([self._rows[spec] for spec in counted])
+                    self._fail(stream, name, "its results", error)
+        counted = [stream for stream in self._rows if stream.histograms]
+        counts = self._table.collect_counts([self._rows[stream] for stream in counted])
         scalars = [value for results in named.values() for value in results.values]
         others = [*counts, *self._units.values(), *scalars, *final.values(), *(wide_of(values) for _aggregate, values in whole.values())]
         shares, arrived = to_host(self._table.collect(self._num_rows), others)
@@ -306,16 +306,16 @@ class StepAccumulator:
         sums = sum(parts(len(counted) * NUM_COUNTS) for _share in counts)
         moments = merged(shares, self._num_rows, torch.device("cpu")).numpy()
         return Observed(
-            streams=[*self._rows, *(spec for spec, *_rest in (*self._results.values(), *self._metrics.values())), *self._units],
+            streams=[*self._rows, *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())), *self._units],
             rows=self._rows,
             moments=np.concatenate([moments, NO_MOMENTS], 1),
-            counts=dict(zip((spec.identity for spec in counted), np.reshape(sums, (-1, NUM_COUNTS)), strict=True)) if counts else {},
-            units={spec.identity: parts(len(alive)) for spec, alive in self._units.items()},
+            counts=dict(zip((stream.identity for stream in counted), np.reshape(sums, (-1, NUM_COUNTS)), strict=True)) if counts else {},
+            units={stream.identity: parts(len(alive)) for stream, alive in self._units.items()},
             results={key: (str(one.aggregate), parts(len(one.values)).tolist(), one.weights) for key, one in named.items()},
             final={key: float(parts(1)[0]) for key in final},
             whole_results={key: (how, torch.from_numpy(parts(len(one))).to(one.dtype)) for key, (how, one) in whole.items()},
-            metrics={key: metric for key, (_spec, _name, metric) in self._metrics.items()},
-            parts=frozenset(spec.identity for spec in self.parts),
+            metrics={key: metric for key, (_stream, _name, metric) in self._metrics.items()},
+            parts=frozenset(stream.identity for stream in self.parts),
             failed=frozenset(self._failed),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
@@ -330,12 +330,12 @@ class StepAccumulator:
         own, gathered = {key: results for key, (_aggregate, results) in observed.whole_results.items()}, []
         if ranks is None:
             gathered = [own]
-        elif any(not _is_metric(value) for _spec, _name, value in due):
-            ours = [spec.keys[name] for spec, name, _value in due if ranks.place == 0 or spec.identity not in copied]
+        elif any(not _is_metric(value) for _stream, _name, value in due):
+            ours = [stream.keys[name] for stream, name, _value in due if ranks.place == 0 or stream.identity not in copied]
             gathered = ranks.gather({key: own[key] for key in ours if key in own})
         values = dict(observed.final)
-        for spec, name, value in due:
-            key = spec.keys[name]
+        for stream, name, value in due:
+            key = stream.keys[name]
             if not _is_metric(value):
                 aggregate = observed.whole_results[key][0] if key in own else value.aggregate
                 compute = functools.partial(_aggregated, aggregate, [results[key] for results in gathered if key in results])
@@ -343,49 +343,49 @@ class StepAccumulator:
                 compute = functools.partial(_synchronized, self._metrics[key][2] if key in self._metrics else _copy_of(value), ranks)
             else:
                 continue  # it is among the final ones
-            values |= {part: float(result) for part, result in self._parts(spec, name, compute).items()}
+            values |= {part: float(result) for part, result in self._parts(stream, name, compute).items()}
         return values
 
-    def _row(self, spec: MetricSpec) -> int:
+    def _row(self, stream: Stream) -> int:
         """First row of a stream in the table."""
-        row = self._rows.get(spec)
+        row = self._rows.get(stream)
         if row is None:
-            row = self._rows[spec] = self._num_rows
-            self._num_rows += spec.num_rows
+            row = self._rows[stream] = self._num_rows
+            self._num_rows += stream.num_rows
         return row
 
-    def _update_metric(self, spec: MetricSpec, metric: Metric, name: str, tensors: Sequence[Tensor]) -> None:
-        key = spec.keys[name]
+    def _update_metric(self, stream: Stream, metric: Metric, name: str, tensors: Sequence[Tensor]) -> None:
+        key = stream.keys[name]
         if key not in self._state.metrics:
             self._state.metrics[key] = metric.clone()
         own = self._state.metrics[key]
         if key not in self._metrics:
             own.to(tensors[0].device).reset()
-            self._metrics[key] = (spec, name, own)
+            self._metrics[key] = (stream, name, own)
         own.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
 
-    def _parts(self, spec: MetricSpec, name: str, compute: Callable[[], object]) -> dict[str, Tensor]:
+    def _parts(self, stream: Stream, name: str, compute: Callable[[], object]) -> dict[str, Tensor]:
         """A final result by key; of a dict each part has its own."""
         try:
             parts = by_part(compute())
         except Exception as error:
-            self._fail(spec, name, "its results", error)
+            self._fail(stream, name, "its results", error)
             return {}
-        return {spec.part_key(name, part) if part else spec.keys[name]: value for part, value in parts.items()}
+        return {stream.part_key(name, part) if part else stream.keys[name]: value for part, value in parts.items()}
 
-    def _give_up(self, spec: MetricSpec) -> None:
-        self._failed.update(spec.keys.values())
-        self._uncounted.update(spec.histogram_keys)
+    def _give_up(self, stream: Stream) -> None:
+        self._failed.update(stream.keys.values())
+        self._uncounted.update(stream.histogram_keys)
 
-    def _cannot_send(self, spec: MetricSpec, error: Exception) -> None:
-        self._give_up(spec)
-        self._on_error(spec, "sending to other ranks", "what was observed on this one alone", error)
+    def _cannot_send(self, stream: Stream, error: Exception) -> None:
+        self._give_up(stream)
+        self._on_error(stream, "sending to other ranks", "what was observed on this one alone", error)
 
-    def _fail(self, spec: MetricSpec, name: str, source: str, error: Exception) -> None:
+    def _fail(self, stream: Stream, name: str, source: str, error: Exception) -> None:
         """Note that a statistic or function could not be computed; ``source`` describes what from."""
         self.num_errors += 1
-        self._failed.add(spec.keys[name])
-        self._on_error(spec, name, source, error)
+        self._failed.add(stream.keys[name])
+        self._on_error(stream, name, source, error)
 
 
 def _is_metric(value: Value) -> bool:

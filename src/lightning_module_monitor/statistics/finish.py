@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_module_monitor.kernels.moments import Array, Moments
-from lightning_module_monitor.statistics.spec import BASE, CURRENT, OWN, PRODUCT, MetricSpec
+from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Stream
 
 
 class _Group(NamedTuple):
     """Streams with the same statistics, which are finished together."""
 
-    first: MetricSpec
+    first: Stream
     parts: Sequence[np.ndarray]
     """For each row offset the rows of all streams: int64, shape ``(streams,)``."""
     keys: Sequence[str]
@@ -25,9 +25,9 @@ class _Group(NamedTuple):
 class Finisher:
     """Finishes the statistics of some streams, given with their first rows."""
 
-    def __init__(self, rows: Sequence[tuple[MetricSpec, int]]) -> None:
+    def __init__(self, rows: Sequence[tuple[Stream, int]]) -> None:
         self.rows = rows
-        alike: defaultdict[tuple[str, ...], list[tuple[MetricSpec, int]]] = defaultdict(list)
+        alike: defaultdict[tuple[str, ...], list[tuple[Stream, int]]] = defaultdict(list)
         for stream, row in rows:
             if stream.statistics:
                 alike[tuple(stream.statistics)].append((stream, row))
@@ -38,7 +38,7 @@ class Finisher:
             keys = [stream.keys[name] for stream, _row in members for name in first.statistics]
             self._groups.append(_Group(first, parts, keys))
 
-    def values(self, moments: Array, fail: Callable[[MetricSpec, str, str, Exception], None]) -> dict[str, float]:
+    def values(self, moments: Array, fail: Callable[[Stream, str, str, Exception], None]) -> dict[str, float]:
         """Statistics by key.
 
         Args:

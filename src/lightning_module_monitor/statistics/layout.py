@@ -17,7 +17,7 @@ from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Array, Moments
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
-from lightning_module_monitor.statistics.spec import Identity, MetricSpec
+from lightning_module_monitor.statistics.stream import Identity, Stream
 
 ABSENT = -1.0
 """Stands for a unit that a rank does not have: less than 0, dead, and 1, alive."""
@@ -45,19 +45,19 @@ class Layout:
         values: Functions and values, each with its stream and name.
     """
 
-    def __init__(self, streams: Iterable[MetricSpec] = ()) -> None:
-        self.streams: list[MetricSpec] = []
+    def __init__(self, streams: Iterable[Stream] = ()) -> None:
+        self.streams: list[Stream] = []
         self.places: dict[Identity, int] = {}
         self.first_rows: list[int] = []
         self.num_rows = 0
-        self.counted: list[MetricSpec] = []
-        self.with_units: list[MetricSpec] = []
-        self.replicated: list[MetricSpec] = []
-        self.values: list[tuple[MetricSpec, str, Value]] = []
-        self._order: tuple[Mapping[MetricSpec, int], Flags, NDArray[np.int64]] | None = None
+        self.counted: list[Stream] = []
+        self.with_units: list[Stream] = []
+        self.replicated: list[Stream] = []
+        self.values: list[tuple[Stream, str, Value]] = []
+        self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] | None = None
         self.add(streams)
 
-    def add(self, streams: Iterable[MetricSpec]) -> None:
+    def add(self, streams: Iterable[Stream]) -> None:
         """Add streams at the end; those that are known are left out."""
         for stream in streams:
             if stream.identity in self.places:
@@ -71,7 +71,7 @@ class Layout:
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
 
-    def order_of(self, rows: Mapping[MetricSpec, int]) -> tuple[Flags, NDArray[np.int64]]:
+    def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
         """Which streams have rows, and the place of each row of the layout among these; -1 for what there is no row of.
 
         Made anew only when rows or streams differ from those of the step before.
@@ -143,9 +143,9 @@ SUMMED = ("counts", "totals", "weights", "num_results", "num_errors")
 class Observed:
     """What one rank has observed in a step, on the host, in the order in which it came."""
 
-    streams: Sequence[MetricSpec] = ()
+    streams: Sequence[Stream] = ()
     """Those that anything is known of."""
-    rows: Mapping[MetricSpec, int] = field(default_factory=dict)
+    rows: Mapping[Stream, int] = field(default_factory=dict)
     """First row of those that have moments."""
     moments: Array = field(default_factory=lambda: NO_MOMENTS)
     """Shape ``(fields, rows + 1)``; the last row is that of an empty tensor."""

@@ -92,8 +92,8 @@ def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Seq
     """
     if any(pattern.fullmatch(key) for key in keys):
         return True
-    specs = [spec for watched in planner.plan_inside().modules for spec in watched.all_specs()]
-    inside = [spec.site for spec in specs if any(map(pattern.fullmatch, spec.number_keys))]
+    streams = [stream for watched in planner.plan_inside().modules for stream in watched.all_streams()]
+    inside = [stream.site for stream in streams if any(map(pattern.fullmatch, stream.number_keys))]
     if inside:
         raise planner.index.refusal(f"{label} {pattern.pattern!r}", inside)
     text = pattern.pattern

@@ -139,7 +139,7 @@ class HealthController:
         """
         self._details[site] = steps
         sites, chain = self._run.planner.index, self._run.planner.plan().chain
-        of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.specs[1:], strict=True))
+        of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.streams[1:], strict=True))
         name = of_transitions[site].site if site in of_transitions else site
         while sites.module_site(name) is None and "." in name:
             name = name.rpartition(".")[0]

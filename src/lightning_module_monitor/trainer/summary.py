@@ -35,21 +35,21 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     """The contents and the cost of a monitored step, in lines: sites x statistics by kind, keys, bytes of the table and of the store."""
     plan, captured = planner.plan(), planner.capture_plan()
     keys, histograms = planner.planned_keys(), planner.planned_histograms()
-    specs = plan.expected()
+    streams = plan.expected()
     lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
-    for kind in dict.fromkeys(spec.kind for spec in specs):
-        own = [spec for spec in specs if spec.kind == kind]
-        names = dict.fromkeys(name for spec in own for name in spec.outputs)
+    for kind in dict.fromkeys(stream.kind for stream in streams):
+        own = [stream for stream in streams if stream.kind == kind]
+        names = dict.fromkeys(name for stream in own for name in stream.outputs)
         sites = f"heads of attention within {len(own)} modules, known when it runs," if KINDS[kind].of_heads else f"{len(own)} sites"
         lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
-    copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.specs)
+    copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.streams)
     if copies:
         lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")
     counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
-    num_rows = sum(1 for spec in specs if not KINDS[spec.kind].of_heads) + num_blocks
+    num_rows = sum(1 for stream in streams if not KINDS[stream.kind].of_heads) + num_blocks
     table = num_rows * len(Moments._fields) * BYTES_PER_VALUE + counts
     lines.append(f"  {len(keys) + len(histograms)} keys; a table of {in_bytes(table)} to copy to the host, once")
     row = len(keys) * BYTES_PER_VALUE + counts
@@ -60,9 +60,9 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
         limit = "" if max_steps >= 0 else "; max_steps is not set"
         lines.append(f"  at most {in_bytes(row)} of store for each monitored step ({schedule}{limit})")
     if captured is not None:
-        kinds = Counter(spec.kind for spec in captured.specs())
+        kinds = Counter(stream.kind for stream in captured.streams())
         wanted = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())
-        size = in_bytes(sum(_num_bytes(one) * len(one.specs) for one in captured.parameters))
+        size = in_bytes(sum(_num_bytes(one) * len(one.streams) for one in captured.parameters))
         lines.append(f"  raw tensors beside the store ({wanted}): {size} a step of parameters, and outputs as large as they are")
     return "\n".join(lines)
 

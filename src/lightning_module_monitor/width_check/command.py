@@ -108,27 +108,27 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _factory(model: object, width_argument: object) -> Callable[[int], LightningModule]:
     """A function from a width to the module that the configuration describes."""
-    spec: object = {"class_path": model} if isinstance(model, str) else model
-    if not isinstance(spec, Mapping) or "class_path" not in spec:
+    stream: object = {"class_path": model} if isinstance(model, str) else model
+    if not isinstance(stream, Mapping) or "class_path" not in stream:
         raise ConfigError(f"model is {model!r}; expected class_path, and perhaps init_args.")
     if not isinstance(width_argument, str):
         raise ConfigError(f"width_argument is {width_argument!r}; expected the name of one of the model's init_args.")
-    given = spec.get("init_args") or {}
+    given = stream.get("init_args") or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"model.init_args is {given!r}; expected arguments by name.")
 
     def maker(width: int) -> Callable[[], LightningModule]:
-        return _maker("LightningModule", {**spec, "init_args": {**given, width_argument: width}}, "model")
+        return _maker("LightningModule", {**stream, "init_args": {**given, width_argument: width}}, "model")
 
     maker(1)  # reports a wrong model before the first training
     return lambda width: maker(width)()
 
 
-def _class_of_package(base: str, spec: object) -> type:
+def _class_of_package(base: str, stream: object) -> type:
     """Lightning's class of that name, of the package whose class the configured one extends."""
     from lightning_module_monitor.lightning_packages import PACKAGES
 
-    path = spec.get("class_path") if isinstance(spec, Mapping) else spec
+    path = stream.get("class_path") if isinstance(stream, Mapping) else stream
     made: object = None
     with suppress(Exception):  # jsonargparse reports what is wrong with it
         made = pkgutil.resolve_name(str(path))
@@ -136,13 +136,13 @@ def _class_of_package(base: str, spec: object) -> type:
     return next((one for one in bases if isinstance(made, type) and issubclass(made, one)), bases[0])
 
 
-def _maker(base: str, spec: object, label: str) -> Callable[[], Any]:
+def _maker(base: str, stream: object, label: str) -> Callable[[], Any]:
     """A function that makes an object of a class of Lightning, in either package, from its class_path and init_args, like LightningCLI."""
     jsonargparse = require("jsonargparse", "cli")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{label}", type=_class_of_package(base, spec))
+    parser.add_argument(f"--{label}", type=_class_of_package(base, stream))
     try:
-        parsed = parser.parse_object({label: spec})
+        parsed = parser.parse_object({label: stream})
     except jsonargparse.ArgumentError as error:
         message = " ".join(str(error).split()).removeprefix(f'Parser key "{label}": ')
         raise ConfigError(f"{label} is wrong: {message}") from error

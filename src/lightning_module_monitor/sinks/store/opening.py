@@ -174,7 +174,7 @@ def _check_table(group: h5py.Group, columns: list[str], has_histograms: bool) ->
 # the plain file that it would be if it had been closed.
 
 # Superblock version 3: signature, version, sizes of offsets and lengths, flags; base address, extension's address, end of file,
-# root group's address; then a checksum. HDF5 File Format Specification, section II.A.
+# root group's address; then a checksum. HDF5 File Format Stream, section II.A.
 _SUPERBLOCK = struct.Struct("<11sBQQQQ")
 _SIZE = _SUPERBLOCK.size + 4
 _SIGNATURE_3 = b"\x89HDF\r\n\x1a\n\x03"

@@ -24,7 +24,7 @@ Identity: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class MetricSpec:
+class Stream:
     """What all rules together record of one kind at one site. Streams are compared by identity.
 
     Attributes:
@@ -45,7 +45,7 @@ class MetricSpec:
     prefix: str = ""
     is_compared: bool = False
     is_replicated: bool = False
-    origin: MetricSpec | None = None
+    origin: Stream | None = None
 
     @functools.cached_property
     def identity(self) -> Identity:
@@ -137,11 +137,11 @@ class MetricSpec:
         """The key of one part of an output that is a dict."""
         return Key(self.kind, self.site, fit_for_loggers(f"{name}.{part}", MAX_STATISTIC_LENGTH), self.stage, self.prefix).format()
 
-    def at(self, site: str) -> MetricSpec:
+    def at(self, site: str) -> Stream:
         """The same for a further site, as a further output of the module; for one site always the same object."""
         return self.derive(site, site=site, origin=self)
 
-    def derive(self, name: object, **changes: Any) -> MetricSpec:  # values of fields
+    def derive(self, name: object, **changes: Any) -> Stream:  # values of fields
         """The stream with other values of some fields: for one name always the same object."""
         stream = self._derived.get(name)
         if stream is None:
@@ -149,5 +149,5 @@ class MetricSpec:
         return stream
 
     @functools.cached_property
-    def _derived(self) -> dict[object, MetricSpec]:
+    def _derived(self) -> dict[object, Stream]:
         return {}
