@@ -104,6 +104,8 @@ class StepFacts:
             self._softmax_twice,
             self._is_classification,
             not module.automatic_optimization,
+            float(module.trainer.gradient_clip_val or 0.0),
+            module.trainer.gradient_clip_algorithm == "value",
         )
 
     def _in_eval(self, parameters: dict[str, ParameterFacts]) -> Iterable[str]:

@@ -16,6 +16,7 @@ from lightning_module_monitor.health.causes import Diagnoses, diagnose
 from lightning_module_monitor.health.history import History
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.options import IGNORE, ParsedHealth, watch_rules
+from lightning_module_monitor.health.verdict import verdict_of
 from lightning_module_monitor.lightning_packages import Trainer, is_a, messages
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan import DETAIL
@@ -116,6 +117,10 @@ class HealthController:
             self._log(found)
             for number, one in enumerate(self.diagnoses(), 1):
                 messages.warning("[monitor] Diagnosis %d: %s", number, one)
+            if self._judge.history.steps and not self.options.is_off:
+                types = {type(site.module).__name__ for site in self._monitor.planner.index.modules}
+                verdict = verdict_of(self._judge, (), self.findings, searched=self.options.nonfinite != IGNORE, types=types)
+                messages.info("[monitor] Verdict: %s.", verdict.sentence)
         return found
 
     def diagnoses(self) -> Diagnoses:

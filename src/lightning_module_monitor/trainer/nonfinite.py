@@ -231,12 +231,12 @@ class NonfiniteController:
     def _finding(self, step: int, rank: int, found: Producer) -> Finding:
         self.is_reported = True
         where = f"micro-batch {found.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
-        direction = "forward" if found.is_forward else "backward"
+        direction = f"the {'forward' if found.is_forward else 'backward'} pass of "
+        direction = "" if direction in found.place_in_words else f"in {direction}"
         batch_idx = self._batch_indices[found.micro_batch] if 0 <= found.micro_batch < len(self._batch_indices) else ""
         at = f"epoch {self._trainer.current_epoch}, batch_idx {batch_idx}"
         kind = "NaN" if found.value == "NaN" else "Infinity"
-        source = "the batch or the LightningModule's code" if found.site == ROOT else found.site
-        words = f"{kind} in {source}, in the {direction} pass of {where} ({at}). " if found.value else ""
+        words = f"{kind} in {found.place_in_words}, {direction}{where} ({at}). " if found.value else ""
         if not found.is_known:
             words = f"The first value that is not finite came in {where}, and the module that made it is not known: "
         return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}", "error", cause=found.cause)
