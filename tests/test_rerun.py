@@ -174,7 +174,8 @@ def test_a_batch_that_was_written_into_accuses_nobody(tmp_path: Path) -> None:
         in found.words
     )
     assert (
-        "Run again on the batch as it is now, it was in the batch: The first module of the pass, model, was given infinity" in found.words
+        "Run again on the batch as it is now, it was in training_step: The first module of the pass, model, was given infinity"
+        in found.words
     )
 
 

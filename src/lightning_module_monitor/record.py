@@ -56,6 +56,9 @@ RANK_DISAGREEMENT = "rank_disagreement"
 OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE, SECONDS_PER_STEP, RANK_DISAGREEMENT)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
+ROOT_SITE = "_root_"
+"""The site of the module that is monitored as a whole."""
+
 SUMMARY_SITE = "_summary_"
 """The site that stands for all of a kind together, where one kind has figures of that sort."""
 

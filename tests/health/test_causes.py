@@ -115,6 +115,7 @@ def test_every_finding_of_the_model_leads_to_a_diagnosis() -> None:
         assert len(names((name, 5, 0, cause))) == (name not in ("monitor_errors", "gradient_spike")), name
     for cause in CAUSES:
         assert {*cause.evidence_for, *cause.explains} <= known
+        assert len(cause.headline) <= 100, "the verdict's line in the log has at most 160"
 
 
 def test_every_diagnosis_is_documented() -> None:

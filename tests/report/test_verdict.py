@@ -116,10 +116,7 @@ def test_a_cross_entropy_below_chance_may_stay_there() -> None:
     """As that of trained weights does; other losses have no such level."""
     flat = [*(0.2 + np.random.default_rng(0).normal(0, 0.005, 30))]
     verdict = verdict_on(healthy_tables(30), [loss(flat)], facts=[(0, Facts(is_classification=True))])
-    assert (verdict.level, verdict.headline.split(";")[0]) == (
-        "unknown",
-        "the loss hardly changes, and begins better than chance, as that of trained weights does",
-    )
+    assert verdict.sentence.startswith("unknown: the loss hardly changes, as that of trained weights may; no fault in ")
     assert learned(flat) == "watch"
     assert learned([one + 2 for one in flat], Facts(is_classification=True)) == "watch"
 
@@ -298,7 +295,7 @@ def test_a_check_without_a_value_could_not_judge(is_partly: bool) -> None:
     assert status_of(verdict, "zero_outputs") == expected
     assert next(check.num_series for check in verdict.checks if check.name == "zero_outputs") == int(is_partly)
     assert verdict.level == ("healthy" if is_partly else "unknown")
-    assert is_partly or "no value could be computed: NaN in all of 2 series" in verdict.headline
+    assert is_partly or verdict.headline.startswith("no value could be computed for ")
 
 
 def test_errors_of_the_monitor() -> None:

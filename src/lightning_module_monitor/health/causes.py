@@ -10,8 +10,7 @@ from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.alerts import CURE
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.history import SMALL_REACH, History
-from lightning_module_monitor.model.names import ROOT
-from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
+from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Finding
 
 MAX_DIAGNOSES = 3
 
@@ -48,7 +47,7 @@ class Diagnosis:
     @property
     def title(self) -> str:
         """The cause with its first step and site."""
-        return f"{self.headline}, from step {self.first_step} on{f', first at {self.site}' if self.site not in ('', ROOT) else ''}"
+        return f"{self.headline}, from step {self.first_step} on{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
 
     def __str__(self) -> str:
         num = self.num_consequences
@@ -343,7 +342,7 @@ CAUSES = (
     ),
     Cause(
         "update",
-        "Weights are not finite: the update of the step before has made them so, or code of the model that writes into them",
+        "Weights are not finite: an update, or code of the model that writes into them, has made them so",
         (NONFINITE,),
         "health: {nonfinite: always}, which names the module whose gradient was not finite",
         (NONFINITE, *_GROWTH, *_SYMPTOMS),

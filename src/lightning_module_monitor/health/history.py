@@ -230,7 +230,8 @@ class History:
     @property
     def is_clipped(self) -> bool:
         """Whether clipping limits every step, and all together to next to nothing: at a gradient of size 1 they would not be so small."""
-        return self.num_clipped > 0.9 * self.num_gradients and self.reach < SMALL_REACH <= self.reach / self.facts.clip
+        is_at_limit = self.facts.clip > 0 and self.num_clipped > 0.9 * self.num_gradients
+        return is_at_limit and self.reach < SMALL_REACH <= self.reach / self.facts.clip
 
     def _least_clipped(self) -> float:
         """The norm from which the gradients of trained parameters are as large as clipping lets them be; 0 where nothing is clipped."""

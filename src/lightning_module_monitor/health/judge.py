@@ -141,7 +141,7 @@ class Judge:
         if history.learning not in ("flat", "still"):
             return []
         losses = f"median {np.median(before):.4g} at first, {np.median(after):.4g} at last, in {len(history.losses)} records"
-        what = "does not fall" if history.learning == "flat" else "hardly changes, nor do the weights"
+        what = "does not fall" if history.learning == "flat" else "hardly changes, and the weights hardly move"
         words = f"The loss {what}: {losses}."
         return [self._of_run(NOT_LEARNING, "", Key(CONTEXT_KIND, "", "loss").format(), words, "warning")]
 

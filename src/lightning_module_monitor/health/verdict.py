@@ -16,8 +16,7 @@ from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.detectors import DETECTORS, DIVERGING, NONFINITE, NOT_LEARNING
 from lightning_module_monitor.health.history import MIN_LOSSES, History
 from lightning_module_monitor.health.judge import Alarm, Judge
-from lightning_module_monitor.model.names import ROOT
-from lightning_module_monitor.record import FACT_KIND, Finding, Severity
+from lightning_module_monitor.record import FACT_KIND, ROOT_SITE, Finding, Severity
 
 LEVELS: Mapping[Severity, str] = {"error": "sick", "warning": "watch"}
 """The verdict on a finding in a word, by its severity."""
@@ -27,7 +26,7 @@ PASSED_OVER, NOT_RECORDED, NOT_COMPUTED = "not judged while the loss falls", "no
 
 _LOSS_IN_WORDS = {
     "unclear": "too few or too noisy losses to tell whether they fall",
-    "settled": "the loss hardly changes, and begins better than chance, as that of trained weights does",
+    "settled": "the loss hardly changes, as that of trained weights may",
     "too few": f"too few losses (fewer than {MIN_LOSSES}) to tell whether they fall",
     "none": "no loss was recorded",
     "manual": "a loss is not judged under manual optimization",
@@ -84,7 +83,7 @@ class Verdict:
     def _doubts(self) -> list[str]:
         """What is not known of a run without findings."""
         doubts = [_LOSS_IN_WORDS[self.history.learning]] if self.history.learning in _LOSS_IN_WORDS else []
-        doubts += [f"{check.reason}, for {check.name}" for check in self.checks_with(NOT_COMPUTED)]
+        doubts += [f"no value could be computed for {check.name}" for check in self.checks_with(NOT_COMPUTED)]
         return doubts + [f"too few records for {check.name} ({check.reason})" for check in self.checks_with(TOO_FEW)]
 
     @property
@@ -109,7 +108,7 @@ class Verdict:
         first = next((one for one in self.findings if one.name == NONFINITE), None)
         if first is not None:
             cause = next((one for one in diagnoses if first.words in one.evidence or NONFINITE in one.consequences), None)
-            where = f" in {first.site}" if first.site not in ("", ROOT) else ""
+            where = f" in {first.site}" if first.site not in ("", ROOT_SITE) else ""
             is_named = first.words.startswith(("NaN in ", "Infinity in "))
             what = first.words.partition(", ")[0] if is_named else f"a value that is not finite{where}"
             return f"{what} at step {first.step}" + ("" if cause is None or cause.name == NONFINITE else f": {_lower(cause.headline)}")
