@@ -105,6 +105,12 @@ def test_noise_does_not_diverge(spread: float) -> None:
         assert "diverging" in {one.name for one in found}
 
 
+def test_losses_that_are_not_finite_do_not_diverge() -> None:
+    """They are a finding of their own, and no start either."""
+    for losses in ([1.0, *[math.nan] * 4, *[9.0] * 9], [1.0] * 6 + [math.inf] * 8, [math.inf, *[1e30] * 13]):
+        assert "diverging" not in {one.name for one in verdict_on(healthy_tables(14), [loss(losses)]).findings}
+
+
 def test_a_fall_that_noise_may_hide_is_unknown() -> None:
     """The losses exclude at 5 % that they fell by 20 %, else it is not known that they do not fall."""
     noise = np.random.default_rng(0).normal(0, 1, 30)

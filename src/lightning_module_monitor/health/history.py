@@ -147,12 +147,13 @@ class History:
     @property
     def rise(self) -> float:
         """How many times the largest of the first losses the newest one is; 0 where that is within the noise, or not known."""
-        start, newest = max(self.losses[:NUM_FIRST], default=math.nan), self.loss
-        if len(self.losses) <= NUM_FIRST or not (start > 0 and newest > start and math.isfinite(newest)):
+        first, newest = self.losses[:NUM_FIRST], self.loss
+        is_known = len(self.losses) > NUM_FIRST and all(map(math.isfinite, [*first, newest]))
+        if not is_known or min(first) <= 0 or newest <= max(first):
             return 0.0
         changes = np.abs(np.diff(np.log([loss for loss in self.losses[:-1] if 0 < loss < math.inf])))
         spread = 1.05 * float(np.median(changes))  # the standard deviation of the logarithm, of normal noise
-        return newest / start if math.log(newest / start) > 2 * spread else 0.0
+        return newest / max(first) if math.log(newest / max(first)) > 2 * spread else 0.0
 
     def _fell_at_once(self, after: Sequence[float]) -> bool:
         """Whether the loss fell within the first records by far more than it varies, and has stayed there."""
