@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from lightning_module_monitor.health.history import rank_test
+from lightning_module_monitor.health.judge import Judge
+from lightning_module_monitor.health.verdict import Verdict, verdict_of
 from lightning_module_monitor.record import Facts, Finding, GroupFacts, Key, ModuleInfo, ParameterFacts
 from lightning_module_monitor.report.run import early, late, typical
-from lightning_module_monitor.report.verdict import Verdict, verdict_on
+from lightning_module_monitor.report.verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 
 STEPS = 16
@@ -227,6 +229,17 @@ def test_a_nan_stands_in_the_headline_whatever_explains_it() -> None:
     verdict = verdict_on(healthy_tables(), [loss(FALLING)], [nan], ["nonfinite"], [(0, Facts(softmax_twice=True))])
     assert [one.name for one in verdict.diagnoses] == ["softmax_twice", "overflow"]
     assert verdict.headline == "Infinity in model.half_block at step 16: values overflow float16"
+
+
+def test_a_late_nan_keeps_its_cause() -> None:
+    """Also if much else has grown before it."""
+    names = ("growing_weights", "exploding", "growing_activations", "growing_over_depth")
+    grown = [Finding(10, name, "fc", "", f"{name} began.") for name in names]
+    nan = Finding(17, "nonfinite", "_root_", "", "Infinity in training_step, forward.", "error", cause="learning_rate")
+    risen = Judge([])
+    risen.history.losses, risen.history.steps = [1.0, 9.0], [0, 10]
+    verdict = verdict_of(risen, (), [*grown, nan], searched=True, types=())
+    assert verdict.headline == "Infinity in training_step at step 17: the learning rate is too high"
 
 
 def test_what_is_not_finite_is_judged_where_training_did_not() -> None:

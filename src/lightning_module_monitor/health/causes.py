@@ -12,7 +12,7 @@ from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, Z
 from lightning_module_monitor.health.history import SMALL_REACH, History
 from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Finding
 
-MAX_DIAGNOSES = 3
+MAX_DIAGNOSES = MAX_EVIDENCE = 3
 
 
 @dataclass(frozen=True)
@@ -398,10 +398,12 @@ def diagnose(findings: Iterable[Finding], history: History | None = None) -> Dia
         begin = max((step for step in history.steps if step < first.first_step), default=-1) + 1
         begins = [begin if one.name == NONFINITE and one.cause in _UNEXPLAINED else first.first_step for one in others]
         explained = [one for one, at in zip(others, begins, strict=True) if one.first_step >= at or one.name == NOT_LEARNING]
-        evidence = tuple(filter(None, [*(one.words for one in found[:3]), cause.remark(history)]))
+        shown = sorted(found, key=lambda one: one.name != NONFINITE)[:MAX_EVIDENCE]
+        evidence = tuple(filter(None, [*(one.words for one in shown), cause.remark(history)]))
         consequences = tuple(one.name for one in explained)
-        shown = first.first_step, first.site, evidence, consequences
-        diagnoses.append(Diagnosis(cause.name, cause.headline, *shown, cause.advice, first.key))
+        diagnoses.append(
+            Diagnosis(cause.name, cause.headline, first.first_step, first.site, evidence, consequences, cause.advice, first.key)
+        )
         rest = [one for one in rest if one not in found and one not in explained]
         if len(diagnoses) == MAX_DIAGNOSES:
             break
