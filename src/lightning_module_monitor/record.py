@@ -55,6 +55,9 @@ RANK_DISAGREEMENT = "rank_disagreement"
 OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE, SECONDS_PER_STEP, RANK_DISAGREEMENT)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
 
+ROOT_SITE = "_root_"
+"""The site of the module that is monitored as a whole."""
+
 SUMMARY_SITE = "_summary_"
 """The site that stands for all of a kind together, where one kind has figures of that sort."""
 
@@ -352,6 +355,10 @@ class Facts:
     """Whether the loss has a cross-entropy."""
     is_manual: bool = False
     """Whether optimization is manual."""
+    clip: float = 0.0
+    """The Trainer's ``gradient_clip_val``; 0 where it clips nothing."""
+    clips_values: bool = False
+    """Whether it clips every element, and not the norm."""
 
     def as_values(self) -> dict[str, float]:
         """The conditions among them, as values of a record."""
@@ -363,9 +370,7 @@ class Facts:
         """The inverse of ``dataclasses.asdict`` and JSON."""
         parameters = {name: ParameterFacts(*values) for name, values in content["parameters"].items()}
         groups = tuple(GroupFacts(*values) for values in content["groups"])
-        return cls(
-            parameters, groups, tuple(content["in_eval"]), content["softmax_twice"], content["is_classification"], content["is_manual"]
-        )
+        return cls(**{**content, "parameters": parameters, "groups": groups, "in_eval": tuple(content["in_eval"])})
 
 
 @dataclass(frozen=True)

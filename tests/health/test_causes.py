@@ -55,6 +55,16 @@ def test_a_rate_is_not_too_high_while_the_loss_has_not_risen() -> None:
     assert [one.name for one in diagnose([finding("growing_weights", 20)], flat)] == ["learning_rate"]
 
 
+@pytest.mark.parametrize(
+    ("step", "cause", "expected"),
+    [(17, "", ["learning_rate"]), (17, "infinite_slope", ["infinite_slope"]), (7, "", ["learning_rate", "nonfinite"])],
+)
+def test_an_explosion_between_two_records_explains_an_infinity(step: int, cause: str, expected: list[str]) -> None:
+    """A record shows what began after the record before it. A value with a cause of its own, and one before, has another."""
+    found = [finding(NONFINITE, step, cause=cause), finding("exploding", 50)]
+    assert [one.name for one in diagnose(found, RISEN)] == expected
+
+
 def test_targets_that_are_too_large_come_before_the_rate() -> None:
     """A first loss of 4e10 with outputs of 0.1, of no cross-entropy."""
     house = History()
@@ -105,6 +115,7 @@ def test_every_finding_of_the_model_leads_to_a_diagnosis() -> None:
         assert len(names((name, 5, 0, cause))) == (name not in ("monitor_errors", "gradient_spike")), name
     for cause in CAUSES:
         assert {*cause.evidence_for, *cause.explains} <= known
+        assert len(cause.headline) <= 100, "the verdict's line in the log has at most 160"
 
 
 def test_every_diagnosis_is_documented() -> None:

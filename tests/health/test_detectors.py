@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Rows, int]] = {
         },
         50,
     ),
-    "diverging": ({"context/loss": [1.0, 2.9, 3.1, 2.0, 4.0, ABSENT, 5.0, 9.0]}, 60),
+    "diverging": ({"context/loss": [1.0, 1.2, 1.1, 1.0, 1.3, ABSENT, 4.0, 3.8, 4.0, ABSENT, 5.0, 9.0]}, 110),
     "growing_over_depth": ({"activation/a/rms": [2.0] * 8, "activation/b/rms": [1.9e4, 2.1e4, 1e4, *[3e4] * 5]}, 50),
     "entropy_collapse": ({"attention_relative_entropy/b/mean": [0.5, 0.5, 0.015, 0.009, 0.001, 0.0, 0.0]}, 50),
 }

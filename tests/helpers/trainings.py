@@ -300,18 +300,27 @@ class Gan(LightningModule):
         return [kind(one.parameters(), lr=rate) for one in (self.generator, self.critic)]
 
 
+def trained(model: nn.Module, num_epochs: int = 1, change: Callable[[Tensor], Tensor] = lambda y: y) -> nn.Module:
+    """A network after a training on digits, whose labels may be others."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    for x, y in itertools.chain.from_iterable(digits(128) for _ in range(num_epochs)):
+        F.cross_entropy(model(x), change(y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
 class FineTuning(Module):
     """A trained network, of which the head alone is trained anew."""
 
     def __init__(self) -> None:
-        model = cnn()
-        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-        for x, y in digits(128):
-            F.cross_entropy(model(x), y % 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        model[:-1].requires_grad_(False)
+        model = trained(cnn(), change=lambda y: y % 2)
+        model[:-1].requires_grad_(False)  # type: ignore[index]
         super().__init__(model)
+
+
+def _finished() -> nn.Module:
+    return trained(nn.Sequential(mlp((64, 64)), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 10)), 10)
 
 
 class EvalNorm(Module):
@@ -400,6 +409,27 @@ def _mse(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
+def _heavy_tailed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.tanh(x[:, 10:11]) + torch.randn(len(x), 1) * torch.randn(len(x), 1) ** 2
+
+
+def _noise_of_one() -> DataLoader[Any]:
+    return digits(1, _heavy_tailed)
+
+
+def _distances(output: Tensor, _target: Tensor) -> Tensor:
+    """Of all pairs, also of each with itself."""
+    return ((output[:, None] - output[None]) ** 2).sum(-1).sqrt().mean()
+
+
+class TwoScales(Module):
+    """A classifier whose outputs are also to be numbers of hundreds: SGD makes them overflow within a few steps."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        output = self.model(batch[0])
+        return F.cross_entropy(output, batch[1]) + F.mse_loss(output[:, 0], 100.0 * batch[1])
+
+
 HOUSE = dict(scale=2e4, shift=2e5)
 """Prices."""
 
@@ -409,6 +439,7 @@ def _house(lr: float) -> Case:
 
 
 UNKNOWN = ("unknown",)
+EITHER = ("healthy", "unknown")
 
 SICK: dict[str, Case] = {
     "Adam at 1e-9": Case(lambda: Module(mlp(), adam(1e-9)), ("small_rate",), steps=300),
@@ -465,6 +496,26 @@ SICK: dict[str, Case] = {
     "a logarithm of zero": Case(lambda: Module(Code(lambda h: torch.log(torch.relu(h)))), ("nonfinite",)),
     "float16": Case(lambda: Module(mlp(weights=300.0)), ("overflow",), options=float16()),
     "a row without keys": Case(lambda: Module(MaskedAttention()), ("masked_row",), data=lambda: digits(change=one_row(1e5))),
+    "a root of zero": Case(lambda: Module(mlp(), loss=_distances), ("infinite_slope",)),
+    "a root of zero, in a model": Case(lambda: Module(Code(lambda h: h + (h - h).square().sqrt())), ("infinite_slope",)),
+    "an overflow between records": Case(lambda: TwoScales(mlp(), sgd(1e-2, momentum=0.9)), ("learning_rate",), every=50, steps=300),
+    "an overflow between records, SGD": Case(lambda: TwoScales(mlp(), sgd(2e-2)), ("learning_rate",), every=25, steps=300),
+    "clipped to nothing": Case(lambda: Module(cnn(), sgd(0.05)), ("clipping",), steps=300, options={"gradient_clip_val": 1e-4}),
+    "clipped to nothing, momentum": Case(
+        lambda: Module(mlp(), sgd(0.01, momentum=0.9)), ("clipping",), options={"gradient_clip_val": 1e-5}
+    ),
+    "clipped by value": Case(
+        lambda: Module(mlp(), sgd(0.05)), ("clipping",), options={"gradient_clip_val": 1e-7, "gradient_clip_algorithm": "value"}
+    ),
+    "clipped, and a rate of next to nothing": Case(lambda: Module(mlp(), sgd(1e-6)), ("small_rate",), options={"gradient_clip_val": 0.1}),
+    "a warm-up that is too long": Case(lambda: Module(mlp(), scheduled(1e-3, lambda step: (step + 1) / 1e6)), ("small_rate",), steps=500),
+    "a GPT with a warm-up that is too long": Case(
+        lambda: Module(Gpt(), scheduled(1e-3, lambda step: (step + 1) / 1e7)), ("small_rate",), data=characters, steps=200
+    ),
+    "by hand, at 1e-7": Case(lambda: ByHand(lr=1e-7), ("small_rate",)),
+    "an RNN that explodes from the start": Case(
+        lambda: Module(Recurrent(nn.RNN, 1, 4.0, nonlinearity="relu"), adam(1e-3)), ("explodes_from_start",)
+    ),
     "one record": Case(lambda: Module(mlp(), adam(1.0)), (), UNKNOWN, steps=45, every=50),
     "seven records": Case(lambda: Module(mlp(bias=-1.0), sgd(1e-3)), (), UNKNOWN, steps=70),
     "five records": Case(lambda: Module(mlp()), (), UNKNOWN, steps=50),
@@ -499,6 +550,12 @@ HEALTHY: dict[str, Case] = {
     "clipped": Case(lambda: Module(Recurrent(nn.GRU), adam(5e-3)), options={"gradient_clip_val": 0.1}),
     "every step": Case(lambda: Module(mlp(), adam(3e-3)), steps=30, every=1),
     "ten records": Case(lambda: Module(cnn(), adam(3e-3)), steps=100),
+    "trained already": Case(lambda: Module(_finished(), adam(1e-5, torch.optim.AdamW)), levels=UNKNOWN, steps=300),
+    "trained already, many records": Case(lambda: Module(_finished(), sgd(3e-3)), levels=UNKNOWN, steps=600, every=5),
+    "a batch of one": Case(
+        lambda: Module(mlp((64, 32, 1)), sgd(3e-3), F.huber_loss), levels=EITHER, data=_noise_of_one, steps=900, every=15
+    ),
+    "a batch of one, Adam": Case(lambda: Module(mlp((64, 32, 1)), adam(3e-4), _mse), levels=EITHER, data=_noise_of_one, steps=600),
     "a group at 0 by schedule": Case(lambda: Module(mlp(), scheduled(3e-3, lambda step: float(step >= 60))), steps=200),
 }
 

@@ -135,7 +135,7 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
         "<strong>To watch</strong>",
         "A part of the model passes on zeros alone, from step 10 on, first at relu",
         ">relu</button>",
-        "relu: 100.0% of the output is zero, since step 10.",
+        "relu: 100% of the output is zero, since step 10.",
         "monitor_errors <span",
         "large_updates: add health: {watch: large_updates}",
         "monitor/errors",
@@ -152,7 +152,7 @@ def test_what_was_said_in_training_stands_on_the_page(tmp_path: Path, capsys: py
     store.close()
     html = page_of(tmp_path / "m.html", tmp_path / "m.h5")
     text = " ".join(re.sub(r"<[^>]*>", " ", html.partition('<section id="verdict"')[2].partition("</section>")[0]).split())
-    assert "NaN in block.2 at step 30: a value is not finite." in text
+    assert "NaN in block.2 at step 30." in text
     assert "NaN in block.2, from [bold] &lt;b&gt;inputs&lt;/b&gt;." in text
     pressed = re.findall(r'data-series="([^"]*)">([^<]*)<', html)
     assert [site for series, site in pressed if "fc" in series] == ["fc"]

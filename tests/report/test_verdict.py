@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from lightning_module_monitor.health.history import rank_test
+from lightning_module_monitor.health.judge import Judge
+from lightning_module_monitor.health.verdict import Verdict, verdict_of
 from lightning_module_monitor.record import Facts, Finding, GroupFacts, Key, ModuleInfo, ParameterFacts
 from lightning_module_monitor.report.run import early, late, typical
-from lightning_module_monitor.report.verdict import Verdict, verdict_on
+from lightning_module_monitor.report.verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 
 STEPS = 16
@@ -62,7 +64,7 @@ def test_too_few_records_are_not_healthy(num: int) -> None:
     """A check below the records that it needs says so, and the run is unknown."""
     verdict = verdict_on(healthy_tables(num), [loss(FALLING[:num])])
     assert verdict.level == "unknown"
-    assert verdict.headline.startswith("not enough is known to call it healthy: too few losses")
+    assert verdict.headline.startswith("too few losses (fewer than 10) to tell whether they fall; no fault in ")
     assert status_of(verdict, "zero_outputs") == ("too few records", f"{num} of 10")
     assert verdict_on([]).level == "unknown"
 
@@ -72,7 +74,7 @@ def test_a_check_with_too_few_records_is_not_green() -> None:
     dead = table("activation/dead_fraction", {"relu": [0.75] * 7})
     verdict = verdict_on([*healthy_tables(), dead], [loss(FALLING)])
     assert verdict.level == "unknown"
-    assert "dead_units needs 10 records and has 7" in verdict.headline
+    assert verdict.headline.startswith("too few records for dead_units (7 of 10); no fault in ")
     assert status_of(verdict, "dead_units") == ("too few records", "7 of 10")
 
 
@@ -92,6 +94,56 @@ def test_a_loss_that_does_not_fall_is_no_health() -> None:
     assert learned([*FALLING], Facts(is_manual=True)) == "unknown"
 
 
+@pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
+def test_noise_does_not_diverge(spread: float) -> None:
+    """Losses without a trend, as of batches of one, whose first ones may be low by luck; a rise beyond the noise does."""
+    random = np.random.default_rng(0)
+    for num in (12, 30, 200):
+        noise = np.exp(spread * random.standard_normal(num))
+        names = {one.name for one in verdict_on(healthy_tables(num), [loss([0.01, *noise[1:]])]).findings}
+        assert "diverging" not in names
+        risen = [*noise[:8], *(noise[8:] * max(noise[:5]) * np.exp(6 * spread))]
+        found = verdict_on(healthy_tables(num), [loss(risen)]).findings
+        assert "diverging" in {one.name for one in found}
+
+
+def test_losses_that_are_not_finite_do_not_diverge() -> None:
+    """They are a finding of their own, and no start either."""
+    for losses in ([1.0, *[math.nan] * 4, *[9.0] * 9], [1.0] * 6 + [math.inf] * 8, [math.inf, *[1e30] * 13]):
+        assert "diverging" not in {one.name for one in verdict_on(healthy_tables(14), [loss(losses)]).findings}
+
+
+def test_a_fall_that_noise_may_hide_is_unknown() -> None:
+    """The losses exclude at 5 % that they fell by 20 %, else it is not known that they do not fall."""
+    noise = np.random.default_rng(0).normal(0, 1, 30)
+    assert learned([*np.exp(0.05 * noise)]) == "watch"
+    assert learned([*np.exp(1.0 * noise)]) == "unknown"
+
+
+def test_a_cross_entropy_below_chance_may_stay_there() -> None:
+    """As that of trained weights does; other losses have no such level."""
+    flat = [*(0.2 + np.random.default_rng(0).normal(0, 0.005, 30))]
+    verdict = verdict_on(healthy_tables(30), [loss(flat)], facts=[(0, Facts(is_classification=True))])
+    assert verdict.sentence.startswith("unknown: the loss hardly changes, as that of trained weights may; no fault in ")
+    assert learned(flat) == "watch"
+    assert learned([one + 2 for one in flat], Facts(is_classification=True)) == "watch"
+
+
+def test_a_check_that_waits_while_the_loss_falls_says_so() -> None:
+    """It found nothing because it did not look."""
+    verdict = verdict_on([*healthy_tables(), table("activation/dead_fraction", {"relu": [0.6] * STEPS})], [loss([2.0, *[0.5] * 15])])
+    assert status_of(verdict, "dead_units") == ("not judged while the loss falls", "")
+    assert status_of(verdict, "frozen_updates") == ("not found", "")
+
+
+@pytest.mark.parametrize(("facts", "losses"), [(Facts(is_manual=True), FALLING), (Facts(), [*FALLING[:-1], -0.1])])
+def test_a_loss_that_is_not_judged_has_its_reason(facts: Facts, losses: list[float]) -> None:
+    """Which is not that there is none."""
+    verdict = verdict_on(healthy_tables(), [loss(losses)], facts=[(0, facts)])
+    reason = "a loss is not judged under manual optimization" if facts.is_manual else "a loss at or below 0 is not judged"
+    assert status_of(verdict, "diverging") == status_of(verdict, "not_learning") == ("does not apply", reason)
+
+
 def test_the_rank_test_is_that_of_the_textbook() -> None:
     """U and its deviation by a count of pairs."""
     random = np.random.default_rng(1)
@@ -104,6 +156,17 @@ def test_the_rank_test_is_that_of_the_textbook() -> None:
 def parameter_facts(**options: float) -> Facts:
     """One weight in one group."""
     return Facts({"fc.weight": ParameterFacts("trained", 0, 100)}, (GroupFacts("Adam", 0.0, options.get("weight_decay", 0.0)),))
+
+
+@pytest.mark.parametrize("losses", [[2.31] * STEPS, [*np.linspace(2.31, 2.30, STEPS)], [-1.0] * STEPS])
+def test_rates_of_next_to_nothing_are_found_by_themselves(losses: list[float]) -> None:
+    """Whether or not the loss creeps, and whatever its sign; not where it falls."""
+    rates = table("context/lr", {"": [*np.linspace(1e-9, 1e-7, STEPS)]})
+    found = verdict_on(healthy_tables(), [loss(losses), rates], facts=[(0, parameter_facts())])
+    assert [one.name for one in found.diagnoses] == ["small_rate"]
+    assert "its warm-up is longer than the run" in str(found.diagnoses[0])
+    falling = verdict_on(healthy_tables(), [loss(FALLING), rates], facts=[(0, parameter_facts())])
+    assert falling.diagnoses == []
 
 
 @pytest.mark.parametrize(("rate", "name"), [(1e-6, "small_rate"), (1e-2, "not_learning"), (0.0, "zero_rate")])
@@ -165,7 +228,18 @@ def test_a_nan_stands_in_the_headline_whatever_explains_it() -> None:
     nan = Finding(16, "nonfinite", "model.half_block", "", "Infinity in model.half_block, in the forward pass.", "error", cause="overflow")
     verdict = verdict_on(healthy_tables(), [loss(FALLING)], [nan], ["nonfinite"], [(0, Facts(softmax_twice=True))])
     assert [one.name for one in verdict.diagnoses] == ["softmax_twice", "overflow"]
-    assert verdict.headline == "Infinity in model.half_block at step 16: magnitudes leave float16"
+    assert verdict.headline == "Infinity in model.half_block at step 16: values overflow float16"
+
+
+def test_a_late_nan_keeps_its_cause() -> None:
+    """Also if much else has grown before it."""
+    names = ("growing_weights", "exploding", "growing_activations", "growing_over_depth")
+    grown = [Finding(10, name, "fc", "", f"{name} began.") for name in names]
+    nan = Finding(17, "nonfinite", "_root_", "", "Infinity in training_step, forward.", "error", cause="learning_rate")
+    risen = Judge([])
+    risen.history.losses, risen.history.steps = [1.0, 9.0], [0, 10]
+    verdict = verdict_of(risen, (), [*grown, nan], searched=True, types=())
+    assert verdict.headline == "Infinity in training_step at step 17: the learning rate is too high"
 
 
 def test_what_is_not_finite_is_judged_where_training_did_not() -> None:
@@ -240,7 +314,7 @@ def test_a_check_without_a_value_could_not_judge(is_partly: bool) -> None:
     assert status_of(verdict, "zero_outputs") == expected
     assert next(check.num_series for check in verdict.checks if check.name == "zero_outputs") == int(is_partly)
     assert verdict.level == ("healthy" if is_partly else "unknown")
-    assert is_partly or "no value could be computed: NaN in all of 2 series" in verdict.headline
+    assert is_partly or verdict.headline.startswith("no value could be computed for ")
 
 
 def test_errors_of_the_monitor() -> None:

@@ -135,6 +135,8 @@ class RuleState:
         self._rows: dict[str, int] = {}
         self.num_records = 0
         """Number of records with figures."""
+        self.num_passed_over = 0
+        """Number of those that were not judged, as the loss had fallen."""
         self._newest: tuple[tuple[str, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
         """The last names and their rows: from record to record they are mostly the same."""
         num_recent = MEDIAN_RECORDS if rule.relative_to == "median" else 1

@@ -10,9 +10,9 @@ from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.alerts import CURE
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.history import SMALL_REACH, History
-from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
+from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Finding
 
-MAX_DIAGNOSES = 3
+MAX_DIAGNOSES = MAX_EVIDENCE = 3
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Diagnosis:
     @property
     def title(self) -> str:
         """The cause with its first step and site."""
-        return f"{self.headline}, from step {self.first_step} on{f', first at {self.site}' if self.site else ''}"
+        return f"{self.headline}, from step {self.first_step} on{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
 
     def __str__(self) -> str:
         num = self.num_consequences
@@ -93,14 +93,23 @@ def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
     return lambda finding, _history: finding.name != NONFINITE or finding.cause in names
 
 
-def _reach_in_words(reach: float) -> str:
-    known = math.isfinite(reach)
-    return f"All steps together can move a weight by {reach:.1g} times its norm: the rate is not too low." if known else ""
+def _reach_in_words(history: History) -> str:
+    reach = history.reach
+    times = f"{reach:.0f} times" if reach >= 10 else f"{reach:.2g} of"
+    return f"All steps together can move a weight by {times} its norm." if math.isfinite(reach) else ""
+
+
+def _rate_in_words(history: History) -> str:
+    name, (_num, largest, first) = max(history.rates.items(), key=lambda item: item[1][1])
+    rises = history.newest(name) == largest > 2 * first
+    return f"The learning rate is at most {largest:.2g}{', and its warm-up is longer than the run' if rises else ''}."
 
 
 _ZERO = ("zero_outputs", "zero_gradients")
 _STILL = ("frozen_updates", "tiny_updates")
-_GROWTH = ("exploding", "growing_weights", "diverging", "growing_activations", "large_updates", "gradient_spike")
+_GROWTH = ("exploding", "growing_weights", "diverging", "growing_activations", "growing_over_depth", "large_updates", "gradient_spike")
+_UNEXPLAINED = ("", "learning_rate", "update", "recurrent")
+"""Causes in the evidence of a value that is not finite which leave room for another."""
 _FLAT = ("saturation", "vanishing", "entropy_collapse", "large_logits")
 _SYMPTOMS = (*_ZERO, *_STILL, *_FLAT, "dead_units", NOT_LEARNING)
 _SLOWER = "a learning rate that is ten times lower, warm-up, clipping of gradients"
@@ -118,7 +127,7 @@ CAUSES = (
     Cause(RANK_DISAGREEMENT, "Ranks have come apart: copies of one parameter differ", (RANK_DISAGREEMENT,), CURE, _GROWTH),
     Cause(
         "no_optimizer",
-        "No optimizer has some parameters that get a gradient",
+        "Some parameters get a gradient but are in no optimizer",
         ("no_optimizer",),
         "give them to the optimizer in configure_optimizers, or set requires_grad to False where they are to stay as they are",
         (*_STILL, "exploding", NOT_LEARNING),
@@ -169,7 +178,7 @@ CAUSES = (
     ),
     Cause(
         "overflow",
-        "Magnitudes leave float16",
+        "Values overflow float16",
         (NONFINITE, "skipped_steps"),
         "precision: bf16-mixed, which has the range of float32; or smaller weights, inputs or losses",
         (NONFINITE, "skipped_steps", NOT_LEARNING, *_STILL),
@@ -177,13 +186,23 @@ CAUSES = (
         is_shown=_cause_is("overflow"),
     ),
     Cause(
+        "infinite_slope",
+        "A function has no finite slope there",
+        (NONFINITE,),
+        "a root or a norm of 0 has an infinite slope: add a small number below the root, e.g. 1e-8; torch.where passes on a NaN from the "
+        "side that it does not take",
+        (*_SYMPTOMS, *_GROWTH, NONFINITE),
+        "all values are finite, and a gradient is not",
+        is_shown=_cause_is("infinite_slope"),
+    ),
+    Cause(
         "missing_normalization",
         "Activations grow from layer to layer",
         ("growing_over_depth",),
         "normalization layers, an initialization that keeps the scale (He for ReLU, Xavier for tanh), residual connections",
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
-        "from the first record on",
-        is_shown=lambda finding, _history: finding.first_step == 0,
+        "from the first record on, and not in the first module",
+        is_shown=lambda finding, history: finding.first_step == 0 and not history.explodes_in_first_module,
     ),
     Cause(
         "unscaled_targets",
@@ -206,19 +225,22 @@ CAUSES = (
     ),
     Cause(
         "explodes_from_start",
-        "Gradients explode on their way back, from the first step on",
-        ("exploding", "growing_weights", "growing_activations", "diverging", NONFINITE, "skipped_steps"),
+        "Outputs or gradients are huge before any update",
+        ("exploding", "growing_weights", "growing_activations", "growing_over_depth", "diverging", NONFINITE, "skipped_steps"),
         "clipping of gradients; for a recurrent network an orthogonal initialization, LSTM or GRU; else normalization layers",
-        (*_GROWTH, *_SYMPTOMS, NONFINITE, "growing_over_depth", "skipped_steps"),
+        (*_GROWTH, *_SYMPTOMS, NONFINITE, "skipped_steps"),
         "before any update the gradient is 1000 times the loss or the output 1000 times the input; or a recurrent module makes NaN",
         is_shown=lambda finding, history: finding.cause == "recurrent" or history.explodes_from_start,
+        remark=lambda history: (
+            "In the first record: " + ", ".join(f"{name} {size:.2g}" for name, size in history.first_sizes.items()) + "."
+        ),
     ),
     Cause(
         "learning_rate",
         "The learning rate is too high",
         ("exploding", "growing_weights", "large_updates", "growing_activations", "growing_over_depth", "diverging", NONFINITE),
         _SLOWER,
-        (*_GROWTH, *_SYMPTOMS, NONFINITE, "growing_over_depth", "skipped_steps", "shrinking_weights"),
+        (*_GROWTH, *_SYMPTOMS, NONFINITE, "skipped_steps", "shrinking_weights"),
         "of NaN and infinity: magnitudes had grown there",
         is_shown=_cause_is("learning_rate"),
         evidence_against="the loss has not risen above its first values, nor jumped",
@@ -229,10 +251,11 @@ CAUSES = (
         "weight_decay",
         "Weight decay pulls the weights to zero",
         ("shrinking_weights",),
-        "a weight decay that is ten times lower",
+        "a weight_decay between 0 and 0.1, the customary range",
         (*_SYMPTOMS,),
         "an optimizer has a weight decay",
         is_shown=lambda _finding, history: any(group.weight_decay > 0 for group in history.facts.groups),
+        remark=lambda history: f"weight_decay is {max(group.weight_decay for group in history.facts.groups):.3g}.",
     ),
     Cause(
         "attention",
@@ -281,14 +304,24 @@ CAUSES = (
         (*_ZERO, *_STILL, NOT_LEARNING),
     ),
     Cause(
+        "clipping",
+        "Clipping limits every step to next to nothing",
+        (NOT_LEARNING, *_STILL),
+        "a larger gradient_clip_val; 1.0 is customary",
+        (NOT_LEARNING, *_STILL),
+        "gradients are as large as clipping lets them be, in 9 of 10 records, and at a norm of 1 the steps would be large enough",
+        is_shown=lambda _finding, history: history.is_clipped,
+        remark=lambda history: f"gradient_clip_val is {history.facts.clip:.3g}. {_reach_in_words(history)}",
+    ),
+    Cause(
         "small_rate",
         "The learning rate is too low",
         (NOT_LEARNING, *_STILL),
-        "a learning rate that is ten times higher, again until the loss falls",
+        "a learning rate that is ten times higher, and so on until the loss falls",
         (NOT_LEARNING, *_STILL),
         f"all steps together can move no weight by more than {SMALL_REACH:.0%} of its norm",
         is_shown=lambda _finding, history: history.reach < SMALL_REACH,
-        remark=lambda history: f"All steps together can move a weight by {history.reach:.1g} of its norm.",
+        remark=lambda history: f"{_reach_in_words(history)} {_rate_in_words(history)}",
     ),
     Cause(
         "decayed_rate",
@@ -303,13 +336,13 @@ CAUSES = (
         "frozen",
         "Parameters that are to be trained do not move",
         _STILL,
-        "where the model does not use them, as the mask token of a checkpoint, set requires_grad to False; else look for a detach() or "
+        "set requires_grad to False where the model does not use them, as the mask token of a checkpoint; else look for a detach() or "
         "no_grad() in their way, and, in half precision, for updates that are rounded away",
         (*_ZERO, NOT_LEARNING),
     ),
     Cause(
         "update",
-        "Weights are not finite: the update of the step before has made them so, or code of the model that writes into them",
+        "Weights are not finite: an update, or code of the model that writes into them, has made them so",
         (NONFINITE,),
         "health: {nonfinite: always}, which names the module whose gradient was not finite",
         (NONFINITE, *_GROWTH, *_SYMPTOMS),
@@ -320,7 +353,7 @@ CAUSES = (
         NONFINITE,
         "A value is not finite",
         (NONFINITE,),
-        "look at the code of the module that is named: logarithms and roots of 0, divisions by 0, overflow of exp",
+        "look in the code that is named for logarithms of 0, divisions by 0 and overflow of exp",
         (NONFINITE, *_GROWTH, *_SYMPTOMS),
     ),
     Cause(
@@ -343,8 +376,9 @@ CAUSES = (
         NOT_LEARNING,
         "The loss does not fall, though weights move and gradients arrive",
         (NOT_LEARNING,),
-        "look whether labels belong to their inputs; train on one batch until its loss is near 0; other learning rates",
-        remark=lambda history: _reach_in_words(history.reach),
+        "check that labels belong to their inputs, and that output and target have the same shape; train on one batch until its loss is "
+        "near 0; other learning rates. A run that begins with trained weights may stay where it is",
+        remark=_reach_in_words,
     ),
 )
 """In the order in which they are tried: what is certain comes before what is likely."""
@@ -360,11 +394,16 @@ def diagnose(findings: Iterable[Finding], history: History | None = None) -> Dia
             continue
         first = found[0]
         others = [one for one in rest if one not in found and one.name in cause.explains]
-        explained = [one for one in others if one.first_step >= first.first_step or one.name == NOT_LEARNING]
-        evidence = tuple(filter(None, [*(one.words for one in found[:3]), cause.remark(history)]))
+        # What a record shows began after the record before it; a value that is not finite has its own step.
+        begin = max((step for step in history.steps if step < first.first_step), default=-1) + 1
+        begins = [begin if one.name == NONFINITE and one.cause in _UNEXPLAINED else first.first_step for one in others]
+        explained = [one for one, at in zip(others, begins, strict=True) if one.first_step >= at or one.name == NOT_LEARNING]
+        shown = sorted(found, key=lambda one: one.name != NONFINITE)[:MAX_EVIDENCE]
+        evidence = tuple(filter(None, [*(one.words for one in shown), cause.remark(history)]))
         consequences = tuple(one.name for one in explained)
-        shown = first.first_step, first.site, evidence, consequences
-        diagnoses.append(Diagnosis(cause.name, cause.headline, *shown, cause.advice, first.key))
+        diagnoses.append(
+            Diagnosis(cause.name, cause.headline, first.first_step, first.site, evidence, consequences, cause.advice, first.key)
+        )
         rest = [one for one in rest if one not in found and one not in explained]
         if len(diagnoses) == MAX_DIAGNOSES:
             break

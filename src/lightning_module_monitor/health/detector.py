@@ -28,11 +28,13 @@ class Detector:
     rule: AlertRule | None = None
     """Without name and keys, which the other fields give. ``None``: it is judged once, at the end of a run."""
     min_records: int = 0
-    """Number of records that it needs, of a detector without a rule."""
+    """Number of records that it needs, where it has no rule or the rule does not know."""
     types: tuple[str, ...] = ()
     """Names of the classes of modules that it looks at; empty: all."""
     is_by_default: bool = True
     """Whether the default rules record what it needs."""
+    without: str = "there are no such values"
+    """Why there may be no values, where no option records them."""
     recorded_by: str = ""
     """The option that records the values, where ``health.watch`` does not; ``-``: they are recorded wherever they exist."""
 
@@ -44,7 +46,7 @@ class Detector:
     @property
     def num_needed(self) -> int:
         """Number of records below which it cannot find anything."""
-        return self.min_records if self.rule is None else self.rule.min_records
+        return max(self.min_records, 0 if self.rule is None else self.rule.min_records)
 
     def concerns(self, parts: Key, _key: str = "") -> bool:
         """Whether it judges a value of training."""

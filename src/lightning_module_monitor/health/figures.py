@@ -83,23 +83,19 @@ def moved_by_gradients(keys: tuple[str, ...], values: NDArray[np.float64]) -> Fi
 
 
 @functools.lru_cache(maxsize=64)
-def _is_further_output(keys: tuple[str, ...]) -> NDArray[np.bool_]:
-    return np.array(["output_" in Key.parse(key).site.rpartition(".")[2] for key in keys])
+def _is_first_output(keys: tuple[str, ...]) -> NDArray[np.bool_]:
+    return np.array([one.kind == "activation" and "output_" not in one.site.rpartition(".")[2] for one in map(Key.parse, keys)])
 
 
-def over_the_first(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """Every size over that of the first module, or over 1 where that is smaller; zero and non-finite sizes are left out.
+def over_the_input(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+    """Every size over that of the first module or of the input, the smaller one, or over 1; zero and non-finite sizes are left out.
 
     Further outputs of modules are left out, too: masks are among them, with the lowest number that there is.
     """
-    is_size = ~_is_further_output(keys) & np.isfinite(values) & (values > 0)
-    first = max(values[is_size][0], 1.0) if is_size.any() else 1.0
-    return Figures(keys, values / first, keys, is_there=is_size)
-
-
-def positive(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """Every value above 0: a loss that is a likelihood may be below, and grow in magnitude as it should."""
-    return Figures(keys, values, keys, is_there=values > 0)
+    is_size = _is_first_output(keys) & np.isfinite(values) & (values > 0)
+    of_input = values[[key.endswith("/input_abs_max") for key in keys]]
+    base = max(min([*values[is_size][:1], *of_input], default=1.0), 1.0)
+    return Figures(keys, values / base, keys, is_there=is_size)
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Facts, Key
+from lightning_module_monitor.health.alerts import has_fallen
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Facts, Key, ParameterFacts
 
 MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""
@@ -16,13 +17,22 @@ MIN_FOR_THIRDS = 15
 """Number of losses from which the last third is compared with the first; below it are halves."""
 FALLS, MAY_FALL = 2.326, 1.645
 """Quantiles of the normal distribution for 1 % and 5 %."""
-SMALL_REACH = 0.05
-"""Steps that together move no weight by more than this part of its norm are too small to learn by."""
+SMALL_REACH, NO_REACH = 0.05, 0.02
+"""Steps that together move no weight by more than the first part of its norm are too small where the loss does not fall; by the second,
+where it falls by less than ``A_LITTLE``."""
+A_GOOD_PART, A_LITTLE = 0.2, 0.1
+"""A loss does not fall if its records exclude, at 5 %, that it fell by a good part."""
+NUM_FIRST = 5
+"""Number of losses that are the start of a loss that diverges."""
+CHANCE = 0.5
+"""A cross-entropy below it begins better than chance, which is log 2 or more: the weights are trained."""
+_ADAM_LIKE = ("Adam", "Lion", "RMSprop", "Adagrad")
+"""Parts of the names of optimizers that move an element by the learning rate at most."""
 
 NO_FACTS = Facts()
 """Nothing is known beside the numbers."""
 
-Learning = Literal["falls", "flat", "unclear", "too few", "none", "manual", "negative"]
+Learning = Literal["falls", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
 
 
 def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
@@ -50,10 +60,14 @@ class History:
         self.steps: list[int] = []
         """Of the losses."""
         self.losses: list[float] = []
-        self.rates: dict[str, tuple[int, float]] = {}
-        """Number of records and largest value of every learning rate, by its name."""
+        self.rates: dict[str, tuple[int, float, float]] = {}
+        """Number of records, largest and first value of every learning rate, by its name."""
+        self._moved = 0, math.nan, math.nan
+        """Of the last record with parameters: the step, how far it can move a weight, and how far all steps up to it can."""
+        self.num_gradients, self.num_clipped = 0, 0
+        """Number of records with gradients, and of those in which they were as large as clipping lets them be."""
         self.first: dict[str, float] = {}
-        """Sizes in the first record: ``gradient``, ``output``, ``input_abs_max``."""
+        """Sizes in the first record: ``gradient``, ``output`` of the last and ``first_output`` of the first module, ``input_abs_max``."""
         self.last: Mapping[Key, float] = {}
         """The values of the last record with parameters."""
         self._context: Mapping[str, float] = {}
@@ -67,15 +81,18 @@ class History:
             self.losses.append(self._context[LOSS])
         for name, value in self._context.items():
             if name == "lr" or (name.startswith("lr_") and name[3:].isdigit()):
-                num_records, largest = self.rates.get(name, (0, 0.0))
-                self.rates[name] = num_records + 1, max(largest, value)
+                num_records, largest, first = self.rates.get(name, (0, 0.0, value))
+                self.rates[name] = num_records + 1, max(largest, value), first
         norms = [value for key, value in values.items() if key.kind == "gradient"]
         if norms or any(key.kind == "parameter" for key in values):
             self.last = values
+            self._add_movement(step)
+            self.num_gradients += bool(norms)
+            self.num_clipped += 0 < self._least_clipped() <= math.hypot(*norms)
             if not self.first:
                 outputs = [value for key, value in values.items() if key.kind == "activation"]
                 self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
-                self.first |= {"gradient": math.hypot(*norms), **({"output": outputs[-1]} if outputs else {})}
+                self.first |= {"gradient": math.hypot(*norms), **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
 
     # The loss
 
@@ -92,7 +109,7 @@ class History:
     @property
     def loss(self) -> float:
         """The loss of the newest record; NaN without one."""
-        return self._context.get(LOSS, math.nan)
+        return self.newest(LOSS)
 
     @property
     def ends(self) -> tuple[list[float], list[float]]:
@@ -104,19 +121,39 @@ class History:
     @property
     def learning(self) -> Learning:
         """Whether the loss falls, or why that is not known."""
+        unjudged = self._unjudged()
+        if unjudged is not None:
+            return unjudged
         before, after = self.ends
-        if self.facts.is_manual:
-            return "manual"
-        if not self.losses:
-            return "none"
-        if any(loss <= 0 for loss in self.losses):
-            return "negative"
-        if len(self.losses) < MIN_LOSSES or not before:
-            return "too few"
         statistic = rank_test(before, after)
         if statistic > FALLS or self._fell_at_once(after):
             return "falls"
-        return "unclear" if statistic > MAY_FALL else "flat"
+        if statistic > MAY_FALL or rank_test(after, [(1 - A_GOOD_PART) * loss for loss in before]) < MAY_FALL:
+            return "unclear"
+        return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
+
+    def _unjudged(self) -> Learning | None:
+        """What is known of the loss without its ranks, or why they are not looked at."""
+        before, after = self.ends
+        is_enough = len(self.losses) >= MIN_LOSSES and len(before) > 0
+        if is_enough and self.reach < NO_REACH and not has_fallen(float(np.median(before)), float(np.median(after)), A_LITTLE):
+            return "still"
+        if self.facts.is_manual:
+            return "manual"
+        if any(loss <= 0 for loss in self.losses):
+            return "negative"
+        return None if is_enough else "too few" if self.losses else "none"
+
+    @property
+    def rise(self) -> float:
+        """How many times the largest of the first losses the newest one is; 0 where that is within the noise, or not known."""
+        first, newest = self.losses[:NUM_FIRST], self.loss
+        is_known = len(self.losses) > NUM_FIRST and all(map(math.isfinite, [*first, newest]))
+        if not is_known or min(first) <= 0 or newest <= max(first):
+            return 0.0
+        changes = np.abs(np.diff(np.log([loss for loss in self.losses[:-1] if 0 < loss < math.inf])))
+        spread = 1.05 * float(np.median(changes))  # the standard deviation of the logarithm, of normal noise
+        return newest / max(first) if math.log(newest / max(first)) > 2 * spread else 0.0
 
     def _fell_at_once(self, after: Sequence[float]) -> bool:
         """Whether the loss fell within the first records by far more than it varies, and has stayed there."""
@@ -134,6 +171,10 @@ class History:
         half = losses[len(losses) // 2 :]
         return bool(max(losses[1:]) > 1.1 * losses[0] or jump > 0.5 * abs(losses[0]) or np.median(half) > 1.1 * losses[0])
 
+    def newest(self, name: str) -> float:
+        """A value of the context in the newest record; NaN without one."""
+        return self._context.get(name, math.nan)
+
     # Sizes
 
     def rate_of(self, site: str) -> float:
@@ -144,7 +185,7 @@ class History:
     def has_decayed(self, site: str) -> bool:
         """Whether the learning rate of a parameter is below a millionth of the largest that it has had."""
         parameter = self.facts.parameters.get(site)
-        largest = 0.0 if parameter is None else self.rates.get(name_of_rate(parameter.group), (0, 0.0))[1]
+        largest = 0.0 if parameter is None else self.rates.get(name_of_rate(parameter.group), (0, 0.0, 0.0))[1]
         return 0 < self.rate_of(site) < 1e-6 * largest
 
     def sites_of(self, rate: str) -> list[str]:
@@ -172,31 +213,75 @@ class History:
         return is_large_output or self.first.get("gradient", math.nan) > 1e3 * max(abs(self.first_loss), 1.0)
 
     @property
+    def first_sizes(self) -> dict[str, float]:
+        """Loss, norm of the gradient and rms of the last output in the first record, by their names, where they are known."""
+        sizes = {"loss": self.first_loss, "gradient": self.first.get("gradient", math.nan), "output": self.first.get("output", math.nan)}
+        return {name: size for name, size in sizes.items() if not math.isnan(size)}
+
+    @property
+    def explodes_in_first_module(self) -> bool:
+        """Whether the first output of the first module was more than 1000 times the input."""
+        return self.first.get("first_output", 0.0) > 1e3 * max(self.first.get("input_abs_max", math.inf), 1.0)
+
+    @property
     def reach(self) -> float:
         """By how much of its norm all steps together can move a weight, the largest of all; NaN where it is not known."""
-        reaches = [math.nan]
-        num_steps = self.steps[-1] - self.steps[0] + 1 if self.steps else 0
-        for name, one in self.facts.parameters.items():
-            norm, gradient = (self.last.get(Key(kind, name, "norm"), math.nan) for kind in ("parameter", "gradient"))
-            ratio = self.last.get(Key("update", name, "ratio"), math.nan)
-            if one.training != "trained" or "weight" not in name or one.group < 0 or not norm > 0:
-                continue
-            group, rate = self.facts.groups[one.group], self.rates.get(name_of_rate(one.group), (0, math.nan))[1]
-            # Adam and its kin move every element by the learning rate at most; SGD moves it by its gradient.
-            size = gradient / (1 - min(group.momentum, 0.99)) if group.optimizer == "SGD" else math.sqrt(one.numel)
-            reaches.append(num_steps * (ratio if math.isfinite(ratio) else rate * size / norm))
-        return float(np.fmax.reduce(reaches))
+        return self._moved[2]
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether clipping limits every step, and all together to next to nothing: at a gradient of size 1 they would not be so small."""
+        is_at_limit = self.facts.clip > 0 and self.num_clipped > 0.9 * self.num_gradients
+        return is_at_limit and self.reach < SMALL_REACH <= self.reach / self.facts.clip
+
+    def _least_clipped(self) -> float:
+        """The norm from which the gradients of trained parameters are as large as clipping lets them be; 0 where nothing is clipped."""
+        if not self.facts.clip:
+            return 0.0
+        num = sum(one.numel for one in self.facts.parameters.values() if one.training == "trained")
+        return self.facts.clip * (0.5 * math.sqrt(num) if self.facts.clips_values else 0.99)
+
+    def _add_movement(self, step: int) -> None:
+        """Add by how much of its norm the steps since the last record can move a weight."""
+        before, ratio_before, total = self._moved
+        ratio = float(np.fmax.reduce([math.nan, *(self._movement(name, one) for name, one in self.facts.parameters.items())]))
+        num_steps = 1 if math.isnan(ratio_before) else step - before
+        if not math.isnan(ratio):
+            self._moved = step, ratio, float(np.nansum([total, num_steps * np.fmax(ratio, ratio_before)]))
+
+    def _movement(self, name: str, one: ParameterFacts) -> float:
+        """By how much of its norm a step can move a weight; infinite where the optimizer is not known, NaN where it does not move."""
+        norm, gradient = (self.last.get(Key(kind, name, "norm"), math.nan) for kind in ("parameter", "gradient"))
+        if one.training != "trained" or "weight" not in name or one.group < 0 or not (norm > 0 and gradient > 0):
+            return math.nan
+        group, rate = self.facts.groups[one.group], self._context.get(name_of_rate(one.group), math.nan)
+        ratio = self.last.get(Key("update", name, "ratio"), math.nan)
+        if math.isfinite(ratio):
+            return ratio
+        if group.optimizer == "SGD":
+            return rate * gradient / (1 - min(group.momentum, 0.99)) / norm
+        is_known = any(kind in group.optimizer for kind in _ADAM_LIKE)
+        return rate * math.sqrt(one.numel) / norm if is_known else math.inf
 
     # A checkpoint
 
     def state(self) -> dict[str, Any]:
         """The state in plain numbers and texts."""
-        return {"steps": [*self.steps], "losses": [*self.losses], "rates": dict(self.rates), "first": dict(self.first)}
+        return {
+            "steps": [*self.steps],
+            "losses": [*self.losses],
+            "rates": dict(self.rates),
+            "first": dict(self.first),
+            "moved": self._moved,
+            "clipped": (self.num_gradients, self.num_clipped),
+        }
 
     def load(self, content: Mapping[str, Any]) -> None:
         """Restore a result of :meth:`state`."""
         self.steps, self.losses = [*content.get("steps", ())], [*content.get("losses", ())]
         self.rates, self.first = dict(content.get("rates", {})), dict(content.get("first", {}))
+        self._moved = content.get("moved", self._moved)
+        self.num_gradients, self.num_clipped = content.get("clipped", (0, 0))
 
 
 def name_of_rate(number: int) -> str:

@@ -44,6 +44,8 @@ class Judge:
         self._kept: dict[str, Key | None] = {}
         """Keys without prefix of the values that the history keeps."""
         self._concerned: dict[str, list[int]] = {}
+        self._has_value: dict[str, bool] = {}
+        """Whether any record had a value that is not NaN, by key."""
 
     def observe(self, record: Record) -> list[Alarm]:
         """The alarms of a record: of each rule at most one, for all keys together that meet its condition now and did not before."""
@@ -63,6 +65,7 @@ class Judge:
                 self._concerned[key] = self._rules_of(parts, key)
             for place in self._concerned[key]:
                 of_rules[place][key] = value
+            self._has_value[key] = self._has_value.get(key, False) or not math.isnan(value)
             kept = self._kept[key]
             if kept is not None:
                 values[kept] = value
@@ -81,12 +84,16 @@ class Judge:
         if rule.needs_rate:
             values = {key: value for key, value in values.items() if history.rate_of(self._parts[key].site) != 0}
         state.num_records += not values and rule.is_of_facts and history.facts is not NO_FACTS
-        # A loss that crosses 0 has no factor by which it grows.
-        has_no_factor = rule.name == DIVERGING and (history.facts.is_manual or min(history.losses, default=1.0) <= 0)
-        if not values or (rule.needs_step and was_skipped) or has_no_factor:
+        if rule.name == DIVERGING:
+            # A loss that crosses 0 has no factor by which it grows.
+            has_factor = not history.facts.is_manual and min(history.losses, default=1.0) > 0
+            values = dict.fromkeys(values, history.rise) if has_factor else {}
+        if not values or (rule.needs_step and was_skipped):
             return None
-        if step > rule.until_step or has_fallen(history.first_loss, history.loss, rule.unless_loss_falls):
+        has_fallen_by_now = has_fallen(history.first_loss, history.loss, rule.unless_loss_falls)
+        if step > rule.until_step or has_fallen_by_now:
             state.num_records += 1  # it was looked at, and is well
+            state.num_passed_over += has_fallen_by_now
             return None
         keys = tuple(sorted(values, key=self._place_of_key.__getitem__))
         fired = state.observe(step, keys, np.array([values[key] for key in keys], dtype=float))
@@ -115,9 +122,13 @@ class Judge:
         """What only the whole run shows."""
         return [*self._zero_rates(), *self._not_learning()]
 
+    def series(self) -> list[tuple[Key, bool]]:
+        """The series of the records, and whether each has a value."""
+        return [(self._parts[key], has_value) for key, has_value in self._has_value.items()]
+
     def _zero_rates(self) -> list[Alarm]:
         history, found = self.history, []
-        for name, (num_records, largest) in history.rates.items():
+        for name, (num_records, largest, _first) in history.rates.items():
             sites = history.sites_of(name)
             if largest == 0 and num_records >= 3 and sites:
                 more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
@@ -126,11 +137,12 @@ class Judge:
         return found
 
     def _not_learning(self) -> list[Alarm]:
-        before, after = self.history.ends
-        if self.history.learning != "flat":
+        history, (before, after) = self.history, self.history.ends
+        if history.learning not in ("flat", "still"):
             return []
-        losses = f"median {np.median(before):.4g} at first, {np.median(after):.4g} at last"
-        words = f"The loss does not fall: {losses}, in {len(self.history.losses)} records."
+        losses = f"median {np.median(before):.4g} at first, {np.median(after):.4g} at last, in {len(history.losses)} records"
+        what = "does not fall" if history.learning == "flat" else "hardly changes, and the weights hardly move"
+        words = f"The loss {what}: {losses}."
         return [self._of_run(NOT_LEARNING, "", Key(CONTEXT_KIND, "", "loss").format(), words, "warning")]
 
     def _of_run(self, name: str, site: str, key: str, words: str, severity: Any) -> Alarm:  # noqa: ANN401  # a Severity
@@ -139,11 +151,14 @@ class Judge:
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, in plain numbers and texts: the state of every rule's figures, and the history."""
-        return {"history": self.history.state(), **{conditions(state.rule): (state.num_records, state.state()) for state in self.states}}
+        return {
+            "history": self.history.state(),
+            **{conditions(one.rule): (one.num_records, one.num_passed_over, one.state()) for one in self.states},
+        }
 
     def load(self, content: Mapping[str, Any]) -> None:
         """Restore a result of :meth:`state`; a rule with other conditions begins anew."""
         self.history.load(content.get("history", {}))
         for one in self.states:
-            one.num_records, figures = content.get(conditions(one.rule), (0, {}))
+            one.num_records, one.num_passed_over, figures = content.get(conditions(one.rule), (0, 0, {}))
             one.load(figures)

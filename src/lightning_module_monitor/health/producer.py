@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_module_monitor.model.names import ROOT
@@ -30,6 +30,8 @@ class Producer:
     """``NaN`` or ``infinity``."""
     cause: str = ""
     """The name of the diagnosis that the evidence itself shows; empty where there is none."""
+    place_in_words: str = ""
+    """Where it was, if not in ``site``."""
 
 
 HUGE = 1e5
@@ -93,7 +95,8 @@ class _Search:
             kind = kind_of(self._values[self._loss])
             outcome = f"All modules' outputs are finite, and the loss is {kind}"
             words = f"{outcome}: the LightningModule's own code has made that of them and the batch."
-            return suspect or self._producer(ROOT, len(self._calls), kind, words)
+            before = self._last_output(len(self._calls))
+            return suspect or self._producer(ROOT, len(self._calls), kind, f"{words.removesuffix('.')}{before.words}.", before)
         return None
 
     def _stays_within(self, place: int) -> bool:
@@ -148,8 +151,7 @@ class _Search:
         else:
             given = self._largest_magnitude(call.input, "") if call.input != UNKNOWN else given
             words = f"Its input is finite{given.words}, and its output has {kind}."
-        cause = "recurrent" if hasattr(self._sites[call.site].module, "weight_hh_l0") else ""  # it multiplies by that for every token
-        return self._producer(name, place, kind, words, given, cause="update" if bad else cause)
+        return self._producer(name, place, kind, words, given, cause="update" if bad else self._recurrent(call.site))
 
     # Backward
 
@@ -168,15 +170,18 @@ class _Search:
             at_output = next((one for one in self._gradients if one.call == behind and not one.of_input), None)
             arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.place, " at the output")
             words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}."
-            return self._producer(self._sites[site].name, place, kind, words, arrived, is_forward=False)
+            return self._producer(self._sites[site].name, place, kind, words, arrived, is_forward=False, cause=self._recurrent(site))
         name = self._sites[call.site].name
         # A container that returns what its last part has returned, unchanged, has no code there.
         after = next(
             (one for one in self._calls[first.call + 1 :] if one.is_new or (one.entered != NO_CALL and one.output != call.output)), None
         )
         if after is None:
-            words = f"The loss is finite, and the gradient that it hands to {name} has {kind}."
-            return self._producer(ROOT, place, kind, words, is_forward=False)
+            before = self._last_output(len(self._calls))
+            words = f"The loss is finite, and the gradient that it hands to {name} has {kind}{before.words}."
+            return replace(
+                self._producer(ROOT, place, kind, words, before, is_forward=False), place_in_words="the backward pass of the loss"
+            )
         owner = after.site if after.entered != NO_CALL else after.caller
         where = ROOT if owner == NO_CALL else self._sites[owner].name
         words = f"Code of its own between its modules gets a gradient that is finite, and hands {kind} back to {name}."
@@ -192,7 +197,14 @@ class _Search:
             words += f" The largest magnitude of its weights is {largest:.4g}."
         if any(part.magnitude > HUGE for part in evidence) or (largest or 0.0) > HUGE:
             cause = "learning_rate"
-        return Producer(site, is_forward, self._micro_batch, place, words, value=kind, cause=cause)
+        elif not is_forward:
+            cause = cause or "infinite_slope"
+        in_words = "the batch or training_step" if site == ROOT else site
+        return Producer(site, is_forward, self._micro_batch, place, words, value=kind, cause=cause, place_in_words=in_words)
+
+    def _recurrent(self, site: int) -> str:
+        """The cause that a recurrent module shows: it multiplies by one matrix for every token."""
+        return "recurrent" if hasattr(self._sites[site].module, "weight_hh_l0") else ""
 
     def _weights_of(self, name: str) -> dict[str, float]:
         """Largest magnitudes of the parameters of a module, and of those within it."""

@@ -14,9 +14,9 @@ from torchmetrics import Metric
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts
 from lightning_module_monitor.model.outputs import Path, suffix
-from lightning_module_monitor.record import MAX_SITE_LENGTH, fit_for_loggers
+from lightning_module_monitor.record import MAX_SITE_LENGTH, ROOT_SITE, fit_for_loggers
 
-ROOT = "_root_"
+ROOT = ROOT_SITE
 _WRAPPED = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = re.compile(rf"(?<![^.])({'|'.join(_WRAPPED)})(\.|$)")
 

@@ -18,11 +18,19 @@ import numpy as np
 
 from lightning_module_monitor.errors import in_bytes, package_version, require
 from lightning_module_monitor.health.detectors import DETECTORS
+from lightning_module_monitor.health.verdict import (
+    NOT_APPLICABLE,
+    NOT_COMPUTED,
+    NOT_FOUND,
+    NOT_RECORDED,
+    PASSED_OVER,
+    TOO_FEW,
+    Verdict,
+)
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.run import Run, read_run
-from lightning_module_monitor.report.verdict import NOT_APPLICABLE, NOT_COMPUTED, NOT_FOUND, NOT_RECORDED, TOO_FEW, Verdict
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.store.rewrite import whole_file
@@ -207,6 +215,7 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
         "others": [one for problem, one in problems.items() if problem not in explained],
         "checks": [
             ("found nothing", verdict.checks_with(NOT_FOUND)),
+            (PASSED_OVER, verdict.checks_with(PASSED_OVER)),
             ("could not judge", verdict.checks_with(TOO_FEW, NOT_COMPUTED, NOT_RECORDED)),
             ("not applicable", verdict.checks_with(NOT_APPLICABLE)),
         ],

@@ -8,8 +8,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_module_monitor.errors import printable
+from lightning_module_monitor.health.verdict import (
+    NOT_APPLICABLE,
+    NOT_COMPUTED,
+    NOT_FOUND,
+    NOT_RECORDED,
+    PASSED_OVER,
+    TOO_FEW,
+    Verdict,
+)
 from lightning_module_monitor.report.run import Run
-from lightning_module_monitor.report.verdict import NOT_APPLICABLE, NOT_COMPUTED, NOT_FOUND, NOT_RECORDED, TOO_FEW, Verdict
 
 MAX_KEYS = 5
 """Limit of the keys that are shown of one check; the page has all."""
@@ -33,7 +41,7 @@ def print_verdict(run: Run, verdict: Verdict) -> None:
     for number, cause in enumerate(verdict.diagnoses, 1):
         show(f"[bold]{number}. {_text(cause.title)}[/bold]")
         follows = [f"What follows: {', '.join(dict.fromkeys(cause.consequences))}."] if cause.consequences else []
-        for line in (*cause.evidence, *follows, f"Try {cause.advice}."):
+        for line in (*cause.evidence, *follows, f"Try: {cause.advice}."):
             explain(line)
     fired = {check.name: check.fired for check in verdict.checks}
     for level, name, findings in verdict.problems:
@@ -45,18 +53,19 @@ def print_verdict(run: Run, verdict: Verdict) -> None:
             show(f"   {_text(key)}")
         if len(keys) > MAX_KEYS:
             show(f"   and {len(keys) - MAX_KEYS} more")
-    passed = ", ".join(check.name for check in verdict.checks_with(NOT_FOUND))
-    if passed:
-        show("[green]not found[/]")
-        explain(passed)
+    for status, style in ((NOT_FOUND, "green"), (PASSED_OVER, "dim")):
+        names = ", ".join(check.name for check in verdict.checks_with(status))
+        if names:
+            show(f"[{style}]{status}[/]")
+            explain(names)
     for status in (TOO_FEW, NOT_COMPUTED, NOT_RECORDED, NOT_APPLICABLE):
         checks = verdict.checks_with(status)
         if checks:
             show(f"[dim]{status}[/]")
         for check in checks:
             explain(f"{check.name}: {check.reason}")
-    word = {"watch": "to watch"}.get(verdict.level, verdict.level)
-    show(f"[{STYLES[verdict.level]}]{word}[/]: {_text(verdict.headline)}")
+    word, _colon, rest = verdict.sentence.partition(":")
+    show(f"[{STYLES[verdict.level]}]{word}[/]:{_text(rest)}")
 
 
 def _text(text: str) -> str:

@@ -49,6 +49,8 @@ def facts_of(run: Run, optimizers: Sequence[Optimizer], of_loss: LossFacts) -> F
         of_loss.softmax_twice,
         of_loss.is_classification,
         not run.module.automatic_optimization,
+        float(run.trainer.gradient_clip_val or 0.0),
+        run.trainer.gradient_clip_algorithm == "value",
     )
 
 

@@ -220,13 +220,13 @@ class NonfiniteController:
             words = f"The run computes in float16 (precision: {self._trainer.precision}): what is above 65504 is infinite in it."
             found = replace(found, words=f"{found.words} {words}", cause=found.cause if found.cause == "data" else "overflow")
         where = f"micro-batch {found.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
-        direction = "forward" if found.is_forward else "backward"
+        direction = f"the {'forward' if found.is_forward else 'backward'} pass of "
+        direction = "" if direction in found.place_in_words else f"in {direction}"
         indices = [] if self._search is None else self._search.batch_indices
         batch_idx = indices[found.micro_batch] if 0 <= found.micro_batch < len(indices) else ""
         at = f"epoch {self._trainer.current_epoch}, batch_idx {batch_idx}"
         kind = "NaN" if found.value == "NaN" else "Infinity"
-        source = "the batch or the LightningModule's code" if found.site == ROOT else found.site
-        words = f"{kind} in {source}, in the {direction} pass of {where} ({at}). " if found.value else ""
+        words = f"{kind} in {found.place_in_words}, {direction}{where} ({at}). " if found.value else ""
         if not found.is_known:
             words = f"The first value that is not finite came in {where}, and the module that made it is not known: "
         return Finding(step, "nonfinite", found.site, "", f"{words}{found.words}", "error", cause=found.cause)

@@ -120,11 +120,12 @@ class StepRerun:
         if found is not None and found.site == ROOT and found.is_forward:
             kinds = _nonfinite_in(kept.batch)
             batch = f"The batch has {' and '.join(kinds)}{_samples_in(kept.batch)}." if kinds else "The batch is finite."
-            found = replace(found, words=f"{found.words} {batch}", cause="data" if kinds else found.cause)
+            place, cause = ("the batch", "data") if kinds else ("training_step", found.cause)
+            found = replace(found, words=f"{found.words} {batch}", cause=cause, place_in_words=place)
         if not obstacle:
             return None if found is None else replace(found, micro_batch=number)
         how = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
-        words = f"{obstacle}. {how}, {'all was finite.' if found is None else f'it was {found.site}: {found.words}'}"
+        words = f"{obstacle}. {how}, {'all was finite.' if found is None else f'it was in {found.place_in_words}: {found.words}'}"
         # If two ranks have the same micro-batch, the one that knows the module comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if found is None else found.cause)
 

@@ -23,7 +23,7 @@ def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
     """One line about a monitored step; ``roll_ups`` is a sentence about what loggers get, if that is not everything."""
     plan, captured = planner.plan(), planner.capture_plan()
     num_keys = len(planner.planned_keys()) + len(planner.planned_histograms())
-    keys = f"{num_keys} keys" + (" and those of heads of attention" if plan.has_heads() else "")
+    keys = f"{num_keys} keys" + (", and those of attention heads if there are any," if plan.has_heads() else "")
     blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
     num_modules = sum(one.site.runs for one in plan.modules)
     raw = "" if captured is None else f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters."
