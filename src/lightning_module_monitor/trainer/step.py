@@ -45,8 +45,6 @@ class StepController:
         """The step of the latest training batch; ``None`` when it is over."""
         self._monitored: MonitoredStep | None = None
         """The step, if it is monitored."""
-        self._silence = ExitStack()
-        """Silences the monitor in a loop that is not monitored."""
 
     # A training step
 
@@ -138,18 +136,18 @@ class StepController:
             self._monitor.wrapper = self._trainer.strategy.model
             self._monitor.begin_stage(STAGES[stage], step_of(self._trainer))
         else:
-            self._silence.enter_context(self._monitor.no_monitor())
+            self._monitor.gate.close(self)
 
     def end_loop(self) -> None:
         """End the loop at the last moment at which values may be logged. What the module's own hooks do after it has no stage."""
         record = self._monitor.end_stage()
         if record is not None:
-            self._silence.enter_context(self._monitor.no_monitor())
+            self._monitor.gate.close(self)
         self._emit(record)
 
     def continue_step(self) -> None:
         """The loop is over; training goes on."""
-        self._silence.close()
+        self._monitor.gate.open(self)
 
     # The end
 
@@ -162,7 +160,7 @@ class StepController:
         is_meant_for_user = isinstance(error, MonitorError | ConfigError) or self._run.options.given["on_error"] == "raise"
         if is_meant_for_user and not isinstance(error, RanksLostError):
             raise error
-        self._silence.close()
+        self._monitor.gate.open(self)
         self._close_monitored()
         if self._nonfinite is not None:
             self._nonfinite.forget_step()
@@ -179,7 +177,7 @@ class StepController:
         self.is_idle = True
         with ExitStack() as stack:
             stack.callback(self._close_monitored)
-            stack.callback(self._silence.close)
+            stack.callback(self._monitor.gate.open, self)
             if self._nonfinite is not None:
                 stack.callback(self._nonfinite.close)
 
