@@ -7,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
-CORE := -m pytest -n $(WORKERS) --dist worksteal $(addprefix tests/,statistics kernels model probes integration sinks)
+CORE := -m pytest -n $(WORKERS) --dist worksteal $(addprefix tests/,statistics kernels model probes trainer integration sinks)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 
@@ -29,7 +29,7 @@ test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-pytorch-lightning: $(VENV)/dev.stamp ## run the tests of whole runs, on one and on two ranks, with the package pytorch_lightning
-	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/width_check/test_command.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
+	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/trainer tests/sinks/test_loggers.py tests/sinks/test_charts.py tests/report/test_report.py tests/width_check/test_command.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
 
 test-lowest: $(LOWEST)/core.stamp ## test the core with the lowest versions that pyproject.toml allows; needs Python 3.10, 3.11 or 3.12
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python $(CORE)
@@ -56,7 +56,7 @@ check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the cod
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 	$(PY) -m codespell_lib
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_docs.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/documents/test_docs.py
 
 docs: $(VENV)/docs.stamp ## build the site into build/site, without a network; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

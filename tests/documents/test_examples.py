@@ -19,7 +19,7 @@ import torch
 
 from lightning_module_monitor import load_store
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 200
 
 

@@ -20,7 +20,7 @@ import lightning_module_monitor
 from lightning_module_monitor import STATISTICS, ModuleMonitorCallback, Statistic
 from lightning_module_monitor.cli import COMMANDS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 PAGES_TO_LOOK_AT = (
     "index",

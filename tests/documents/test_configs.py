@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A width check is no configuration of LightningCLI: tests/width_check/test_command.py runs it.
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "coordinate_check")
 

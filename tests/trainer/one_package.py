@@ -41,7 +41,7 @@ def main(what: str, name: str, folder: str) -> None:
         except ImportError as error:
             print(error)
         return
-    from integration.test_lightning_packages import QUIET, batches, model_of  # it imports the callback
+    from trainer.test_lightning_packages import QUIET, batches, model_of  # it imports the callback
 
     monitor = importlib.import_module("lightning_module_monitor")
     package = importlib.import_module(name)

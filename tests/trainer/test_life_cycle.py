@@ -477,10 +477,9 @@ def test_what_was_recorded_before_ctrl_c_is_in_the_store(tmp_path: Path) -> None
 @pytest.mark.refuses("{row}", "RCC")
 @pytest.mark.parametrize("row", ["tensor parallel, 2 ranks", "tensor parallel and FSDP2, 4 ranks"])
 def test_a_reference_that_runs_is_refused_where_the_model_is_laid_out_over_ranks(
-    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the layout; that parameters are compared, and how, is among the tests of several ranks."""
     monkeypatch.setattr(trainer_reference, "is_laid_out", lambda _module: True)
-    with pytest.raises(ConfigError, match="needs a reference that runs, and the model is laid out over ranks") as error:
+    with pytest.raises(ConfigError, match="needs a reference that runs, and the model is laid out over ranks"):
         trainer(tmp_path, [ModuleMonitorCallback(1, rcc=True)]).fit(Classifier("mlp"), loader(), loader(8))
-    record_property("refusal", str(error.value))

@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 
 from lightning_module_monitor import load_store
 
-TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
+TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 NAMES = sorted(path.stem for path in TUTORIALS.glob("*.ipynb"))
 
 FIGURES = """{name: {
