@@ -52,7 +52,7 @@ def run_page(document: str, names: dict[str, Any]) -> dict[str, Any]:
 
 def test_every_page_with_python_has_a_test() -> None:
     """A block that is not run is wrong soon."""
-    tests = (ROOT / "tests" / "test_docs.py").read_text() + (ROOT / "tests" / "health" / "test_page.py").read_text()
+    tests = (ROOT / "tests" / "documents" / "test_docs.py").read_text() + (ROOT / "tests" / "health" / "test_page.py").read_text()
     assert [path for path in documents_with("python") if path.rpartition("/")[2] not in tests] == []
 
 
@@ -401,7 +401,7 @@ def test_commands_for_stores(tmp_path: Path) -> None:
 
 
 def test_make_demo_is_the_example_that_is_tested() -> None:
-    """What ``make demo`` runs is what tests/test_examples.py runs."""
+    """What ``make demo`` runs is what tests/documents/test_examples.py runs."""
     done = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "examples/digits.py fit --config configs/digits.yaml" in done.stdout
 
