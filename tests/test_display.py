@@ -17,7 +17,7 @@ from lightning_module_monitor import Alert, Finding, ModuleMonitor, ModuleMonito
 from lightning_module_monitor.display import Findings
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.width_check.settings import Settings
-from lightning_module_monitor.width_check.verdict import Row
+from lightning_module_monitor.width_check.power_law import Row
 
 NASTY = "<script>alert('x')</script>"
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from lightning_module_monitor import WidthCheck
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.width_check.settings import Settings
-from lightning_module_monitor.width_check.verdict import Row, judge
+from lightning_module_monitor.width_check.power_law import Row, judge
 
 WIDTHS = np.array([128, 256, 512, 1024])
 DEFAULTS: dict[str, Any] = {
@@ -67,9 +67,12 @@ def test_verdict_by_the_interval(exponent: float, scatter: float, expected: floa
 
 
 def test_zero_at_every_width() -> None:
-    """Right where nothing can change, unclear where something should."""
+    """Right where nothing can change, and of the input of a layer, as of the first; unclear where weights should change."""
     right, wrong = row(np.zeros((4, 4)), -math.inf), row(np.zeros((4, 4)), 0.0)
     assert (right.verdict, right.exponent, right.note) == ("ok", -math.inf, "")
+    first = row(np.zeros((4, 4)), 0.0, term="propagating_update")
+    assert (first.verdict, first.exponent, first.note) == ("ok", -math.inf, "")
+    assert row(np.zeros((4, 4)), 0.5, term="propagating_update").verdict == "unclear"
     assert (wrong.verdict, wrong.exponent) == ("unclear", -math.inf)
     assert wrong.note == "zero at every width: is it trained, and has it a gradient in these steps?"
 
@@ -252,7 +255,7 @@ def test_without_an_extra(check: WidthCheck, method: str, package: str, extra: s
         ("terms", [], "terms is empty"),
         ("confidence", 95, "confidence is 95; expected a number between 0 and 1"),
         ("tolerance", 0, "tolerance is 0; expected a number > 0"),
-        ("parametrization", "SP", "parametrization is 'SP'; .*; nearest: 'sp'"),
+        ("parametrization", "SP", "parametrization is 'SP'; expected mup, or exponents by pattern"),
         ("trainer", ["cpu"], r"trainer is \['cpu'\]; expected options"),
         ("trainer", {"precisions": 16}, "trainer has 'precisions', which is no option of the Trainer; nearest: 'precision'"),
         ("trainer", {"logger": True}, "trainer has 'logger', which the check sets itself; leave it out"),

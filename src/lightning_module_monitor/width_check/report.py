@@ -14,7 +14,7 @@ from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.errors import require
 from lightning_module_monitor.sinks.store.plot import new_axes
 from lightning_module_monitor.width_check.settings import Settings
-from lightning_module_monitor.width_check.verdict import Row
+from lightning_module_monitor.width_check.power_law import Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,17 +61,17 @@ class WidthCheck(Described):
     @property
     def title(self) -> str:
         """The options, in one line."""
-        named = self.settings.parametrization
-        against = named if isinstance(named, str) else "exponents of your own"
+        parametrization = self.settings.parametrization
+        against = parametrization if isinstance(parametrization, str) else "exponents of your own"
         runs = f"{counted(len(self.settings.seeds), 'seed')}, {counted(self.settings.steps, 'step')}"
         return f"Exponents of width against {against}: widths {', '.join(map(str, self.settings.widths))}; {runs}"
 
     @property
     def summary(self) -> str:
         """The result, in one line."""
-        unclear = sum(row.verdict == "unclear" for row in self.rows)
-        rest = f"; {unclear} of {len(self.rows)} rows unclear" if unclear else ""
-        return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + rest
+        num_unclear = sum(row.verdict == "unclear" for row in self.rows)
+        unclear = f"; {num_unclear} of {len(self.rows)} rows unclear" if num_unclear else ""
+        return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + unclear
 
     def _describe(self) -> Description:
         return Description(f"{counted(len(self.rows), 'row')}, {self.summary}", COLUMNS, [_cells(row) for row in self.rows])
@@ -79,7 +79,7 @@ class WidthCheck(Described):
     def __str__(self) -> str:
         """The table as plain text."""
         cells = [COLUMNS, *(_cells(row) for row in self.rows)]
-        sizes = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+        sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
         return "\n".join([self.title, "", *lines, "", self.summary])
 
@@ -106,7 +106,7 @@ class WidthCheck(Described):
         """The rows as a pandas frame.
 
         Returns:
-            Columns ``module, role, term, exponent, lower, upper, expected, verdict, note``; ``expected`` is NaN where it is not known.
+            Columns ``module, role, term, exponent, lower, upper, expected, verdict, note``; ``expected`` is NaN where none is expected.
 
         Raises:
             ImportError: If pandas is not installed.
@@ -145,7 +145,7 @@ class WidthCheck(Described):
             The axes.
 
         Raises:
-            ConfigError: If it is no term of this check.
+            ConfigError: If this check has no such term.
             ImportError: If matplotlib is not installed.
         """
         terms = self._drawn_terms()
@@ -177,10 +177,9 @@ class WidthCheck(Described):
 def _draw(axes: Axes, row: Row, widths: Sequence[int], color: str) -> None:
     """The seeds as points, their geometric mean as a line, dashed for an offending row."""
     values = np.where((row.values > 0) & np.isfinite(row.values), row.values, np.nan)
-    for of_seed in values.T:
-        axes.plot(widths, of_seed, ".", color=color, alpha=0.4)
-    known = [[math.log(value) for value in of_width if value > 0] for of_width in values]
-    means = [math.exp(sum(of_width) / len(of_width)) if of_width else math.nan for of_width in known]
+    axes.plot(widths, values, ".", color=color, alpha=0.4)
+    logarithms = [np.log(seeds[seeds > 0]) for seeds in values]
+    means = [np.exp(seeds.mean()) if len(seeds) else math.nan for seeds in logarithms]
     axes.plot(widths, means, "--" if row.is_offending else "-", color=color, label=f"{row.module}: {row.exponent:+.2f} {row.verdict}")
 
 
