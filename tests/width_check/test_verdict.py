@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from lightning_module_monitor import WidthCheck
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.width_check.settings import Settings
 from lightning_module_monitor.width_check.power_law import Row, judge
+from lightning_module_monitor.width_check.settings import Settings
 
 WIDTHS = np.array([128, 256, 512, 1024])
 DEFAULTS: dict[str, Any] = {

@@ -14,10 +14,10 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, expected_exponents, own_exponents
 from lightning_module_monitor.width_check.layers import over_widths
+from lightning_module_monitor.width_check.power_law import Row, judge
 from lightning_module_monitor.width_check.report import WidthCheck
 from lightning_module_monitor.width_check.settings import DEFAULT_TERMS, Settings
 from lightning_module_monitor.width_check.training import Data, Training, as_loader, check_width_is_used, train
-from lightning_module_monitor.width_check.power_law import Row, judge
 
 Trainings = dict[tuple[int, int], Training]
 """Training by width and seed."""

@@ -13,8 +13,8 @@ from lightning_module_monitor.config.rules import check_choice
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.errors import require
 from lightning_module_monitor.sinks.store.plot import new_axes
-from lightning_module_monitor.width_check.settings import Settings
 from lightning_module_monitor.width_check.power_law import Row
+from lightning_module_monitor.width_check.settings import Settings
 
 if TYPE_CHECKING:
     import pandas as pd
