@@ -9,10 +9,10 @@ from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.report.comparison import as_text, differing_options, largest_changes, match
-from lightning_module_monitor.report.run import Run, read_run
+from lightning_module_monitor.report.stored_run import StoredRun, read_run
 
 
-def run(path: Path, series: dict[str, list[float | None]], **options: object) -> Run:
+def run(path: Path, series: dict[str, list[float | None]], **options: object) -> StoredRun:
     """A run with these values."""
     return read_run(load_store(write_store(path, series, configuration=options)))
 

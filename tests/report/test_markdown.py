@@ -16,7 +16,7 @@ from lightning_module_monitor import load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.record import ModuleInfo, Record
 from lightning_module_monitor.report.markdown import MAX_MODULES, as_markdown
-from lightning_module_monitor.report.run import read_run
+from lightning_module_monitor.report.stored_run import read_run
 from lightning_module_monitor.sinks.store.writer import Store
 
 NUM = 40

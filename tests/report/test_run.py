@@ -9,8 +9,15 @@ import numpy as np
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.record import ModuleInfo
-from lightning_module_monitor.report.run import of_training, read_run
+from lightning_module_monitor.record import TRAIN, ModuleInfo
+from lightning_module_monitor.report.stored_run import StoredRun, read_run
+from lightning_module_monitor.sinks.store.matrices import Table
+
+
+def training_table(run: StoredRun, kind: str, statistic: str) -> Table:
+    """The table of a kind and statistic in training, whatever its prefix."""
+    names = [(table.name.kind, table.statistic, table.name.stage) for table in run.tables]
+    return run.tables[names.index((kind, statistic, TRAIN))]
 
 
 def test_tables_hold_what_series_gives(tmp_path: Path) -> None:
@@ -34,13 +41,13 @@ def test_tables_hold_what_series_gives(tmp_path: Path) -> None:
         ("activation", "mean", ("a",)),
         ("validation/activation", "rms", ("a",)),
     ]
-    (rms,) = of_training(run.tables, "activation", "rms")
+    rms = training_table(run, "activation", "rms")
     assert rms.steps.tolist() == [0, 20, 30]  # at step 10 there is another statistic only
     np.testing.assert_array_equal(rms.values, [[1.0, math.nan, math.inf], [math.nan, 3.0, 4.0]])
     assert rms.is_recorded.tolist() == [[True, True, True], [False, True, True]]
-    (prefixed,) = of_training(run.tables, "gradient", "norm")
+    prefixed = training_table(run, "gradient", "norm")
     assert (prefixed.kind, prefixed.values.tolist()) == ("run1/gradient", [[5.0, 6.0]])
-    (gain,) = of_training(run.tables, "gradient_flow", "gain")
+    gain = training_table(run, "gradient_flow", "gain")
     assert gain.sites == ("a-b",)
     assert sorted((table.kind, table.statistic, table.values.tolist()) for table in run.figures) == [
         ("", "loss", [[0.5]]),
