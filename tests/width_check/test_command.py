@@ -1,4 +1,4 @@
-"""The command line ``lightning-module-monitor coordinate-check``: what it prints and writes, exit statuses, one-line errors."""
+"""The command line ``lightning-module-monitor coordinate-check``: its output and files, exit statuses, one-line errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_table_and_status_are_those_of_python(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_option_arrives(capsys: pytest.CaptureFixture[str]) -> None:
-    """Data, steps, terms, exponents of one's own, options of the Trainer; table and figure are written."""
+    """Data, steps, terms, exponents by pattern, options of the Trainer; table and figure are written."""
     status, out, _err = run(
         capsys,
         None,
@@ -106,7 +106,7 @@ def test_classes_of_the_current_folder_are_found(capsys: pytest.CaptureFixture[s
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_wrong_configuration_is_one_line(capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str) -> None:
-    """What was wrong with its value, and what was expected; status 2."""
+    """The wrong value and the expected one; status 2."""
     assert re.fullmatch(message, error(capsys, **changes))
 
 
@@ -129,13 +129,13 @@ def test_a_file_that_is_no_configuration(capsys: pytest.CaptureFixture[str], tex
 
 
 def test_where_nothing_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before anything is trained."""
+    """An error before anything is trained."""
     assert error(capsys, None, "--figure=nowhere/check.png") == "'nowhere/check.png' cannot be written: there is no folder 'nowhere'."
 
 
 @pytest.mark.parametrize(("package", "flag", "extra"), [("jsonargparse", "", "cli"), ("matplotlib", "--figure=f.png", "plot")])
 def test_without_an_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str, flag: str, extra: str) -> None:
-    """The line says what to install."""
+    """The line has the command that installs it."""
     real = importlib.import_module
 
     def refuse(name: str, *args: Any) -> Any:
