@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +47,12 @@ class Payload:
 
     def table(self, table: Table) -> dict[str, Any]:
         """A table of numbers."""
-        condensed = condense(table, self._max_columns)
+        condensed, last_steps = condense(table, self._max_columns)
         return {
             **{"kind": table.kind, "base": table.name.kind, "stage": table.name.stage, "statistic": table.statistic},
             "sites": self._index(table.sites),
-            "first": self._index(condensed.first_steps.tolist()),
-            "last": self._index(condensed.last_steps.tolist()),
+            "first": self._index(condensed.steps.tolist()),
+            "last": self._index(last_steps.tolist()),
             "data": pack(condensed.values, condensed.is_recorded),
         }
 
@@ -85,27 +86,17 @@ class Payload:
         return self._lists.setdefault(tuple(items), len(self._lists))
 
 
-class Condensed(NamedTuple):
-    """A table with fewer steps."""
-
-    first_steps: NDArray[np.int64]
-    last_steps: NDArray[np.int64]
-    """The first and last step of each column, shape ``(columns,)``."""
-    values: NDArray[np.float64]
-    """Shape ``(sites, columns)``."""
-    is_recorded: NDArray[np.bool_]
-    """Shape ``(sites, columns)``."""
-
-
-def condense(table: Table, max_columns: int) -> Condensed:
+def condense(table: Table, max_columns: int) -> tuple[Table, NDArray[np.int64]]:
     """Merge neighbouring steps into a column, with each site's value of largest magnitude; a non-finite value takes precedence.
 
-    A table with at most ``max_columns`` steps is returned unchanged.
+    Returns:
+        A table with the first step of each column, and the last steps, shape ``(columns,)``. A table with at most ``max_columns`` steps is
+        returned unchanged.
     """
     num_sites, num_steps = table.values.shape
     stride = -(-num_steps // max_columns)
     if stride == 1:
-        return Condensed(table.steps, table.steps, table.values, table.is_recorded)
+        return table, table.steps
     columns = -(-num_steps // stride)
     missing = columns * stride - num_steps
     blocks = np.pad(table.values, ((0, 0), (0, missing)), constant_values=np.nan).reshape(num_sites, columns, stride)
@@ -113,9 +104,8 @@ def condense(table: Table, max_columns: int) -> Condensed:
     importance = np.where(recorded, np.where(np.isfinite(blocks), np.abs(blocks), np.inf), -1.0)
     chosen = importance.argmax(axis=2, keepdims=True)
     last = np.minimum(np.arange(1, columns + 1) * stride, num_steps) - 1
-    return Condensed(
-        table.steps[::stride], table.steps[last], np.take_along_axis(blocks, chosen, axis=2)[..., 0], np.asarray(recorded.any(axis=2))
-    )
+    values = np.take_along_axis(blocks, chosen, axis=2)[..., 0]
+    return replace(table, steps=table.steps[::stride], values=values, is_recorded=recorded.any(axis=2)), table.steps[last]
 
 
 def pack(values: NDArray[np.float64], is_recorded: NDArray[np.bool_] | None = None) -> str:

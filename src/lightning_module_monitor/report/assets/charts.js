@@ -103,9 +103,11 @@ function isUneven(steps) {
 /** Steps as a heat map's columns. */
 const columnsOf = (steps) => (isUneven(steps) ? steps.map(String) : steps);
 
+const STEPS = { title: { text: "optimizer step", standoff: 6 } }; // an axis of lines
+
 /** An axis of steps that a heat map fills. */
 function stepAxis(steps) {
-  const title = { text: "optimizer step", standoff: 6 };
+  const { title } = STEPS;
   if (isUneven(steps)) return { type: "category", title, nticks: 12, range: [-0.5, steps.length - 0.5] };
   const [first, last] = [steps[0], steps[steps.length - 1]];
   return { title, range: steps.length > 1 ? [first - (steps[1] - first) / 2, last + (last - steps[steps.length - 2]) / 2] : [first - 0.5, last + 0.5] };
@@ -308,7 +310,7 @@ function logAxis(traces, fixedRange) {
   return { type: "log", range, dtick: decades > 1.5 ? Math.max(1, Math.ceil(decades / 7)) : "D2" };
 }
 
-/** Whether numbers without a negative one differ so much that they need a logarithmic axis. */
+/** Whether numbers, none of them negative, differ so much that they need a logarithmic axis. */
 function wantsLog(numbers) {
   let low = Infinity;
   let high = 0;

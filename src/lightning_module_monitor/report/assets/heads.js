@@ -52,8 +52,7 @@ const attention = {
         return [{ x: loaded.steps, y, name: escapeText(name), line: { color: colors[index], dash: ["solid", "dash", "dot"][run % 3] }, hovertemplate: "%{y:.3g}" }];
       });
     });
-    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(div, { traces, title: `${kind}: median over each layer's heads`, label, xaxis, legend: layers.length * page.runs.length <= 12, height: 320, hovermode: "x unified" });
+    lines(div, { traces, title: `${kind}: median over each layer's heads`, label, xaxis: STEPS, legend: layers.length * page.runs.length <= 12, height: 320, hovermode: "x unified" });
   },
 };
 

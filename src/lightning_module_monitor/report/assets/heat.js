@@ -201,8 +201,7 @@ const heat = {
       return lineOverSteps(several ? page.runs[index].name : site, loaded, row, { color: lineColor(index) });
     });
     const isLog = wantsLog(traces.flatMap((trace) => trace.y));
-    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(byId("heat-curve"), { traces, title: `${kind} of ${site}`, label, xaxis, isLog, legend: several, height: 240 });
+    lines(byId("heat-curve"), { traces, title: `${kind} of ${site}`, label, xaxis: STEPS, isLog, legend: several, height: 240 });
   },
 };
 

@@ -9,7 +9,7 @@ const match = {
       tables.flatMap(({ name, loaded }) => lineOverSteps(`${page.runs[index].name}: ${name}`, loaded, 0, { color: lineColor(index), dash: name === "loss" ? "solid" : "dash" })),
     );
     const isLog = wantsLog(traces.flatMap((trace) => trace.y));
-    lines(byId("match-chart"), { traces, label: "loss", xaxis: { title: { text: "optimizer step", standoff: 6 } }, isLog, legend: true, height: 300 });
+    lines(byId("match-chart"), { traces, label: "loss", xaxis: STEPS, isLog, legend: true, height: 300 });
   },
 };
 

@@ -185,8 +185,7 @@ const updates = {
     const usual = { type: "line", xref: "paper", x0: 0, x1: 1, y0: USUAL, y1: USUAL, line: { color: color("ink"), width: 1.2, dash: "dash" } };
     const word = { xref: "paper", x: 0, xanchor: "left", y: Math.log10(USUAL), yanchor: "bottom", text: "0.001, usual", showarrow: false, font: { size: 11 } };
     const label = "norm of update / norm of parameter";
-    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(byId("updates-chart"), { traces, label, xaxis, isLog: true, shapes: [usual], annotations: [word], legend: true, height: 380, hovermode: "x unified" });
+    lines(byId("updates-chart"), { traces, label, xaxis: STEPS, isLog: true, shapes: [usual], annotations: [word], legend: true, height: 380, hovermode: "x unified" });
   },
 
   bands(loaded, rows, index) {
@@ -269,7 +268,6 @@ const rcc = {
       }),
     );
     const yaxis = what === "alignment" ? { range: [0, 1.08] } : {};
-    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(overSteps, { traces, title: `${label} of ${site} over steps`, label: axis, xaxis, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });
+    lines(overSteps, { traces, title: `${label} of ${site} over steps`, label: axis, xaxis: STEPS, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });
   },
 };
