@@ -105,7 +105,7 @@ def condense(table: Table, max_columns: int) -> tuple[Table, NDArray[np.int64]]:
     chosen = importance.argmax(axis=2, keepdims=True)
     last = np.minimum(np.arange(1, columns + 1) * stride, num_steps) - 1
     values = np.take_along_axis(blocks, chosen, axis=2)[..., 0]
-    return replace(table, steps=table.steps[::stride], values=values, is_recorded=recorded.any(axis=2)), table.steps[last]
+    return replace(table, steps=table.steps[::stride], values=values, is_recorded=np.asarray(recorded.any(axis=2))), table.steps[last]
 
 
 def pack(values: NDArray[np.float64], is_recorded: NDArray[np.bool_] | None = None) -> str:

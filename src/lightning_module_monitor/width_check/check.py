@@ -1,4 +1,4 @@
-"""The width check itself: trainings at several widths and seeds, and the rows of their result."""
+"""The width check: trainings at several widths and seeds, and the rows of the result."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def coordinate_check(
         quiet: Whether to hide the progress bar.
 
     Returns:
-        A row for every term of every layer: exponent, interval, expected exponent, verdict; offending rows first.
+        Rows of exponent, confidence interval, expected exponent and verdict for every term of every layer; offending rows first.
 
     Raises:
         ConfigError: If an option is wrong, the networks differ in more than their width, or a training ends early.
@@ -94,7 +94,7 @@ def coordinate_check(
         raise ConfigError(f"make_module is {make_module!r}; expected a function from a width to a LightningModule.")
     if isinstance(data, Iterator):
         kind = type(data).__name__
-        raise ConfigError(f"data is a {kind}, which can be read once; expected what every training can read, e.g. a DataLoader.")
+        raise ConfigError(f"data is a {kind}, which can be read once; expected batches that every training can read, e.g. a DataLoader.")
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         raise ConfigError(f"data is a tuple of {len(data)} tensors, each of which would be a batch; expected batches, e.g. [(x, y)].")
 
@@ -102,7 +102,7 @@ def coordinate_check(
     data = as_loader(data)
     trainings: Trainings = {}
     with tqdm(total=len(settings.widths) * len(settings.seeds), desc="Coordinate check", disable=quiet, leave=False) as bar:
-        for seed in settings.seeds:  # all widths of a seed first: networks that cannot be compared are found early
+        for seed in settings.seeds:  # all widths of a seed first: detects networks that cannot be compared early
             for width in settings.widths:
                 bar.set_postfix_str(f"width {width}, seed {seed}")
                 trainings[width, seed] = train(make_module, data, width, seed, settings)

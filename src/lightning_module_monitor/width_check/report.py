@@ -1,4 +1,4 @@
-"""The result of a width check: as a table, as a frame, as a figure."""
+"""The result of a width check: table, frame and figure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WidthCheck(Described):
     ``print(check)`` shows the table. Iteration is over the rows.
 
     Attributes:
-        rows: Offending rows first, the farthest from the expected exponent foremost; then the others in the model's order.
+        rows: Offending rows first, the farthest from the expected exponent first; then the others in the model's order.
         settings: The options of the check: ``widths``, ``seeds``, ``steps``, ``parametrization``, ...
     """
 
@@ -45,7 +45,7 @@ class WidthCheck(Described):
         return len(self.rows)
 
     def __getitem__(self, key: tuple[str, str]) -> Row:
-        """The row of a module and term; ``KeyError`` if there is none."""
+        """The row of a module and term; ``KeyError`` if it does not exist."""
         return {(row.module, row.term): row for row in self.rows}[key]
 
     @property
@@ -60,7 +60,7 @@ class WidthCheck(Described):
 
     @property
     def title(self) -> str:
-        """The options, in one line."""
+        """The options in a line."""
         parametrization = self.settings.parametrization
         against = parametrization if isinstance(parametrization, str) else "exponents of your own"
         runs = f"{counted(len(self.settings.seeds), 'seed')}, {counted(self.settings.steps, 'step')}"
@@ -68,7 +68,7 @@ class WidthCheck(Described):
 
     @property
     def summary(self) -> str:
-        """The result, in one line."""
+        """The result in a line."""
         num_unclear = sum(row.verdict == "unclear" for row in self.rows)
         unclear = f"; {num_unclear} of {len(self.rows)} rows unclear" if num_unclear else ""
         return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + unclear
@@ -169,7 +169,7 @@ class WidthCheck(Described):
         return axes
 
     def _drawn_terms(self) -> Sequence[str]:
-        """The terms with an exponent; the first one where there is none."""
+        """The terms with an exponent; without any the first term."""
         terms = [term for term in self.settings.terms if any(row.term == term and math.isfinite(row.exponent) for row in self.rows)]
         return terms or self.settings.terms[:1]
 

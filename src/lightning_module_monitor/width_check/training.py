@@ -28,11 +28,11 @@ Data: TypeAlias = "Iterable[Any] | LightningDataModule | None"
 
 
 class _Batches(list[Any]):
-    """Batches in memory, as one loader: a Trainer takes each element of a plain list for a loader."""
+    """Batches in memory as a single loader: a Trainer reads a plain list as a list of loaders."""
 
 
 def as_loader(data: Data) -> Data:
-    """The data; a list of batches becomes one loader. Batches have tensors, and loaders have none."""
+    """The data; a list of batches becomes a single loader. Batches contain tensors, loaders do not."""
     if not isinstance(data, list | tuple) or not data:
         return data
     return _Batches(data) if all(next(named_tensors(batch), None) is not None for batch in data) else data
@@ -58,14 +58,14 @@ class Training:
     values: Mapping[str, float]
     """Value by key, of the network after ``steps`` steps."""
     layers: Mapping[str, LayerAtWidth]
-    """Its layers, by name."""
+    """The layers by name."""
 
 
 def train(make_module: Callable[[int], LightningModule], data: Data, width: int, seed: int, settings: Settings) -> Training:
     """Train a network of one width, and measure it. Every generator is seeded before the module is made, and again before training.
 
     Raises:
-        ConfigError: If ``make_module`` returns no module, or one of manual optimization, or the training ended early.
+        ConfigError: If ``make_module`` returns no module, or a module with manual optimization, or if the training ended early.
         MonitorError: If a value could not be measured.
     """
     with ExitStack() as undo:
@@ -78,7 +78,7 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         logger = logging.getLogger(package.__name__)  # every Trainer logs the devices
         undo.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.WARNING)
-        # Again: wide networks draw more numbers than narrow ones, and the order of batches is the same at every width.
+        # Again: wide networks draw more numbers than narrow ones; the order of batches must not depend on it.
         _seed(seed)
         # The user's callbacks write files, and expect metrics of a validation that does not run.
         module.configure_callbacks = list  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         else:
             trainer.fit(module, data)
         if monitor.last_record is None:
-            cure = "give more batches, which every training can read anew"
+            cure = "give more batches, which every training can read again"
             raise ConfigError(f"Training at width {width} ended after {trainer.global_step} steps; expected {steps + 1}: {cure}.")
         return Training(monitor.last_record.values, describe(module, trainer.optimizers))
 
@@ -117,15 +117,15 @@ def _make(make_module: Callable[[int], LightningModule], width: int, seed: int) 
     _seed(seed)
     module = make_module(width)
     if not is_a(module, "LightningModule"):
-        raise ConfigError(f"make_module({width}) gave a {type(module).__name__}; expected a LightningModule.")
+        raise ConfigError(f"make_module({width}) returned a {type(module).__name__}; expected a LightningModule.")
     if not module.automatic_optimization:
-        raise ConfigError(f"make_module({width}) gave a module of manual optimization; expected automatic optimization.")
+        raise ConfigError(f"make_module({width}) returned a module with manual optimization; expected automatic optimization.")
     return module
 
 
 @contextmanager
 def _unchanged_randomness() -> Iterator[None]:
-    # On every device: the Trainer selects one, and a seed is set on all.
+    # On every device: seeding affects all of them.
     with unchanged_random_states(torch.device("cpu")), torch.random.fork_rng(range(torch.cuda.device_count())):
         yield
 
@@ -137,7 +137,7 @@ def _seed(seed: int) -> None:
 
 
 def _generators(data: Data) -> list[torch.Generator]:
-    """The loader's own generators: batches are the same at every width."""
+    """The generators of a loader, which decide its order of batches."""
     parts = [data, data.sampler, data.batch_sampler] if isinstance(data, DataLoader) else []
     generators = [getattr(part, "generator", None) for part in parts]
     return list({generator for generator in generators if isinstance(generator, torch.Generator)})
