@@ -154,37 +154,19 @@ function logTicks(low, high) {
 function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis, label, uirevision, height, above }) {
   const isNarrow = div.clientWidth < NARROW;
   const short = isNarrow ? cutNames(shortNames(rows).short) : shortNames(rows).short;
-  const colored = [];
-  const texts = [];
-  const zero = [];
-  const broken = [];
-  let anyZero = false;
-  let anyBroken = false;
-  for (let row = 0; row < rows.length; row++) {
-    const numbers = new Float32Array(columns.length).fill(NaN);
-    const words = new Array(columns.length);
-    const zeros = new Array(columns.length).fill(null);
-    const brokens = new Array(columns.length).fill(null);
-    for (let column = 0; column < columns.length; column++) {
-      const number = value(row, column);
-      if (number === undefined) continue;
-      words[column] = number;
-      if (!Number.isFinite(number)) [brokens[column], anyBroken] = [1, true];
-      else if (scale === "log" && number === 0) [zeros[column], anyZero] = [1, true];
-      else numbers[column] = scale === "log" ? Math.log10(Math.abs(number)) : number;
-    }
-    colored.push(numbers);
-    texts.push(words);
-    zero.push(zeros);
-    broken.push(brokens);
-  }
+  const numbers = rows.map((_, row) => columns.map((_, column) => value(row, column)));
+  const isZero = (number) => scale === "log" && number === 0;
+  const isBroken = (number) => number !== undefined && !Number.isFinite(number);
+  const level = (number) => (number === undefined || isZero(number) || isBroken(number) ? NaN : scale === "log" ? Math.log10(Math.abs(number)) : number);
+  const marks = (accepts) => numbers.map((line) => line.map((number) => (accepts(number) ? 1 : null)));
+  const any = (accepts) => numbers.some((line) => line.some(accepts));
   const [low, high] = scale === "log" ? range.map(Math.log10) : range;
   const bound = Math.max(Math.abs(low), Math.abs(high)) || 1;
   const common = { type: "heatmap", x: columns, y: short, hoverinfo: "skip", showscale: false };
   const traces = [
     {
       ...common,
-      z: colored,
+      z: numbers.map((line) => Float32Array.from(line, level)),
       hoverinfo: "none", // followPointer shows its text
       hoverongaps: true,
       colorscale: scale === "signed" ? "RdBu" : "Viridis",
@@ -195,8 +177,8 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
     },
   ];
   const plain = (fill) => ({ colorscale: [[0, fill], [1, fill]], zmin: 0, zmax: 1 });
-  if (anyZero) traces.push({ ...common, ...plain(color("zero")), z: zero });
-  if (anyBroken) traces.push({ ...common, ...plain(scale === "signed" ? color("ink") : NOT_FINITE), z: broken }); // red means a positive number there
+  if (any(isZero)) traces.push({ ...common, ...plain(color("zero")), z: marks(isZero) });
+  if (any(isBroken)) traces.push({ ...common, ...plain(scale === "signed" ? color("ink") : NOT_FINITE), z: marks(isBroken) }); // red means a positive number there
   const total = (height || Math.min(820, Math.max(190, 86 + 17 * rows.length))) + (above?.length ? ABOVE : 0);
   const { traces: extra, axis, share } = above?.length ? linesAbove(above, columns, total - 90) : { traces: [], share: 0 };
   Object.assign(traces[0].colorbar, { len: 1 - share, y: 0, yanchor: "bottom" });
@@ -210,7 +192,7 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
     uirevision,
   });
   if (axis) layout.yaxis2 = axis;
-  div.describe = (row, column) => hover(row, column, texts[row][column] === undefined ? "not recorded" : format(texts[row][column]));
+  div.describe = (row, column) => hover(row, column, numbers[row][column] === undefined ? "not recorded" : format(numbers[row][column]));
   div.cells = { rows: rows.length, columns: columns.length, names: rows };
   const drawn = Plotly.react(div, traces, layout, CONFIG).then(() => followPointer(div));
   makeCursor(div, short, columns);

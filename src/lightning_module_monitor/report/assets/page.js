@@ -90,14 +90,6 @@ function applyTheme() {
   drawVisible();
 }
 
-function later(action, pause) {
-  let timer;
-  return () => {
-    clearTimeout(timer);
-    timer = setTimeout(action, pause);
-  };
-}
-
 function start() {
   // A run without numbers, or with histograms alone, has no heat map.
   if (byId("heat-table")) fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]), JSON.stringify({ kind: first.kind, statistic: first.statistic }));
@@ -105,7 +97,11 @@ function start() {
     const name = control.closest("section").id;
     control.addEventListener(control.type === "range" ? "input" : "change", () => drawSoon(name));
   }
-  byId("search").addEventListener("input", later(changeSearch, 150));
+  let timer;
+  byId("search").addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(changeSearch, 150);
+  });
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
     applyTheme();

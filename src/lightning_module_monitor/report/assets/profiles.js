@@ -189,13 +189,9 @@ const updates = {
   },
 
   bands(loaded, rows, index) {
-    const shares = [0, 0.25, 0.5, 0.75, 1];
-    const curves = shares.map(() => []);
-    for (let column = 0; column < loaded.columns; column++) {
-      const numbers = columnOf(loaded, column, rows).filter((number) => number > 0);
-      shares.forEach((share, index) => curves[index].push(finiteOrNull(quantile(numbers, share))));
-    }
-    const [least, low, middle, high, most] = curves;
+    const positive = loaded.steps.map((_, column) => columnOf(loaded, column, rows).filter((number) => number > 0));
+    const curve = (share) => positive.map((numbers) => finiteOrNull(quantile(numbers, share)));
+    const [least, low, middle, high, most] = [0, 0.25, 0.5, 0.75, 1].map(curve);
     const base = lineColor(index);
     const run = several ? `${escapeText(page.runs[index].name)}: ` : "";
     const x = loaded.steps;
