@@ -70,7 +70,7 @@ class DigitsMlp(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Adam moves every weight of the second layer by its learning rate, and each of its outputs sums over the width.
         second_rate = self.learning_rate / self.width_ratio if self.is_mup else self.learning_rate
-        others = [one for name, one in self.named_parameters() if name != "second.weight"]
+        others = [parameter for name, parameter in self.named_parameters() if name != "second.weight"]
         groups: list[dict[str, Any]] = [{"params": [self.second.weight], "lr": second_rate}, {"params": others}]
         return torch.optim.Adam(groups, lr=self.learning_rate)
 
@@ -86,7 +86,9 @@ def check(parametrization: Literal["sp", "mup"], widths: Sequence[int], seeds: i
         if parametrization == "sp"
         else f"\n{parametrization}: Adam, learning rates by layer"
     )
-    return coordinate_check(lambda width: DigitsMlp(width, parametrization), widths, seeds=seeds, steps=steps)
+    result = coordinate_check(lambda width: DigitsMlp(width, parametrization), widths, seeds=seeds, steps=steps)
+    result.show()
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,8 +16,8 @@ from torch import nn
 from lightning_module_monitor import Alert, Finding, ModuleMonitor, ModuleMonitorCallback, Rule, WidthCheck, load_store
 from lightning_module_monitor.display import Findings
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
+from lightning_module_monitor.width_check.power_law import Row
 from lightning_module_monitor.width_check.settings import Settings
-from lightning_module_monitor.width_check.verdict import Row
 
 NASTY = "<script>alert('x')</script>"
 

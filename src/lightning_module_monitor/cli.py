@@ -177,7 +177,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _print_changes(paths: Sequence[Path]) -> int:
     """Print the series that differ most between the first run and each other."""
     from lightning_module_monitor.report.comparison import largest_changes
-    from lightning_module_monitor.report.run import read_run
+    from lightning_module_monitor.report.stored_run import read_run
 
     first, *others = [read_run(_open_store(path)) for path in paths]
     for other in others:
@@ -193,7 +193,7 @@ def _print_changes(paths: Sequence[Path]) -> int:
 def _check_series(paths: Sequence[Path], patterns: Sequence[re.Pattern[str]], ratio: float | None) -> int:
     """Print the keys that differ by more than a factor between the first run and any other."""
     from lightning_module_monitor.report.comparison import compare_series
-    from lightning_module_monitor.report.run import read_run
+    from lightning_module_monitor.report.stored_run import read_run
 
     ratio = 2.0 if ratio is None else ratio
     if not 1 <= ratio < math.inf:
@@ -260,7 +260,7 @@ def _add_summary(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_summary(arguments: argparse.Namespace) -> int:
-    from lightning_module_monitor.report.run import read_run
+    from lightning_module_monitor.report.stored_run import read_run
 
     run = read_run(_open_store(arguments.store))
     verdict = run.verdict()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import ModuleMonitorCallback, load_store
-from lightning_module_monitor.report.run import read_run
+from lightning_module_monitor.report.stored_run import read_run
 
 
 def digits(batch_size: int = 64, row: int | None = None, value: float = 0.0) -> DataLoader[Any]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import Finding, Health, ModuleMonitorCallback, load_store
-from lightning_module_monitor.report.run import read_run
+from lightning_module_monitor.report.stored_run import read_run
 
 ALL = "all"
 

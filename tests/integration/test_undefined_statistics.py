@@ -16,7 +16,7 @@ from torch import nn
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.record import UNDEFINED, is_undefined
 from lightning_module_monitor.report.payload import Payload
-from lightning_module_monitor.report.run import read_run
+from lightning_module_monitor.report.stored_run import read_run
 from lightning_module_monitor.sinks.loggers import RollUps
 
 

@@ -1,4 +1,4 @@
-"""Runs side by side: what matches by name, and what differs."""
+"""Runs side by side: sites that match by name, and differences."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.report.comparison import as_text, differing_options, largest_changes, match
-from lightning_module_monitor.report.run import Run, read_run
+from lightning_module_monitor.report.stored_run import StoredRun, read_run
 
 
-def run(path: Path, series: dict[str, list[float | None]], **options: object) -> Run:
+def run(path: Path, series: dict[str, list[float | None]], **options: object) -> StoredRun:
     """A run with these values."""
     return read_run(load_store(write_store(path, series, configuration=options)))
 
 
 def test_sites_are_matched_by_name(tmp_path: Path) -> None:
-    """Per kind: how many are in all runs, how many each has, and which of its are not in all."""
+    """For each kind: the number of sites in all runs, the number in each run, and the sites of each that are not in all."""
     a = run(tmp_path / "a.h5", {"activation/x/rms": [1.0], "activation/y/rms": [1.0], "gradient/w/norm": [1.0]})
     b = run(tmp_path / "b.h5", {"activation/y/rms": [1.0], "activation/z/mean": [1.0]})
-    found = {one.kind: one for one in match([a, b])}
-    assert (found["activation"].num_matched, found["activation"].num_sites, found["activation"].unmatched) == (1, [2, 2], [["x"], ["z"]])
-    assert (found["gradient"].num_matched, found["gradient"].num_sites, found["gradient"].unmatched) == (0, [1, 0], [["w"], []])
+    by_kind = {matched.kind: matched for matched in match([a, b])}
+    assert (by_kind["activation"].num_matched, by_kind["activation"].num_sites, by_kind["activation"].unmatched) == (
+        1,
+        [2, 2],
+        [["x"], ["z"]],
+    )
+    assert (by_kind["gradient"].num_matched, by_kind["gradient"].num_sites, by_kind["gradient"].unmatched) == (0, [1, 0], [["w"], []])
 
 
 def test_the_largest_changes_come_first(tmp_path: Path) -> None:
-    """By the factor between late medians: zero against a number foremost; a change of sign, and what is the same, last or not at all."""
+    """By the factor between late medians: zero against a number first, a change of sign last; equal medians are left out."""
     early: list[float | None] = [100.0] * 6
     a = run(
         tmp_path / "a.h5",
@@ -53,7 +57,7 @@ def test_the_largest_changes_come_first(tmp_path: Path) -> None:
         },
     )
     changes = largest_changes(a, b)
-    assert [(one.site, one.statistic, one.before, one.after) for one in changes] == [
+    assert [(change.site, change.statistic, change.before, change.after) for change in changes] == [
         ("dead", "rms", 3.0, 0.0),
         ("broken", "rms", 1.0, 10.0),
         ("half", "rms", 4.0, 2.0),
@@ -65,23 +69,23 @@ def test_the_largest_changes_come_first(tmp_path: Path) -> None:
     assert largest_changes(a, a)[:1] == []
 
 
-def test_noise_of_what_is_negligible_is_no_change(tmp_path: Path) -> None:
-    """A site that is a thousandth of the others in both runs has the largest factor, and shows nothing; one that was so in one run does."""
+def test_noise_of_negligible_sites_is_no_change(tmp_path: Path) -> None:
+    """A site below a thousandth of the others in both runs is left out, although its factor is the largest; in one run it is not."""
     sites = {f"activation/site{number}/rms": [1.0 + number] for number in range(5)}
     a = run(tmp_path / "a.h5", {**sites, "activation/noise/rms": [1e-9], "activation/none/rms": [0.0], "activation/grows/rms": [1e-5]})
     b = run(tmp_path / "b.h5", {**sites, "activation/noise/rms": [1e-6], "activation/none/rms": [1e-8], "activation/grows/rms": [0.5]})
-    assert [(one.site, one.before, one.after) for one in largest_changes(a, b)] == [("grows", 1e-5, 0.5)]
+    assert [(change.site, change.before, change.after) for change in largest_changes(a, b)] == [("grows", 1e-5, 0.5)]
 
 
 def test_means_near_zero_have_no_factor(tmp_path: Path) -> None:
-    """Of a statistic of both signs a site counts from the median magnitude on, in one of the runs."""
+    """A site of a statistic of both signs counts if it reaches the median magnitude in one of the runs."""
     means = {"a": (0.5, 0.6), "b": (-0.4, -0.5), "c": (0.3, 0.3), "near zero": (0.0001, 0.01), "appears": (0.001, 0.9)}
     a, b = (run(tmp_path / f"{n}.h5", {f"activation/{site}/mean": [both[n]] for site, both in means.items()}) for n in (0, 1))
-    assert [one.site for one in largest_changes(a, b)] == ["appears", "b", "a"]
+    assert [change.site for change in largest_changes(a, b)] == ["appears", "b", "a"]
 
 
 def test_options_that_differ(tmp_path: Path) -> None:
-    """Those of the newest configurations, as text."""
+    """Options of the newest configurations, as text."""
     a = run(tmp_path / "a.h5", {"activation/x/rms": [1.0]}, every_n_steps=5, prefix="", rules=[{"kinds": "update"}])
     b = run(tmp_path / "b.h5", {"activation/x/rms": [1.0]}, every_n_steps=10, prefix="")
     assert differing_options([a, b]) == [("every_n_steps", "5", "10"), ("rules", '{"kinds": "update"}', "null")]

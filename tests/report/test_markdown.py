@@ -1,4 +1,4 @@
-"""The verdict for other readers: one page of Markdown whose queries run, and JSON."""
+"""The verdict as a page of Markdown whose queries run, and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_module_monitor import load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.record import ModuleInfo, Record
 from lightning_module_monitor.report.markdown import MAX_MODULES, as_markdown
-from lightning_module_monitor.report.run import read_run
+from lightning_module_monitor.report.stored_run import read_run
 from lightning_module_monitor.sinks.store.writer import Store
 
 NUM = 40
@@ -31,7 +31,7 @@ SICK = {
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int) -> str:
-    """What ``summary`` prints."""
+    """The output of ``summary``."""
     assert main(["summary", *arguments]) == status
     out, err = capsys.readouterr()
     assert err == ""
@@ -59,18 +59,18 @@ def test_the_page_has_the_diagnoses_and_what_supports_them(tmp_path: Path, capsy
     assert "## Model" not in page
     assert page.startswith("# Verdict: sick\n")
     assert verdict.diagnoses
-    for one in verdict.diagnoses:
-        of_diagnosis = section(page, "Diagnoses")
-        assert f"**{one.headline}**, from step {one.first_step} on" in of_diagnosis
-        assert all(sentence in of_diagnosis for sentence in one.evidence)
-        assert f"Try: {one.advice}." in of_diagnosis
-    assert {row[1] for row in rows(section(page, "Findings"))} == {one.name for one in verdict.findings}
+    diagnoses = section(page, "Diagnoses")
+    for diagnosis in verdict.diagnoses:
+        assert f"**{diagnosis.headline}**, from step {diagnosis.first_step} on" in diagnoses
+        assert all(sentence in diagnoses for sentence in diagnosis.evidence)
+        assert f"Try: {diagnosis.advice}." in diagnoses
+    assert {row[1] for row in rows(section(page, "Findings"))} == {finding.name for finding in verdict.findings}
     values = {row[0]: row[1:] for row in rows(section(page, "Series"))}
     assert values["context/loss"][0] == "1"
     assert values["context/loss"][-1] == "50"
     assert values["gradient/fc.weight/norm"][-1] == "nan"
     steps = [int(step) for step in re.findall(r"step (\d+)", section(page, "Series"))]
-    assert {0, 10 * NUM - 10, *(one.first_step for one in verdict.diagnoses)} <= {*steps}
+    assert {0, 10 * NUM - 10, *(diagnosis.first_step for diagnosis in verdict.diagnoses)} <= {*steps}
     assert len(rows(section(page, "Checks"))) == len(verdict.checks)
     assert ["activation", "rms", "2", str(NUM), "1.5", "1.5"] in rows(section(page, "What the store has"))
 
@@ -103,7 +103,7 @@ def test_the_page_has_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_page_of_many_findings_stays_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A few of each problem, and the number of the others. Names of a stranger break no table."""
+    """A few sites of each problem, and the number of the others. No name breaks a table."""
     series = {f"activation/a|b{number}/rms": [math.inf] * 3 for number in range(30)}
     page = printed(capsys, str(write_store(tmp_path / "monitor.h5", series)), "--markdown", status=1)
     findings = section(page, "Findings")
@@ -112,7 +112,7 @@ def test_a_page_of_many_findings_stays_short(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_empty_store_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of what was not recorded it says so, and no cause is made up."""
+    """The verdict is unknown, and there is no diagnosis."""
     path = write_store(tmp_path / "monitor.h5", {"monitor/errors": [0.0]})
     page = printed(capsys, str(path), "--markdown", status=0)
     assert page.startswith("# Verdict: unknown\n")
@@ -127,10 +127,10 @@ def test_json_has_the_whole_verdict(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = read_run(load_store(path))
     verdict = run.verdict()
     assert (content["level"], content["first_step"], content["last_step"], content["num_steps"]) == ("sick", 0, 10 * NUM - 10, NUM)
-    assert [one["name"] for one in content["diagnoses"]] == [one.name for one in verdict.diagnoses]
-    assert [(one["name"], one["site"], one["words"]) for one in content["findings"]] == [
-        (one.name, one.site, one.words) for one in verdict.findings
+    assert [diagnosis["name"] for diagnosis in content["diagnoses"]] == [diagnosis.name for diagnosis in verdict.diagnoses]
+    assert [(finding["name"], finding["site"], finding["words"]) for finding in content["findings"]] == [
+        (finding.name, finding.site, finding.words) for finding in verdict.findings
     ]
-    assert [one["num_series"] for one in content["checks"]] == [one.num_series for one in verdict.checks]
+    assert [check["num_series"] for check in content["checks"]] == [check.num_series for check in verdict.checks]
     with pytest.raises(SystemExit):
         main(["summary", str(path), "--json", "--markdown"])

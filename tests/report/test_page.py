@@ -1,4 +1,4 @@
-"""The page as a file: of what it is made, of which stores, and what it never holds."""
+"""The page as a file: its content, its stores, and no markup from names."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def page_of(path: Path, *stores: Path) -> str:
 
 
 def payload_of(html: str) -> dict[str, Any]:
-    """What its script gets."""
+    """The input of its script."""
     (text,) = re.findall(r'<script type="application/json" id="payload">(.*?)</script>', html)
     content: dict[str, Any] = json.loads(text)
     return content
 
 
 def sections_of(html: str) -> list[str]:
-    """The sections that it has."""
+    """The sections of the page."""
     return re.findall(r'<section id="(\w+)"', html)
 
 
-def test_a_store_is_given_by_path_folder_or_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page is beside the store, that of several runs in the current folder, or where it is wanted; its path is returned."""
+def test_a_store_is_a_path_a_folder_or_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is beside the store, the page of several runs in the current folder, or at the given path; its path is returned."""
     monkeypatch.chdir(tmp_path)
     store = write_store(make(tmp_path / "run") / "m.h5", SERIES)
-    for one in (store, str(store.parent), load_store(store)):
-        assert write_report(one) == store.with_suffix(".html")
+    for source in (store, str(store.parent), load_store(store)):
+        assert write_report(source) == store.with_suffix(".html")
         assert payload_of(store.with_suffix(".html").read_text())["runs"][0]["name"] == "m.h5"
         store.with_suffix(".html").unlink()
     assert write_report([store, str(store)]) == Path("compare.html")
@@ -94,7 +94,7 @@ def test_names_and_options_cannot_become_markup(tmp_path: Path) -> None:
     assert attack.replace("/", "") in [site for names in payload_of(html)["lists"] for site in names]
 
 
-def test_sections_are_those_that_there_is_data_for(tmp_path: Path) -> None:
+def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
     """A store of two activations has few sections, one of everything has all; several runs are compared."""
     few = write_store(tmp_path / "few.h5", SERIES)
     assert sections_of(page_of(tmp_path / "few.html", few)) == ["verdict", "heat", "profiles", "run"]
@@ -116,19 +116,19 @@ def test_sections_are_those_that_there_is_data_for(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_no_site_without_values(tmp_path: Path) -> None:
-    """What was planned and never recorded is in no table and in no panel: the histograms' panel opens on the first site that has one."""
+    """A key that was planned and never recorded is in no table and in no panel."""
     counts = Histogram(np.ones(NUM_COUNTS, np.int64))
     histograms = {"activation/_root_/hist": [], "activation/fc/hist": [counts], "gradient/never/hist": []}
     series: dict[str, list[float | None]] = {"activation/_root_/rms": [], **SERIES}
     payload = payload_of(page_of(tmp_path / "m.html", write_store(tmp_path / "m.h5", series, histograms=histograms)))
     (run,) = payload["runs"]
-    sites = {one["statistic"]: payload["lists"][one["sites"]] for one in (*run["tables"], *run["histograms"])}
+    sites = {table["statistic"]: payload["lists"][table["sites"]] for table in (*run["tables"], *run["histograms"])}
     assert sites == {"rms": ["fc", "out"], "hist": ["fc"]}
-    assert [one["kind"] for one in run["histograms"]] == ["activation"]
+    assert [table["kind"] for table in run["histograms"]] == ["activation"]
 
 
 def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
-    """With the site's name and the evidence, readable without a script; and what was not looked at."""
+    """With the site's name and the evidence, readable without a script; also the checks that were not judged."""
     store = write_store(tmp_path / "m.h5", {"activation/relu/zero_fraction": [0.5, *[1.0] * 10], "monitor/errors": [0.0]})
     html = page_of(tmp_path / "m.html", store)
     for expected in (
@@ -143,8 +143,8 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
         assert expected in html
 
 
-def test_what_was_said_in_training_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A site that a series shows can be pressed, one that none shows cannot; words are text."""
+def test_findings_of_training_stand_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A site with a series is a button, a site without is not; sentences are text."""
     store = open_store(tmp_path / "m.h5", SERIES)
     words = "NaN in block.2, from [bold] <b>inputs</b>."
     shown = Finding(30, "large", "fc", "activation/fc/rms", "It is 0.9.")
@@ -173,7 +173,7 @@ def test_the_configuration_and_the_cost_stand_on_the_page(tmp_path: Path) -> Non
 
 
 def test_a_page_of_a_run_that_still_writes(tmp_path: Path) -> None:
-    """It shows what there is by then."""
+    """It shows the records so far."""
     store = open_store(tmp_path / "m.h5", SERIES)
     html = page_of(tmp_path / "m.html", tmp_path / "m.h5")
     store.close()
@@ -181,7 +181,7 @@ def test_a_page_of_a_run_that_still_writes(tmp_path: Path) -> None:
 
 
 def test_a_page_of_a_run_that_was_killed(tmp_path: Path) -> None:
-    """What was flushed is on the page."""
+    """The flushed records are on the page."""
     script = """
 store = Store(path, configuration={})
 for step in (0, 10):
@@ -203,8 +203,8 @@ def test_a_store_without_a_record_has_a_page(tmp_path: Path) -> None:
     assert "nothing recorded yet" in page_of(tmp_path / "m.html", tmp_path / "m.h5")
 
 
-def test_without_the_extra_it_says_which_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line holds the command that mends it, and no file is touched."""
+def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the command that installs it, and no file is written."""
     store = write_store(tmp_path / "m.h5", SERIES)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-module-monitor\[report\]'"):
@@ -212,8 +212,8 @@ def test_without_the_extra_it_says_which_one(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "m.html").exists()
 
 
-def test_names_of_runs_tell_them_apart() -> None:
-    """As short as that goes."""
+def test_names_of_runs_differ() -> None:
+    """By the shortest parts of their paths."""
     assert distinct_names(["a/x.h5"]) == ["x.h5"]
     assert distinct_names(["logs/a/x.h5", "logs/b/x.h5"]) == ["a", "b"]
     assert distinct_names(["logs/sgd/version_0/x.h5", "logs/adam/version_3/x.h5"]) == ["sgd/version_0", "adam/version_3"]

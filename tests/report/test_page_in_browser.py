@@ -1,4 +1,4 @@
-"""The page in a real browser: it loads alone, shows the store's numbers, and answers pointer and keyboard."""
+"""The page in a real browser: it loads without a network, shows the store's values, and reacts to pointer and keyboard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = np.geomspace(1e-3, 50, len(LAYERS) * NUM_STEPS).reshape(len(LAYERS), NUM
 
 
 def everything() -> dict[str, list[float | None]]:
-    """Numbers for every section; one layer is dead, one becomes NaN and infinite."""
+    """Values for every section; a layer is dead, and a layer becomes NaN and infinite."""
     series: dict[str, list[float | None]] = {}
     for layer, sizes in zip(LAYERS, SIZES, strict=True):
         series[f"activation/{layer}/rms"] = sizes.tolist()
@@ -74,14 +74,14 @@ def histogram(scale: float) -> Histogram:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One for all tests of this file."""
+    """A browser for all tests of this file."""
     with chromium() as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run with all there can be."""
+    """The page of a run with values for every section."""
     folder = tmp_path_factory.mktemp("page")
     histograms = {"gradient/net.fc1.weight/hist": [histogram(0.3), histogram(3.0)]}
     store = write_store(folder / "m.h5", everything(), histograms=histograms, configuration={"every_n_steps": 10}, modules=MODULES)
@@ -97,7 +97,7 @@ def opened(browser: Browser, page: Path) -> Visit:
 
 @pytest.fixture
 def visit(opened: Visit) -> Visit:
-    """That page, with nothing searched for and the choice of a new one."""
+    """That page, without a search and with the first choices."""
     opened.page.fill("#search", "")
     opened.page.select_option("#heat-table", '{"kind":"activation","statistic":"rms"}')
     opened.page.wait_for_timeout(200)
@@ -106,7 +106,7 @@ def visit(opened: Visit) -> Visit:
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of two runs: the second has twice the size, another layer more, and one less."""
+    """The page of two runs: values of the second are twice as large, and a layer has another name."""
     folder = tmp_path_factory.mktemp("comparison")
     first = everything()
     second = {key: [None if value is None else 2 * value for value in values] for key, values in first.items()}
@@ -121,25 +121,25 @@ SECTIONS = ("match", "heat", "profiles", "updates", "rcc", "attention", "histogr
 
 
 def assert_it_draws_alone(visit: Visit, path: Path) -> None:
-    """Every section draws; the console is silent; the one request is for the file itself; nothing offers to upload a chart."""
-    for section in (one for one in SECTIONS if visit.page.locator(f"#{one}").count()):
+    """Every section draws; the console is silent; the only request is for the file itself; no button uploads a chart."""
+    for section in (name for name in SECTIONS if visit.page.locator(f"#{name}").count()):
         visit.show(section)
         assert visit.page.locator(f"#{section}-error").text_content() == ""
     visit.settle()
     assert visit.complaints == []
     assert visit.requests == [path.as_uri()]
-    titles = visit.page.eval_on_selector_all(".modebar-btn", "all => all.map(one => one.dataset.title)")
+    titles = visit.page.eval_on_selector_all(".modebar-btn", "all => all.map(item => item.dataset.title)")
     assert {"Zoom", "Reset axes"} <= set(titles)
     assert not [title for title in titles if "hare" in title or "loud" in title]
 
 
-def test_it_loads_without_a_word_and_without_a_network(visit: Visit, page: Path) -> None:
-    """One run, in light colours."""
+def test_it_loads_without_messages_and_without_a_network(visit: Visit, page: Path) -> None:
+    """The page of a run in light colours."""
     assert_it_draws_alone(visit, page)
 
 
 def hover(visit: Visit, row: int, column: int, rows: int, columns: int) -> str:
-    """What the first heat map says of a cell under the pointer."""
+    """The text of the first heat map for the cell under the pointer."""
     box = visit.page.locator("#heat-charts .nsewdrag").first.bounding_box()
     assert box is not None
     x, y = box["x"] + box["width"] * (column + 0.5) / columns, box["y"] + box["height"] * (row + 0.5) / rows
@@ -152,7 +152,7 @@ def hover(visit: Visit, row: int, column: int, rows: int, columns: int) -> str:
 
 
 def test_the_heat_map_answers_the_pointer(visit: Visit) -> None:
-    """Site, step and value of the store, to four digits; NaN, infinite and zero too, and what was not recorded."""
+    """Site, step and value of the store, to four digits; also NaN, infinity, zero and values that were not recorded."""
     visit.show("heat")
     visit.settle()
     expected = {
@@ -163,15 +163,15 @@ def test_the_heat_map_answers_the_pointer(visit: Visit) -> None:
         (3, 10): "net.head\nstep 100\nrms inf",
         (3, 11): "net.head\nstep 110\nrms not recorded",
     }
-    for (row, column), words in expected.items():
-        said = hover(visit, row, column, len(LAYERS), NUM_STEPS)
-        assert said.splitlines()[:2] == words.splitlines()[:2]
-        value, expected_value = (text.splitlines()[2].split()[-1] for text in (said, words))
+    for (row, column), expected_text in expected.items():
+        text = hover(visit, row, column, len(LAYERS), NUM_STEPS)
+        assert text.splitlines()[:2] == expected_text.splitlines()[:2]
+        value, expected_value = (lines.splitlines()[2].split()[-1] for lines in (text, expected_text))
         assert value == expected_value or float(value) == pytest.approx(float(expected_value), rel=1e-3)
 
 
 def test_the_heat_map_answers_the_keyboard(visit: Visit) -> None:
-    """Arrow keys go from cell to cell and say what is there, also to who cannot see; Enter picks the site's curve."""
+    """Arrow keys move from cell to cell and show its text, also to screen readers; Enter shows the site's curve."""
     visit.show("heat")
     visit.settle()
     visit.page.locator("#heat-charts .chart").first.focus()
@@ -186,11 +186,11 @@ def test_the_heat_map_answers_the_keyboard(visit: Visit) -> None:
 
 
 def test_the_loss_is_above_the_heat_map_over_the_same_steps(visit: Visit) -> None:
-    """One axis of steps for both, which its cells fill; the values of the store; another figure is one choice away."""
+    """Both share the axis of steps, which the cells fill; the lines have the store's values; another figure can be selected."""
     visit.show("heat")
     visit.settle()
-    above = "document.querySelector('#heat-charts .chart').data.filter(one => one.type === 'scatter' && one.yaxis === 'y2')"
-    assert visit.page.evaluate(f"{above}.map(one => one.name)") == ["loss", "val_loss"]
+    above = "document.querySelector('#heat-charts .chart').data.filter(item => item.type === 'scatter' && item.yaxis === 'y2')"
+    assert visit.page.evaluate(f"{above}.map(item => item.name)") == ["loss", "val_loss"]
     np.testing.assert_allclose(visit.page.evaluate(f"[...{above}[0].y]"), everything()["context/loss"], rtol=1e-3)
     assert visit.page.evaluate(f"[...{above}[0].x]") == [10 * step for step in range(NUM_STEPS)]
     axes = "document.querySelector('#heat-charts .chart')._fullLayout"
@@ -198,13 +198,13 @@ def test_the_loss_is_above_the_heat_map_over_the_same_steps(visit: Visit) -> Non
     assert visit.page.evaluate(f"[{axes}.yaxis.domain[1] < {axes}.yaxis2.domain[0], {axes}.yaxis2.anchor]") == [True, "x"]
     visit.page.select_option("#heat-above", "lr")
     visit.settle()
-    assert visit.page.evaluate(f"{above}.map(one => one.name)") == ["lr"]
+    assert visit.page.evaluate(f"{above}.map(item => item.name)") == ["lr"]
     visit.page.select_option("#heat-above", "loss")
 
 
 def test_modules_are_named_in_a_tree_and_where_the_pointer_is(visit: Visit) -> None:
     """Type, output and parameters in a table that the search filters; in a heat map and in profiles the type beside the number."""
-    rows = visit.page.eval_on_selector_all("#modules tbody tr", "all => all.map(one => one.innerText.split('\\t'))")
+    rows = visit.page.eval_on_selector_all("#modules tbody tr", "all => all.map(item => item.innerText.split('\\t'))")
     assert rows == [
         ["net", "Net", "[32, 3]", "float32", "7,000"],
         ["fc1", "Linear", "[32, 64]", "bfloat16", "6,800"],
@@ -218,7 +218,7 @@ def test_modules_are_named_in_a_tree_and_where_the_pointer_is(visit: Visit) -> N
     assert hover(visit, 3, 3, len(LAYERS), NUM_STEPS).splitlines()[3] == "Linear"
     visit.show("profiles")
     visit.settle()
-    text = "document.querySelectorAll('#profiles-charts .chart')[0].data.find(one => one.text).text[0]"
+    text = "document.querySelectorAll('#profiles-charts .chart')[0].data.find(item => item.text).text[0]"
     assert visit.page.evaluate(text).endswith("<br>Linear, output [32, 64] bfloat16")
 
 
@@ -229,7 +229,7 @@ def names_of_rows(visit: Visit) -> list[str]:
 
 
 def test_the_search_filters(visit: Visit) -> None:
-    """By a part of the name, or a pattern; it says how many are left; the charts and the verdict show those."""
+    """By a part of the name, or a pattern; it shows their number; charts and verdict show the matching sites."""
     visit.show("heat")
     visit.settle()
     assert names_of_rows(visit) == list(LAYERS)
@@ -241,7 +241,9 @@ def test_the_search_filters(visit: Visit) -> None:
     visit.page.fill("#search", "net.head")
     visit.page.wait_for_timeout(250)
     assert visit.page.locator("#search-count").text_content() == "3 of 13 sites"  # the module, its weight, the transition to it
-    shown = visit.page.eval_on_selector_all("#verdict [data-site]", "all => all.filter(one => !one.hidden).map(one => one.dataset.site)")
+    shown = visit.page.eval_on_selector_all(
+        "#verdict [data-site]", "all => all.filter(item => !item.hidden).map(item => item.dataset.site)"
+    )
     assert shown
     assert set(shown) <= {"net.head", "net.head.weight"}
 
@@ -257,15 +259,17 @@ def test_the_slider_moves_the_profiles(visit: Visit) -> None:
     visit.settle()
     assert visit.page.locator("#profiles-step-name").text_content() == "step 40"
     assert visit.page.get_attribute("#profiles-step", "aria-valuetext") == "step 40"
-    drawn: list[float] = visit.page.evaluate("document.querySelector('#profiles-charts .chart').data.find(one => one.name === 'step 40').y")
+    drawn: list[float] = visit.page.evaluate(
+        "document.querySelector('#profiles-charts .chart').data.find(item => item.name === 'step 40').y"
+    )
     np.testing.assert_allclose(drawn, SIZES[:, 4], rtol=1e-3)
     visit.page.keyboard.press("End")
     for _ in range(2):
         visit.page.keyboard.press("ArrowLeft")
     visit.settle()
     marks: list[list[Any]] = visit.page.evaluate(
-        "document.querySelector('#profiles-charts .chart').data.filter(one => one.mode === 'markers')"
-        ".map(one => [one.marker.symbol, [...one.x]])"
+        "document.querySelector('#profiles-charts .chart').data.filter(item => item.mode === 'markers')"
+        ".map(item => [item.marker.symbol, [...item.x]])"
     )
     assert marks == [["x", [3]], ["triangle-down-open", [1]]]  # the head is NaN, the ReLU zero
 
@@ -281,7 +285,7 @@ def test_a_finding_shows_its_numbers(visit: Visit) -> None:
 
 
 def test_a_profile_has_a_line_for_each_role(browser: Browser, tmp_path: Path) -> None:
-    """Weights, biases, gains and embeddings are no zigzag of one line; nor are outputs of containers, leaf modules and heads."""
+    """Weights, biases, gains and embeddings have separate lines; so have outputs of containers, leaf modules and heads."""
     modules = {
         "emb": "Embedding",
         "block": "Block",
@@ -307,7 +311,7 @@ def test_a_profile_has_a_line_for_each_role(browser: Browser, tmp_path: Path) ->
     visit.settle()
     drawn: list[dict[str, list[list[float]]]] = visit.page.eval_on_selector_all(
         "#profiles-charts .chart",
-        "all => all.map(one => Object.fromEntries(one.data.filter(line => line.showlegend !== false)"
+        "all => all.map(item => Object.fromEntries(item.data.filter(line => line.showlegend !== false)"
         ".map(line => [line.name, [[...line.x], [...line.y]]])))",
     )
     assert drawn == [
@@ -317,14 +321,14 @@ def test_a_profile_has_a_line_for_each_role(browser: Browser, tmp_path: Path) ->
     visit.page.close()
 
 
-def test_every_axis_says_what_it_counts_in(visit: Visit) -> None:
-    """The statistic and its unit, or what it is of; transitions between blocks by both their ends."""
+def test_every_axis_has_its_unit(visit: Visit) -> None:
+    """The statistic with its unit or its kind; transitions between blocks by both ends."""
     labels: dict[str, list[str]] = {}
     for section in ("profiles", "updates", "rcc", "attention"):
         visit.show(section)
         visit.settle()
         labels[section] = visit.page.eval_on_selector_all(
-            f"#{section} .chart", "all => all.filter(one => one.data[0].type === 'scatter').map(one => one.layout.yaxis.title.text)"
+            f"#{section} .chart", "all => all.filter(item => item.data[0].type === 'scatter').map(item => item.layout.yaxis.title.text)"
         )
     assert labels["profiles"] == ["rms of activation", "norm of gradient", "gain (after / before)", "ratio (update / parameter)"]
     assert labels["updates"] == ["norm of update / norm of parameter"]
@@ -335,7 +339,7 @@ def test_every_axis_says_what_it_counts_in(visit: Visit) -> None:
 
 
 def test_it_opens_on_the_first_sick_site(browser: Browser, page: Path) -> None:
-    """The heat map of its kind and statistic, and its curve; the histograms, which have none of it, on one that is not empty."""
+    """The heat map of its kind and statistic, and its curve."""
     visit = Visit(browser, page)
     first = json.loads(visit.page.get_attribute("main", "data-first") or "")
     assert first["site"]
@@ -347,7 +351,7 @@ def test_it_opens_on_the_first_sick_site(browser: Browser, page: Path) -> None:
 
 
 def test_histograms_open_on_a_site_with_many_bins(browser: Browser, tmp_path: Path) -> None:
-    """A tensor that is zero throughout, as a bias is at first, is a single row, which looks like an empty panel."""
+    """A tensor of zeros, such as an initial bias, is a single row, which looks like an empty panel."""
     zeros = np.zeros(NUM_COUNTS, np.int64)
     zeros[1 + len(EDGES) // 2 - 1] = 5
     histograms = {"parameter/net.bias/hist": [Histogram(zeros)] * 3, "parameter/net.weight/hist": [histogram(0.3), histogram(3.0)]}
@@ -369,15 +373,15 @@ def test_the_toolbar_is_not_on_the_chart(visit: Visit) -> None:
         visit.settle()
         overlaps: list[bool] = visit.page.eval_on_selector_all(
             f"#{section} .chart",
-            "all => all.map(one => one.querySelector('.modebar').getBoundingClientRect().bottom"
-            " > one.querySelector('.nsewdrag').getBoundingClientRect().top + 2)",
+            "all => all.map(item => item.querySelector('.modebar').getBoundingClientRect().bottom"
+            " > item.querySelector('.nsewdrag').getBoundingClientRect().top + 2)",
         )
         assert overlaps
         assert not any(overlaps)
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, tmp_path: Path) -> None:
-    """390 pixels: nothing has to be moved sideways, and a map has at least half of the width, whatever its sites are called."""
+    """390 pixels: nothing scrolls sideways, and a map has almost half of the width, also with long names of sites."""
     series = everything() | {f"activation/net.a_long_name_of_a_layer.{part}.projection_of_the_value/rms": [1.0, 2.0] for part in range(20)}
     write_report([load_store(write_store(tmp_path / "m.h5", series, modules=MODULES))], tmp_path / "m.html")
     visit = Visit(browser, tmp_path / "m.html", width=390)
@@ -392,8 +396,8 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, tmp_path:
     visit.page.close()
 
 
-def test_each_panel_says_how_it_is_read(visit: Visit) -> None:
-    """One sentence, for readers who see such a chart for the first time."""
+def test_each_panel_explains_how_to_read_it(visit: Visit) -> None:
+    """In a note, for readers who do not know such charts."""
     for section in ("heat", "profiles", "updates", "rcc", "attention", "histograms"):
         assert (visit.page.locator(f"#{section} .note").first.text_content() or "").startswith("How to read it: ")
 
@@ -413,7 +417,7 @@ def test_charts_of_heads_and_of_histograms(visit: Visit) -> None:
 
 
 def test_the_theme_follows_the_button(visit: Visit) -> None:
-    """Light where the system is, dark at a press; charts too."""
+    """Light with a light system, dark after a click; charts too."""
     visit.show("heat")
     assert ground(visit) == "rgb(245, 246, 248)"
     visit.page.click("#theme")
@@ -425,12 +429,12 @@ def test_the_theme_follows_the_button(visit: Visit) -> None:
 
 def ground(visit: Visit) -> str:
     """The page's colour."""
-    found: str = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    return found
+    background: str = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return background
 
 
 def test_many_sites_are_grouped_by_module(browser: Browser, tmp_path: Path) -> None:
-    """400 sites are 40 rows, each of the largest of its group; a click shows a group's sites; every site is one choice away."""
+    """400 sites are 40 rows, each with the largest value of its group; a click shows a group's sites; an option shows all sites."""
     series: dict[str, list[float | None]] = {
         f"activation/model.layers.{layer}.part{part}/rms": [float(layer + 1), float(100 * part + 1)]
         for layer in range(40)
@@ -455,8 +459,8 @@ def test_many_sites_are_grouped_by_module(browser: Browser, tmp_path: Path) -> N
     visit.page.close()
 
 
-def test_a_page_without_a_heat_map_is_alive_too(browser: Browser, tmp_path: Path) -> None:
-    """Of a run that has recorded nothing of its model the page says so, and its button works."""
+def test_a_page_without_a_heat_map_works(browser: Browser, tmp_path: Path) -> None:
+    """For a run without values of its model the verdict is unknown, and the button works."""
     write_report([load_store(write_store(tmp_path / "m.h5", {"loss": [1.0]}))], tmp_path / "m.html")
     visit = Visit(browser, tmp_path / "m.html")
     visit.page.locator("#theme").click()
@@ -466,26 +470,26 @@ def test_a_page_without_a_heat_map_is_alive_too(browser: Browser, tmp_path: Path
 
 
 def test_runs_side_by_side_and_their_difference(browser: Browser, comparison: Path) -> None:
-    """A map for each run and one of the difference, of sites in both; the table says what matched and what did not."""
+    """A map for each run and one of the difference of sites in both; the table shows the sites that matched."""
     visit = Visit(browser, comparison, dark=True)
     assert_it_draws_alone(visit, comparison)
     assert ground(visit) == "rgb(18, 22, 28)"
-    titles = visit.page.eval_on_selector_all("#heat-charts .chart", "all => all.map(one => one.layout.title.text)")
+    titles = visit.page.eval_on_selector_all("#heat-charts .chart", "all => all.map(item => item.layout.title.text)")
     assert titles == ["before", "after", "after against before"]
-    headings = visit.page.eval_on_selector_all("#match h2, #match h3", "all => all.map(one => one.textContent)")
+    headings = visit.page.eval_on_selector_all("#match h2, #match h3", "all => all.map(item => item.textContent)")
     expected = ["Comparison", "Options that differ", "Losses", "Sites that matched", "Largest differences of after to before"]
     assert headings == expected
     assert visit.page.locator("#match table").first.inner_text().split() == ["option", "before", "after", "every_n_steps", "10", "20"]
-    losses = visit.page.evaluate("document.getElementById('match-chart').data.map(one => [one.name, one.y[0]])")
+    losses = visit.page.evaluate("document.getElementById('match-chart').data.map(item => [item.name, item.y[0]])")
     assert losses == [["before: loss", 2.0], ["before: val_loss", 1.5], ["after: loss", 4.0], ["after: val_loss", 3.0]]
     difference: list[list[float | None]] = visit.page.evaluate(
-        "document.querySelectorAll('#heat-charts .chart')[2].data[0].z.map(row => [...row].map(one => Number.isFinite(one) ? one : null))"
+        "document.querySelectorAll('#heat-charts .chart')[2].data[0].z.map(row => [...row].map(x => Number.isFinite(x) ? x : null))"
     )
     rows = dict(zip(names_of_rows(visit), difference, strict=True))
     np.testing.assert_allclose(np.array(rows["net.fc1"], float), 1.0, atol=1e-3)  # twice the size: log2 is 1
     assert rows["net.fc2"] == rows["net.new"] == [None] * NUM_STEPS
     assert rows["net.relu"][-1] == 0.0  # zero in both
-    cells = visit.page.eval_on_selector_all("#match tbody tr", "all => all.map(one => one.innerText)")
+    cells = visit.page.eval_on_selector_all("#match tbody tr", "all => all.map(item => item.innerText)")
     (activation,) = [cell for cell in cells if cell.startswith("activation\t")]
     assert activation.split("\t")[:2] == ["activation", "4"]  # net.fc2 has its mean in both
     assert "1 of its 5 not in all" in activation
@@ -493,7 +497,7 @@ def test_runs_side_by_side_and_their_difference(browser: Browser, comparison: Pa
 
 
 def test_the_picture_of_the_readme(browser: Browser, page: Path, tmp_path: Path) -> None:
-    """The program that takes it works, and the one that is there is not too large to be looked at."""
+    """The program that takes it works, and the committed picture is not too large."""
     command = [sys.executable, str(DOCS / "report_picture.py"), str(page), str(tmp_path / "report.png")]
     subprocess.run(command, check=True)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""What the report reads of a store."""
+"""The content of a store as the report reads it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import numpy as np
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.record import ModuleInfo
-from lightning_module_monitor.report.run import of_training, read_run
+from lightning_module_monitor.record import TRAIN, ModuleInfo
+from lightning_module_monitor.report.stored_run import StoredRun, read_run
+from lightning_module_monitor.sinks.store.matrices import Table
+
+
+def training_table(run: StoredRun, kind: str, statistic: str) -> Table:
+    """The table of a kind and statistic in training, whatever its prefix."""
+    names = [(table.name.kind, table.statistic, table.name.stage) for table in run.tables]
+    return run.tables[names.index((kind, statistic, TRAIN))]
 
 
 def test_tables_hold_what_series_gives(tmp_path: Path) -> None:
-    """Each site's row is its series, NaN where it has none; figures without a site stand apart; what never came is left out."""
+    """Each site's row is its series, NaN where it has none; figures without a site stand apart; series without a value are left out."""
     series = {
         "activation/a/rms": [1.0, None, math.nan, math.inf],
         "activation/b/rms": [None, None, 3.0, 4.0],
@@ -34,13 +41,13 @@ def test_tables_hold_what_series_gives(tmp_path: Path) -> None:
         ("activation", "mean", ("a",)),
         ("validation/activation", "rms", ("a",)),
     ]
-    (rms,) = of_training(run.tables, "activation", "rms")
+    rms = training_table(run, "activation", "rms")
     assert rms.steps.tolist() == [0, 20, 30]  # at step 10 there is another statistic only
     np.testing.assert_array_equal(rms.values, [[1.0, math.nan, math.inf], [math.nan, 3.0, 4.0]])
     assert rms.is_recorded.tolist() == [[True, True, True], [False, True, True]]
-    (prefixed,) = of_training(run.tables, "gradient", "norm")
+    prefixed = training_table(run, "gradient", "norm")
     assert (prefixed.kind, prefixed.values.tolist()) == ("run1/gradient", [[5.0, 6.0]])
-    (gain,) = of_training(run.tables, "gradient_flow", "gain")
+    gain = training_table(run, "gradient_flow", "gain")
     assert gain.sites == ("a-b",)
     assert sorted((table.kind, table.statistic, table.values.tolist()) for table in run.figures) == [
         ("", "loss", [[0.5]]),
@@ -50,8 +57,8 @@ def test_tables_hold_what_series_gives(tmp_path: Path) -> None:
     assert run.attributes["configurations"][0]["first_step"] == 0
 
 
-def test_what_turned_up_late_is_at_its_modules_place(tmp_path: Path) -> None:
-    """Heads of attention, and parameters, have the place of their module; without a table of modules that of a site that they are in."""
+def test_late_sites_are_beside_their_modules(tmp_path: Path) -> None:
+    """Heads of attention follow their module; without a table of modules they follow the site that contains them."""
     names = ["net", "net.0", "net.0.attn", "net.0.attn.out", "net.1", "net.1.attn"]
     series = {f"activation/net.{site}/rms": [1.0] for site in ("0.attn", "0.attn.out", "1.attn")}
     late = {f"activation/net.{layer}.attn.head_{head}.query/rms": [2.0] for layer in (1, 0) for head in (0, 1)}
@@ -59,5 +66,5 @@ def test_what_turned_up_late_is_at_its_modules_place(tmp_path: Path) -> None:
     for modules in ([ModuleInfo(name, "Module", 0) for name in names], ()):
         store = load_store(write_store(tmp_path / f"{len(modules)}.h5", {**series, **late}, modules=modules))
         [table] = read_run(store).tables
-        assert table.sites == (*(f"net.0.{one}" for one in expected), *(f"net.1.{one}" for one in expected[:3]))
+        assert table.sites == (*(f"net.0.{name}" for name in expected), *(f"net.1.{name}" for name in expected[:3]))
         assert table.values[:, 0].tolist() == [1.0, 2.0, 2.0, 1.0, 1.0, 2.0, 2.0]

@@ -12,7 +12,7 @@ from lightning_module_monitor.health.history import rank_test
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.verdict import Verdict, verdict_of
 from lightning_module_monitor.record import Facts, Finding, GroupFacts, Key, ModuleInfo, ParameterFacts
-from lightning_module_monitor.report.run import early, late, typical
+from lightning_module_monitor.report.stored_run import early, late, typical
 from lightning_module_monitor.report.verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 

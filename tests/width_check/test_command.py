@@ -1,4 +1,4 @@
-"""The command line ``lightning-module-monitor coordinate-check``: what it prints and writes, exit statuses, one-line errors."""
+"""The command line ``lightning-module-monitor coordinate-check``: its output and files, exit statuses, one-line errors."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def error(capsys: pytest.CaptureFixture[str], config: object = None, *flags: str
 def test_table_and_status_are_those_of_python(capsys: pytest.CaptureFixture[str]) -> None:
     """The same rows as the function gives; status 1 where a module offends, 0 where none does."""
     expected = coordinate_check(lambda width: WideMlp(width, learning_rate=0.01), [16, 32, 64], seeds=2, tolerance=0.2, quiet=True)
-    assert not expected.is_sound  # the standard parametrization, compared with what is sound
+    assert not expected.is_sound  # the standard parametrization against mup
     status, out, _err = run(capsys)
     assert status == 1
     assert f"{expected['net.0', 'effective_update'].exponent:+.2f}" in out
     assert out.splitlines()[-1] == expected.summary
-    assert run(capsys, parametrization="sp", tolerance=3)[0] == 0
+    assert run(capsys, tolerance=3)[0] == 0
 
 
 def test_every_option_arrives(capsys: pytest.CaptureFixture[str]) -> None:
-    """Data, steps, terms, exponents of one's own, options of the Trainer; table and figure are written."""
+    """Data, steps, terms, exponents by pattern, options of the Trainer; table and figure are written."""
     status, out, _err = run(
         capsys,
         None,
@@ -83,7 +83,7 @@ def test_every_option_arrives(capsys: pytest.CaptureFixture[str]) -> None:
 def test_classes_of_the_current_folder_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     """As with ``python -m``: a project need not be installed."""
     Path("my_own_project.py").write_text("from helpers.widths import WideMlp\n\nclass Mine(WideMlp):\n    pass\n")
-    status, out, _err = run(capsys, model="my_own_project.Mine", parametrization="sp")
+    status, out, _err = run(capsys, model="my_own_project.Mine")
     assert status in (0, 1)
     assert "net.4" in out
 
@@ -92,6 +92,7 @@ def test_classes_of_the_current_folder_are_found(capsys: pytest.CaptureFixture[s
     ("changes", "message"),
     [
         ({"widths": [16]}, r"widths is \[16\]; expected at least two, .*"),
+        ({"parametrization": "sp"}, "parametrization is 'sp'; expected mup, or exponents by pattern of module names, .*"),
         ({"parametrisation": "mup"}, "CONFIG has the key 'parametrisation'; expected some of .*; nearest: 'parametrization'"),
         ({"width_argument": "size"}, "model is wrong: .*Option 'size' is not accepted"),
         ({"width_argument": 3}, "width_argument is 3; expected the name of one of the model's init_args."),
@@ -105,7 +106,7 @@ def test_classes_of_the_current_folder_are_found(capsys: pytest.CaptureFixture[s
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_wrong_configuration_is_one_line(capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str) -> None:
-    """What was wrong with its value, and what was expected; status 2."""
+    """The wrong value and the expected one; status 2."""
     assert re.fullmatch(message, error(capsys, **changes))
 
 
@@ -128,13 +129,13 @@ def test_a_file_that_is_no_configuration(capsys: pytest.CaptureFixture[str], tex
 
 
 def test_where_nothing_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before anything is trained."""
+    """An error before anything is trained."""
     assert error(capsys, None, "--figure=nowhere/check.png") == "'nowhere/check.png' cannot be written: there is no folder 'nowhere'."
 
 
 @pytest.mark.parametrize(("package", "flag", "extra"), [("jsonargparse", "", "cli"), ("matplotlib", "--figure=f.png", "plot")])
 def test_without_an_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str, flag: str, extra: str) -> None:
-    """The line says what to install."""
+    """The line has the command that installs it."""
     real = importlib.import_module
 
     def refuse(name: str, *args: Any) -> Any:
@@ -167,7 +168,7 @@ def test_the_configuration_in_configs(capsys: pytest.CaptureFixture[str], monkey
     config = yaml.safe_load(path.read_text())
     from lightning_module_monitor.width_check import command
 
-    assert set(config) == {*command.OWN_KEYS, *command.PASSED_ON}
+    assert set(config) == {*command.COMMAND_KEYS, *command.PASSED_ON}
 
 
 def test_help_has_an_example_that_is_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +180,7 @@ def test_help_has_an_example_that_is_one(capsys: pytest.CaptureFixture[str]) -> 
     example = yaml.safe_load(out.partition("with check.yaml:\n")[2].partition("  and, as in Python")[0])
     from lightning_module_monitor.width_check import command
 
-    assert set(example) <= {*command.OWN_KEYS, *command.PASSED_ON}
+    assert set(example) <= {*command.COMMAND_KEYS, *command.PASSED_ON}
     assert set(command.REQUIRED) <= set(example)
     for status in ("0  no module offends", "1  some module does", "2  the command, or CONFIG, is wrong", "3  a training failed"):
         assert status in out

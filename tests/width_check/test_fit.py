@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_module_monitor.width_check.verdict import fit_power_law, student_t
+from lightning_module_monitor.width_check.power_law import fit_power_law, student_t
 
 WIDTHS = np.repeat([128, 256, 512, 1024], 4)
 

@@ -1,29 +1,27 @@
-"""Roles from shapes, and how layers are trained from their optimizers."""
+"""Roles from shapes, and which layers are trained."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
-from lightning_module_monitor.width_check.layers import Layer, Upstream, describe, find_units, over_widths
+from lightning_module_monitor.width_check.layers import Layer, describe, over_widths
 
 WIDTHS = (8, 16, 32)
 
 
-def layer(make: Callable[[int], nn.Module], optimizer: Callable[[int, nn.Module], Optimizer] | None = None) -> Layer:
-    """What a module is over the widths; trained with SGD if nothing else is said."""
+def layer(make: Callable[[int], nn.Module], optimizer: Callable[[nn.Module], Optimizer] | None = None) -> Layer:
+    """A module over the widths, trained with SGD by default."""
     described = []
     for width in WIDTHS:
-        module = make(width)
-        optimizers = [optimizer(width, module) if optimizer is not None else SGD(module.parameters(), lr=0.1)]
-        described.append(describe({"it": module}, optimizers, {"it": Upstream()})["it"])
+        root = nn.Sequential(make(width))
+        optimizers = [optimizer(root[0]) if optimizer is not None else SGD(root.parameters(), lr=0.1)]
+        described.append(describe(root, optimizers)["0"])
     return over_widths(WIDTHS, described)
 
 
@@ -56,81 +54,29 @@ def test_role_by_the_growth_of_the_fans(make: Callable[[int], nn.Module], role: 
     assert layer(make).role == role
 
 
-@pytest.mark.parametrize("exponent", [-1.0, 0.0, 0.5, 1.0])
-def test_exponent_of_the_learning_rate(exponent: float) -> None:
-    """It is read from the optimizer's groups, for matrices and vectors each."""
-
-    def optimizer(width: int, module: nn.Module) -> Optimizer:
-        return Adam([{"params": [module.weight], "lr": 0.3 * width**exponent}, {"params": [module.bias], "lr": 0.1}])
-
-    found = layer(lambda n: nn.Linear(n, n), optimizer)
-    assert found.matrix_rate == pytest.approx(exponent)
-    assert found.vector_rate == 0.0
-
-
-def test_exponent_of_the_learning_rate_before_its_schedule() -> None:
-    """A warm-up from zero hides no learning rate."""
-
-    def optimizer(width: int, module: nn.Module) -> Optimizer:
-        one = SGD(module.parameters(), lr=1 / width)
-        torch.optim.lr_scheduler.LambdaLR(one, lambda _step: 0.0)
-        assert one.param_groups[0]["lr"] == 0
-        return one
-
-    assert layer(lambda n: nn.Linear(n, n), optimizer).matrix_rate == pytest.approx(-1)
-
-
-def test_a_learning_rate_that_is_no_power_of_the_width() -> None:
-    """It has no exponent, nor have two learning rates in one layer."""
-    rates = {8: 0.1, 16: 0.1, 32: 0.05}
-    assert layer(lambda n: nn.Linear(n, n), lambda n, module: SGD(module.parameters(), lr=rates[n])).matrix_rate is None
-    assert layer(lambda n: nn.Linear(n, n), lambda n, module: SGD(module.parameters(), lr=0.0)).matrix_rate is None
-
-    def two(_width: int, module: nn.Module) -> Optimizer:
-        return SGD([{"params": [module.in_proj_weight], "lr": 0.1}, {"params": [module.out_proj.weight], "lr": 0.2}])
-
-    assert layer(lambda n: nn.MultiheadAttention(n, 2), two).matrix_rate is None
-
-
 def test_frozen_layers_are_not_trained() -> None:
-    """Neither one without gradients, nor one that no optimizer has."""
-    frozen = layer(lambda n: nn.Linear(n, n).requires_grad_(False))
-    absent = layer(lambda n: nn.Linear(n, n), lambda _width, _module: SGD([nn.Parameter(torch.ones(1))], lr=0.1))
-    for one in (frozen, absent):
-        assert one.matrix_rate == one.vector_rate == -math.inf
-        assert not one.is_trained
-    only_bias = layer(lambda n: nn.Linear(n, n), lambda _width, module: SGD([module.bias], lr=0.1))
-    assert (only_bias.matrix_rate, only_bias.vector_rate, only_bias.is_trained) == (-math.inf, 0.0, True)
-
-
-class Own(SGD):
-    """An optimizer of the user's own, which may do anything."""
-
-
-@pytest.mark.parametrize(
-    ("make", "family", "decays"),
-    [
-        (lambda p: SGD(p, lr=0.1, momentum=0.9), "sgd", False),
-        (lambda p: SGD(p, lr=0.1, weight_decay=0.1), "sgd", True),
-        (lambda p: AdamW(p, lr=0.1), "entrywise", True),
-        (lambda p: Adam(p, lr=0.1), "entrywise", False),
-        (lambda p: Own(p, lr=0.1), None, False),
-        (lambda p: torch.optim.LBFGS(p, lr=0.1), None, False),
-    ],
-)
-def test_family_of_the_optimizer(make: Callable[[Any], Optimizer], family: str | None, decays: bool) -> None:
-    """Those whose update is known are told apart; of a subclass nothing is known."""
-    found = layer(lambda n: nn.Linear(n, n), lambda _width, module: make(module.parameters()))
-    assert (found.optimizer, found.has_weight_decay) == (family, decays)
+    """Neither a layer without gradients, nor one that no optimizer has."""
+    assert layer(lambda n: nn.Linear(n, n)).is_trained
+    assert not layer(lambda n: nn.Linear(n, n).requires_grad_(False)).is_trained
+    assert not layer(lambda n: nn.Linear(n, n), lambda _module: SGD([nn.Parameter(torch.ones(1))], lr=0.1)).is_trained
+    assert layer(lambda n: nn.Linear(n, n), lambda module: SGD([module.bias], lr=0.1)).is_trained
 
 
 def test_layers_are_modules_that_own_weights() -> None:
-    """MultiheadAttention is one layer with its projection; containers are none; a shared one counts once, a tied weight is said."""
+    """MultiheadAttention is one layer with its projection; containers are none; a shared one counts once; a tied weight is in two."""
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "block": nn.Sequential(nn.Linear(4, 4), nn.ReLU())})
     model["again"] = model["block"][0]
     model["tied"] = nn.Linear(4, 4, bias=False)
     model["tied"].weight = model["block"][0].weight
-    units = find_units(model)
-    assert list(units) == ["attention", "block.0", "tied"]
-    described = describe(units, [SGD(model.parameters(), lr=0.1)], {})
-    assert {name: one.is_shared for name, one in described.items()} == {"attention": False, "block.0": True, "tied": True}
+    described = describe(model, [SGD([model["tied"].weight], lr=0.1)])
+    assert {name: at_width.is_trained for name, at_width in described.items()} == {"attention": False, "block.0": True, "tied": True}
+
+
+def test_a_layer_around_layers_counts_its_own_weights_only() -> None:
+    """A module with a weight beside its layers is trained where this weight is."""
+    block = nn.Module()
+    block.scale = nn.Parameter(torch.ones(1))
+    block.fc = nn.Linear(2, 2)
+    model = nn.ModuleDict({"block": block})
+    described = describe(model, [SGD(block.fc.parameters(), lr=0.1)])
+    assert {name: at_width.is_trained for name, at_width in described.items()} == {"block": False, "block.fc": True}

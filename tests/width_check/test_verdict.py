@@ -1,4 +1,4 @@
-"""Verdicts on values that are made up, and the report of them."""
+"""Verdicts on made-up values, and their table, frame and figure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from lightning_module_monitor import WidthCheck
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.width_check.power_law import Row, judge
 from lightning_module_monitor.width_check.settings import Settings
-from lightning_module_monitor.width_check.verdict import Row, judge
 
 WIDTHS = np.array([128, 256, 512, 1024])
 DEFAULTS: dict[str, Any] = {
@@ -58,49 +58,52 @@ def row(values: np.ndarray, expected: float | None = 0.0, module: str = "fc", te
     ],
 )
 def test_verdict_by_the_interval(exponent: float, scatter: float, expected: float | None, verdict: str) -> None:
-    """The whole interval has to lie within the tolerance, or the whole of it outside; else nothing is claimed."""
-    found = row(power(exponent, scatter), expected)
-    assert found.verdict == verdict
-    assert found.exponent == pytest.approx(exponent)
-    assert found.lower <= found.exponent <= found.upper
-    assert found.is_offending == (verdict in ("grows", "vanishes"))
+    """The whole interval has to be within the tolerance, or outside of it; else the verdict is unclear."""
+    judged = row(power(exponent, scatter), expected)
+    assert judged.verdict == verdict
+    assert judged.exponent == pytest.approx(exponent)
+    assert judged.lower <= judged.exponent <= judged.upper
+    assert judged.is_offending == (verdict in ("grows", "vanishes"))
 
 
 def test_zero_at_every_width() -> None:
-    """Right where nothing can change, unclear where something should."""
+    """Right where nothing can change, and of the input of a layer, as of the first; unclear where weights should change."""
     right, wrong = row(np.zeros((4, 4)), -math.inf), row(np.zeros((4, 4)), 0.0)
     assert (right.verdict, right.exponent, right.note) == ("ok", -math.inf, "")
+    first = row(np.zeros((4, 4)), 0.0, term="propagating_update")
+    assert (first.verdict, first.exponent, first.note) == ("ok", -math.inf, "")
+    assert row(np.zeros((4, 4)), 0.5, term="propagating_update").verdict == "unclear"
     assert (wrong.verdict, wrong.exponent) == ("unclear", -math.inf)
     assert wrong.note == "zero at every width: is it trained, and has it a gradient in these steps?"
 
 
 def test_zero_in_some_runs() -> None:
-    """They have no logarithm: they are left out and said, and the verdict is open."""
+    """They have no logarithm: they are left out with a note, and the verdict is open."""
     values = power(0.5)
     values[0, :2] = 0
-    found = row(values)
-    assert (found.verdict, found.note) == ("unclear", "zero in 2 of 16 runs, which are left out")
-    assert found.exponent == pytest.approx(0.5)
+    judged = row(values)
+    assert (judged.verdict, judged.note) == ("unclear", "zero in 2 of 16 runs, which are left out")
+    assert judged.exponent == pytest.approx(0.5)
     values[1:] = 0
-    found = row(values)
-    assert (found.verdict, found.note) == ("unclear", "zero at all widths but 128")
-    assert math.isnan(found.exponent)
+    judged = row(values)
+    assert (judged.verdict, judged.note) == ("unclear", "zero at all widths but 128")
+    assert math.isnan(judged.exponent)
 
 
 def test_not_zero_where_zero_is_expected() -> None:
-    """Its exponent is fitted, and the surprise is said."""
-    found = row(power(0.5), -math.inf)
-    assert (found.verdict, found.note, round(found.exponent, 6)) == ("unclear", "expected to be zero, and is not", 0.5)
+    """Its exponent is fitted, with a note."""
+    judged = row(power(0.5), -math.inf)
+    assert (judged.verdict, judged.note, round(judged.exponent, 6)) == ("unclear", "expected to be zero, and is not", 0.5)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_offends(bad: float) -> None:
-    """It is never fitted around: the widths are named."""
+def test_a_value_that_is_not_finite_offends(bad: float) -> None:
+    """There is no fit; the widths are named."""
     values = power(0.0)
     values[2, 1] = values[3, 0] = bad
-    found = row(values)
-    assert (found.verdict, found.is_offending, found.note) == ("nonfinite", True, "not finite at width 512, 1024")
-    assert math.isnan(found.exponent)
+    judged = row(values)
+    assert (judged.verdict, judged.is_offending, judged.note) == ("nonfinite", True, "not finite at width 512, 1024")
+    assert math.isnan(judged.exponent)
 
 
 @pytest.fixture
@@ -120,8 +123,8 @@ def check() -> WidthCheck:
 
 
 def test_offending_modules_come_first(check: WidthCheck) -> None:
-    """What is not finite, then by distance; the rest keeps the model's order."""
-    assert [(one.module, one.verdict) for one in check] == [
+    """Rows that are not finite, then by distance; the rest keeps the model's order."""
+    assert [(row.module, row.verdict) for row in check] == [
         *(("d", "nonfinite"), ("c", "vanishes"), ("b", "grows")),
         *(("a", "ok"), ("a", "ok"), ("e", "unclear")),
     ]
@@ -134,7 +137,7 @@ def test_offending_modules_come_first(check: WidthCheck) -> None:
 
 
 def test_unclear_rows_do_not_offend() -> None:
-    """A check of which nothing is known to be wrong is sound, and says how much is open."""
+    """A check without an offending row is sound, and its summary has the number of unclear rows."""
     check = WidthCheck([row(power(0.3), None), row(power(0.0), module="ok")], SETTINGS)
     assert check.is_sound
     assert check.summary == "no offending module; 1 of 2 rows unclear"
@@ -186,7 +189,7 @@ def test_frame(check: WidthCheck) -> None:
     """The rows in their order, numbers as numbers, NaN for what is not known."""
     frame = check.to_frame()
     assert list(frame.columns) == ["module", "role", "term", "exponent", "lower", "upper", "expected", "verdict", "note"]
-    assert frame["module"].tolist() == [one.module for one in check]
+    assert frame["module"].tolist() == [row.module for row in check]
     assert frame["exponent"].dtype == frame["expected"].dtype == np.float64
     assert frame["expected"].tolist()[:3] == [0, 0, 0]
     assert math.isnan(frame["expected"].tolist()[-1])
@@ -212,9 +215,9 @@ def test_plot_of_one_term(check: WidthCheck) -> None:
     assert (axes.get_title(loc="left"), axes.get_xlabel(), axes.get_ylabel()) == ("effective update", "width", "root mean square")
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     plt.close("all")
-    own = Figure().subplots()
-    assert check.plot("propagating_update", ax=own) is own
-    assert own.get_title(loc="left") == "propagating update"
+    panel = Figure().subplots()
+    assert check.plot("propagating_update", ax=panel) is panel
+    assert panel.get_title(loc="left") == "propagating update"
     with pytest.raises(ConfigError, match=r"term is 'effective'; expected one of .*; nearest: 'effective_update'"):
         check.plot("effective")
     assert plt.get_fignums() == []
@@ -225,7 +228,7 @@ WITH_EXTRAS = [("to_frame", "pandas", "pandas"), ("figure", "matplotlib", "plot"
 
 @pytest.mark.parametrize(("method", "package", "extra"), WITH_EXTRAS)
 def test_without_an_extra(check: WidthCheck, method: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what to install."""
+    """The error has the command that installs it."""
     hide(monkeypatch, package)
     with pytest.raises(
         ImportError, match=rf"{package}.* is not installed. Install it with: pip install 'lightning-module-monitor\[{extra}\]'"
@@ -252,7 +255,7 @@ def test_without_an_extra(check: WidthCheck, method: str, package: str, extra: s
         ("terms", [], "terms is empty"),
         ("confidence", 95, "confidence is 95; expected a number between 0 and 1"),
         ("tolerance", 0, "tolerance is 0; expected a number > 0"),
-        ("parametrization", "SP", "parametrization is 'SP'; .*; nearest: 'sp'"),
+        ("parametrization", "SP", "parametrization is 'SP'; expected mup, or exponents by pattern"),
         ("trainer", ["cpu"], r"trainer is \['cpu'\]; expected options"),
         ("trainer", {"precisions": 16}, "trainer has 'precisions', which is no option of the Trainer; nearest: 'precision'"),
         ("trainer", {"logger": True}, "trainer has 'logger', which the check sets itself; leave it out"),
@@ -260,9 +263,7 @@ def test_without_an_extra(check: WidthCheck, method: str, package: str, extra: s
     ],
 )
 def test_wrong_settings(option: str, wrong: object, message: str) -> None:
-    """Said before anything is trained: the value, what was expected, the nearest right name."""
-    from lightning_module_monitor.errors import ConfigError
-
+    """An error before anything is trained, with the value, the expected one and the nearest name."""
     with pytest.raises(ConfigError, match=message):
         Settings.parse(**DEFAULTS | {option: wrong})
 
@@ -273,4 +274,4 @@ def test_settings_in_their_other_forms() -> None:
     assert (settings.widths, settings.seeds, settings.terms) == ((64, 128, 192, 256), (3, 1), ("effective_update",))
     settings = Settings.parse(**DEFAULTS | {"widths": 2 ** np.arange(6, 9), "seeds": list(np.arange(2)), "steps": 1})
     assert (settings.widths, settings.seeds) == ((64, 128, 256), (0, 1))
-    assert {type(one) for one in settings.widths + settings.seeds} == {int}
+    assert {type(number) for number in settings.widths + settings.seeds} == {int}

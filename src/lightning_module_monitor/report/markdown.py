@@ -1,4 +1,4 @@
-"""The verdict on a run as one page of Markdown, for a log of continuous integration or a language model, and as JSON."""
+"""The verdict on a run as a page of Markdown, for logs of continuous integration and language models, and as JSON."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.health.verdict import LEVELS, Verdict
 from lightning_module_monitor.record import LOSS, ModuleInfo
-from lightning_module_monitor.report.run import Run, early, late, typical
+from lightning_module_monitor.report.stored_run import StoredRun, early, late, typical
 from lightning_module_monitor.sinks.store.matrices import Table
 
 MAX_SERIES = 12
-"""Limit of the series that are shown."""
+"""Largest number of series on the page."""
 MAX_MODULES = 50
-"""Limit of the modules that are shown."""
+"""Largest number of modules on the page."""
 MAX_STEPS = 8
-"""Limit of the steps at which values are shown."""
+"""Largest number of steps whose values are on the page, besides first steps of diagnoses."""
 
 QUERIES = """\
 ## Queries
@@ -56,7 +56,7 @@ print("\\n".join(store.keys()))
 """
 
 
-def as_json(run: Run, verdict: Verdict) -> str:
+def as_json(run: StoredRun, verdict: Verdict) -> str:
     """The verdict with its diagnoses, findings and checks."""
     steps = run.steps
     content = {
@@ -69,15 +69,15 @@ def as_json(run: Run, verdict: Verdict) -> str:
         "num_sites": len(run.sites),
         "level": verdict.level,
         "headline": verdict.headline,
-        "diagnoses": [dataclasses.asdict(one) for one in verdict.diagnoses],
-        "findings": [{"level": LEVELS[one.severity], **dataclasses.asdict(one)} for one in verdict.findings],
-        "checks": [{**dataclasses.asdict(one), "fired": [fired.key for fired in one.fired]} for one in verdict.checks],
+        "diagnoses": [dataclasses.asdict(diagnosis) for diagnosis in verdict.diagnoses],
+        "findings": [{"level": LEVELS[finding.severity], **dataclasses.asdict(finding)} for finding in verdict.findings],
+        "checks": [{**dataclasses.asdict(check), "fired": [figure.key for figure in check.fired]} for check in verdict.checks],
     }
     return json.dumps(content, indent=2)
 
 
-def as_markdown(run: Run, verdict: Verdict) -> str:
-    """The page: verdict, diagnoses, the findings and series behind them, checks, what the store has, and queries to go on with."""
+def as_markdown(run: StoredRun, verdict: Verdict) -> str:
+    """The page: verdict, diagnoses, their findings and series, checks, modules, the store's tables, and queries in Python."""
     steps = run.steps
     version = f"lightning-module-monitor {run.attributes['package_version']}"
     parts = [
@@ -88,19 +88,19 @@ def as_markdown(run: Run, verdict: Verdict) -> str:
     ]
     if verdict.findings:
         parts += ["## Findings", _table(["level", "name", "kind", "site", "step", "evidence"], _findings(verdict))]
-    of_context = [table.key(0) for table in run.context if table.statistic in (LOSS, "lr")]
     series = run.series
-    shown = [key for key in dict.fromkeys([*of_context, *(one.key for one in verdict.findings)]) if key in series][:MAX_SERIES]
-    if shown:
-        places = np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int).tolist()
-        at = sorted({*(steps[place] for place in places), *(one.first_step for one in verdict.diagnoses)})
-        rows = [(key, *(_value_at(*series[key], step) for step in at)) for key in shown]
-        parts += ["## Series", _table(["key", *(f"step {step}" for step in at)], rows)]
-    checks = [(one.name, one.status, str(one.num_series), str(one.num_records), one.reason) for one in verdict.checks]
+    candidates = [table.key(0) for table in run.context if table.statistic in (LOSS, "lr")] + [finding.key for finding in verdict.findings]
+    keys = [key for key in dict.fromkeys(candidates) if key in series][:MAX_SERIES]
+    if keys:
+        indices = np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int).tolist()
+        columns = sorted({*(steps[index] for index in indices), *(diagnosis.first_step for diagnosis in verdict.diagnoses)})
+        rows = [(key, *(_value_at(*series[key], step) for step in columns)) for key in keys]
+        parts += ["## Series", _table(["key", *(f"step {step}" for step in columns)], rows)]
+    checks = [(check.name, check.status, str(check.num_series), str(check.num_records), check.reason) for check in verdict.checks]
     parts += ["## Checks", _table(["name", "status", "series", "records", "reason"], checks)]
     if run.modules:
         header = ["module", "type", "parameters", "output shape", "output dtype"]
-        parts += [f"## Model: {counted(len(run.modules), 'module')}", _table(header, _rows_of(run.modules))]
+        parts += [f"## Model: {counted(len(run.modules), 'module')}", _table(header, _module_rows(run.modules))]
     parts += ["## What the store has", "Keys are `[prefix/][stage/]kind/site/statistic`, without a stage those of training.", _kinds(run)]
     if run.tables:
         first = run.tables[0]
@@ -110,18 +110,19 @@ def as_markdown(run: Run, verdict: Verdict) -> str:
 
 def _diagnoses(verdict: Verdict) -> list[str]:
     texts = []
-    for number, one in enumerate(verdict.diagnoses, 1):
-        where = f", first at `{_text(one.site)}`" if one.site else ""
-        follows = f" {counted(one.num_consequences, 'other finding')} may follow from it." if one.num_consequences else ""
-        lines = [f"{number}. **{_text(one.headline)}**, from step {one.first_step} on{where}.{follows}"]
-        texts.append("\n   - ".join([*lines, *map(_text, one.evidence), f"Try: {_text(one.advice)}."]))
+    for number, diagnosis in enumerate(verdict.diagnoses, 1):
+        where = f", first at `{_text(diagnosis.site)}`" if diagnosis.site else ""
+        num = diagnosis.num_consequences
+        follows = f" {counted(num, 'other finding')} may follow from it." if num else ""
+        first = f"{number}. **{_text(diagnosis.headline)}**, from step {diagnosis.first_step} on{where}.{follows}"
+        texts.append("\n   - ".join([first, *map(_text, diagnosis.evidence), f"Try: {_text(diagnosis.advice)}."]))
     return texts
 
 
 def _findings(verdict: Verdict) -> Iterator[Sequence[str]]:
     for level, name, findings in verdict.problems:
-        for one in findings:
-            yield level, name, one.kind, one.site, str(one.step), one.words
+        for finding in findings:
+            yield level, name, finding.kind, finding.site, str(finding.step), finding.words
 
 
 def _value_at(table: Table, row: int, step: int) -> str:
@@ -130,15 +131,15 @@ def _value_at(table: Table, row: int, step: int) -> str:
     return f"{table.values[row, recorded[-1]]:.4g}" if len(recorded) else ""
 
 
-def _rows_of(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
-    for one in modules[:MAX_MODULES]:
-        shape = "" if one.output_shape is None else str(one.output_shape)
-        yield one.name, one.type, f"{one.num_parameters:,}", shape, one.output_dtype
+def _module_rows(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
+    for module in modules[:MAX_MODULES]:
+        shape = "" if module.output_shape is None else str(module.output_shape)
+        yield module.name, module.type, f"{module.num_parameters:,}", shape, module.output_dtype
     if len(modules) > MAX_MODULES:
         yield f"and {len(modules) - MAX_MODULES} more: `store.modules()`", "", "", "", ""
 
 
-def _kinds(run: Run) -> str:
+def _kinds(run: StoredRun) -> str:
     rows = []
     for table in (*run.tables, *run.figures):
         medians = (f"{typical(typical(part(table.values))):.4g}" for part in (early, late))

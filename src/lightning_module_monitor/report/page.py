@@ -1,4 +1,4 @@
-"""The page: one HTML file with the runs' numbers, plotly's script, and the page's own, that needs no network."""
+"""The page: an HTML file with the runs' numbers, plotly's script and the page's own scripts; it needs no network."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from lightning_module_monitor.health.verdict import (
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.payload import Payload
-from lightning_module_monitor.report.run import Run, read_run
+from lightning_module_monitor.report.stored_run import StoredRun, read_run
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.store.rewrite import whole_file
 
 SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
-"""In this order: each uses those before it."""
+"""In this order: each uses the scripts before it."""
 SECTIONS = {
     "verdict": "Verdict",
     "match": "Comparison",
@@ -56,19 +56,19 @@ OneStore: TypeAlias = str | os.PathLike[str] | StoreReader
 
 
 def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[str] | None = None) -> Path:
-    """Write the page about one run, or about several side by side.
+    """Write the page about a run, or about several runs side by side.
 
     Args:
-        stores: The run's store, or several; the runs may be going on. Differences are to the first.
-        path: The HTML file; missing folders are made, and what is there is replaced once the page is whole. Default: beside the store,
-            as ``monitor.html``; of several runs ``compare.html`` in the current folder.
+        stores: The store of the run, or several stores; runs may still be writing. Differences are relative to the first.
+        path: The HTML file. Missing folders are made, and an existing file is replaced once the page is complete. Default:
+            ``monitor.html`` beside the store; for several runs ``compare.html`` in the current folder.
 
     Returns:
         The path of the HTML file.
 
     Raises:
-        FileNotFoundError: If there is no such store.
-        ValueError: If a file is no store that this version can read.
+        FileNotFoundError: If a store does not exist.
+        ValueError: If this version cannot read a file as a store.
         ImportError: If the extra ``report`` is not installed.
         OSError: If the file cannot be written.
 
@@ -78,8 +78,8 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
     """
     plotly = require("plotly.offline", "report")
     jinja2 = require("jinja2", "report")
-    given = [stores] if isinstance(stores, str | os.PathLike | StoreReader) else stores
-    readers = [one if isinstance(one, StoreReader) else load_store(one) for one in given]
+    sources = [stores] if isinstance(stores, str | os.PathLike | StoreReader) else stores
+    readers = [source if isinstance(source, StoreReader) else load_store(source) for source in sources]
     if path is None:
         path = "compare.html" if len(readers) > 1 else readers[0].path.with_suffix(".html")
     path = Path(path)
@@ -92,7 +92,7 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
         **_context(runs, payload),
         style=safe(_asset("page.css")),
         scripts=[safe(script) for script in scripts],
-        # No browser takes it for markup.
+        # Without "<" no browser reads it as markup.
         payload=safe(json.dumps(payload, separators=(",", ":")).replace("<", "\\u003c")),
         policy=_policy(scripts),
     )
@@ -106,13 +106,13 @@ def _asset(name: str) -> str:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """The content security policy: the page loads nothing, and runs these scripts only, whatever a name or an option holds."""
+    """The content security policy: the page loads nothing and runs only these scripts, also if a name or an option contains one."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src {hashes}; {rest}"
 
 
-def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, Any]:
+def _payload(stores: Sequence[StoreReader], runs: Sequence[StoredRun]) -> dict[str, Any]:
     num_histograms = sum(len(run.histograms) for run in runs)
     payload = Payload(sum(len(table.sites) for run in runs for table in run.tables), num_histograms)
     content = [
@@ -120,21 +120,21 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[Run]) -> dict[str, An
             "name": name,
             "tables": [payload.table(table) for table in run.tables],
             "context": [payload.table(table) for table in run.context],
-            "modules": {one.name: _in_words(one) for one in run.modules},
-            "histograms": [one for kind in store.histogram_kinds() for one in payload.histograms(store, kind)],
+            "modules": {module.name: _type_and_output(module) for module in run.modules},
+            "histograms": [table for kind in store.histogram_kinds() for table in payload.histograms(store, kind)],
         }
         for name, store, run in zip(distinct_names([run.path for run in runs]), stores, runs, strict=True)
     ]
     return {"runs": content, "lists": payload.lists()}
 
 
-def _in_words(module: ModuleInfo) -> str:
-    """A module in a line: ``Linear, output [32, 64] float32``."""
+def _type_and_output(module: ModuleInfo) -> str:
+    """A line such as ``Linear, output [32, 64] float32``."""
     return module.type + (f", output {[*module.output_shape]} {module.output_dtype}" if module.output_shape is not None else "")
 
 
 def distinct_names(paths: Sequence[str]) -> list[str]:
-    """The parts of paths that differ, without common beginnings and ends.
+    """The parts in which paths differ, without common beginnings and ends.
 
     >>> distinct_names(["runs/a/version_0/monitor.h5", "runs/b/version_0/monitor.h5"])
     ['a', 'b']
@@ -144,7 +144,7 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
         return [Path(paths[0]).name]
 
     def num_common(parts: Sequence[Sequence[str]]) -> int:
-        return len([*itertools.takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))])
+        return len([*itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))])
 
     start, end = num_common(parts), num_common([part[::-1] for part in parts])
     for stop in (-end or None, None):  # one path may be the beginning of another
@@ -154,11 +154,11 @@ def distinct_names(paths: Sequence[str]) -> list[str]:
     return [f"{number}: {Path(path).stem}" for number, path in enumerate(paths, 1)]
 
 
-def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
+def _context(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> dict[str, Any]:
     several = len(runs) > 1
     names = {"verdict", "run", *(["match"] if several else []), *_filled_sections(runs, payload)}
     shown = [_shown(run, content["name"]) for run, content in zip(runs, payload["runs"], strict=True)]
-    # The folders identify the run, and the file's name does not: digits/version_0/monitor.h5.
+    # The folders identify the run, not the file's name: digits/version_0/monitor.h5.
     title = " and ".join(run["name"] for run in shown) if several else "/".join(Path(runs[0].path).resolve().parts[-3:])
     return {
         "title": title,
@@ -170,23 +170,23 @@ def _context(runs: Sequence[Run], payload: Mapping[str, Any]) -> dict[str, Any]:
         "runs": shown,
         "matches": match(runs) if several else [],
         "changes": [
-            {"name": one["name"], "rows": [_shown_change(change) for change in largest_changes(runs[0], run)]}
-            for run, one in zip(runs[1:], shown[1:], strict=True)
+            {"name": content["name"], "rows": [_shown_change(change) for change in largest_changes(runs[0], run)]}
+            for run, content in zip(runs[1:], shown[1:], strict=True)
         ],
-        "first": next((run["series_of_beginning"] for run in shown if run["series_of_beginning"]), ""),
+        "first": next((run["first_series"] for run in shown if run["first_series"]), ""),
         "above": sorted({table.statistic for run in runs for table in run.context}, key=lambda name: name != "loss"),
         "options_that_differ": differing_options(runs) if several else [],
     }
 
 
-def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str]:
-    """The sections that there are numbers for."""
+def _filled_sections(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> set[str]:
+    """The sections that have data."""
     in_training = {(table.name.kind, table.statistic) for run in runs for table in run.tables if table.name.stage == TRAIN}
     kinds = {kind for kind, _statistic in in_training}
-    of_sizes = {"rms", "norm", "abs_max", "abs_mean"}
+    sizes = {"rms", "norm", "abs_max", "abs_mean"}
     filled = {
         "heat": any(run.tables for run in runs),
-        "profiles": any(statistic in of_sizes for _kind, statistic in in_training) or ("gradient_flow", "gain") in in_training,
+        "profiles": any(statistic in sizes for _kind, statistic in in_training) or ("gradient_flow", "gain") in in_training,
         "updates": ("update", "ratio") in in_training,
         "rcc": bool(kinds & {"rcc_effective_update", "rcc_propagating_update", "rcc_alignment"}),
         "attention": any(table.name.kind.startswith("attention_") for run in runs for table in run.tables),
@@ -196,23 +196,24 @@ def _filled_sections(runs: Sequence[Run], payload: Mapping[str, Any]) -> set[str
     return {name for name, is_filled in filled.items() if is_filled}
 
 
-def _shown(run: Run, name: str) -> dict[str, Any]:
+def _shown(run: StoredRun, name: str) -> dict[str, Any]:
     verdict = run.verdict()
     problems = _problems(verdict)
-    causes = [(one, [problem.name for problem in verdict.findings if problem.words in one.evidence]) for one in verdict.diagnoses]
-    causes = [(one, [*dict.fromkeys(own)]) for one, own in causes]
-    explained = {problem for one, own in causes for problem in (*own, *one.consequences)}
+    causes = []
+    explained: set[str] = set()
+    for diagnosis in verdict.diagnoses:
+        symptoms = dict.fromkeys(finding.name for finding in verdict.findings if finding.words in diagnosis.evidence)
+        consequences = dict.fromkeys(diagnosis.consequences)
+        explained |= {*symptoms, *consequences}
+        causes.append((diagnosis, *([problems[name] for name in names if name in problems] for names in (symptoms, consequences))))
     return {
         "name": name,
         "path": run.path,
         "extent": run.extent,
         "verdict": verdict,
-        "series_of_beginning": _series(verdict.beginning) if verdict.beginning else "",
-        "causes": [
-            (cause, [problems[one] for one in own if one in problems], [problems[one] for one in dict.fromkeys(cause.consequences)])
-            for cause, own in causes
-        ],
-        "others": [one for problem, one in problems.items() if problem not in explained],
+        "first_series": _series(verdict.beginning) if verdict.beginning else "",
+        "causes": causes,
+        "others": [problem for name, problem in problems.items() if name not in explained],
         "checks": [
             ("found nothing", verdict.checks_with(NOT_FOUND)),
             (PASSED_OVER, verdict.checks_with(PASSED_OVER)),
@@ -221,7 +222,9 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
         ],
         "facts": _facts(run),
         "figures": [_figure_row(table) for table in run.figures],
-        "modules": [{**one._asdict(), "depth": one.name.count("."), "last": one.name.rpartition(".")[2]} for one in run.modules],
+        "modules": [
+            {**module._asdict(), "depth": module.name.count("."), "last": module.name.rpartition(".")[2]} for module in run.modules
+        ],
         "configurations": [
             {**part, "options": [(option, as_text(value)) for option, value in part["configuration"].items()]}
             for part in reversed(run.attributes["configurations"])
@@ -230,18 +233,16 @@ def _shown(run: Run, name: str) -> dict[str, Any]:
 
 
 def _problems(verdict: Verdict) -> dict[str, dict[str, Any]]:
-    """By name what a check found: the findings, what it looks at, and its sites, the largest values first."""
+    """The findings of each check by its name, with its definition and its sites, the largest values first."""
     fired = {check.name: check.fired for check in verdict.checks}
     problems: dict[str, dict[str, Any]] = {}
     for level, name, findings in verdict.problems:
-        worst = sorted(fired.get(name, ()), key=lambda one: -abs(one.value))
-        keys = [Key.parse(one.key) for one in worst if Key.parse(one.key).site]
+        figures = sorted(fired.get(name, ()), key=lambda figure: -abs(figure.value))
+        keys = [key for key in (Key.parse(figure.key) for figure in figures) if key.site]
         sites = [(key.site, json.dumps({"kind": key.full_kind, "statistic": key.statistic, "site": key.site})) for key in keys]
         definition = DETECTORS[name].formula if name in DETECTORS else ""
-        shown = [(one, _series(one)) for one in findings]
-        problems.setdefault(name, {"level": level, "name": name, "definition": definition, "findings": [], "sites": sites})["findings"] += (
-            shown
-        )
+        problem = {"level": level, "name": name, "definition": definition, "findings": [], "sites": sites}
+        problems.setdefault(name, problem)["findings"] += [(finding, _series(finding)) for finding in findings]
     return problems
 
 
@@ -250,19 +251,19 @@ def _shown_change(change: Change) -> dict[str, Any]:
     return {**vars(change), "series": _series(change), "before": f"{change.before:.3g}", "after": f"{change.after:.3g}", "factor": factor}
 
 
-def _series(shown_by: Finding | Change) -> str:
-    """The series that the page's script shows when a site's name is pressed; empty if there is none."""
-    if not shown_by.statistic:
+def _series(source: Finding | Change) -> str:
+    """The series that the page's script shows when the site's name is pressed; empty without a series."""
+    if not source.statistic:
         return ""
-    return json.dumps({"kind": shown_by.kind, "statistic": shown_by.statistic, "site": shown_by.site})
+    return json.dumps({"kind": source.kind, "statistic": source.statistic, "site": source.site})
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _facts(run: StoredRun) -> list[tuple[str, str]]:
     """Facts about the run, and the cost of monitoring it."""
     attributes, steps = run.attributes, run.steps
     facts = [
         ("store", run.path),
-        ("begun", str(attributes["started"])),
+        ("started", str(attributes["started"])),
         ("lightning-module-monitor", str(attributes["package_version"])),
         ("format of the store", str(attributes["format_version"])),
         ("monitored steps", f"{len(steps)}" + (f", {steps[0]} to {steps[-1]}" if steps else "")),
@@ -273,7 +274,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     for table in run.figures:
         shares = table.values[np.isfinite(table.values)]
         if (table.name.kind, table.statistic) == (OWN_KIND, OVERHEAD_FRACTION) and shares.size:
-            facts.append(("cost of monitoring", f"{shares.mean():.2%} of the time of training, on the average"))
+            facts.append(("cost of monitoring", f"{shares.mean():.2%} of the time of training, on average"))
     return facts
 
 

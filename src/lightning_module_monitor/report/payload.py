@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Table
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
 MAX_NUMBERS = 5_000_000
-"""In all tables together: some 15 MB of the page."""
+"""Largest number of values in all tables together: about 15 MB of the page."""
 FEWEST_COLUMNS, MOST_COLUMNS = 50, 1000
 """Limits of a table's columns."""
 MAX_HISTOGRAMS = 40_000
@@ -32,7 +33,12 @@ _LARGEST = 3.4e38
 
 
 class Payload:
-    """Packs the tables and histograms of so many series together; lists that several tables share are on the page once."""
+    """Packs tables and histograms. Lists of sites and steps that several tables share are stored once.
+
+    Args:
+        num_series: Number of series in all tables; limits the columns of each.
+        num_histogram_series: Number of series of histograms; limits the steps of each.
+    """
 
     def __init__(self, num_series: int, num_histogram_series: int) -> None:
         self._max_columns = int(np.clip(MAX_NUMBERS // max(1, num_series), FEWEST_COLUMNS, MOST_COLUMNS))
@@ -40,23 +46,23 @@ class Payload:
         self._lists: dict[tuple[str | int, ...], int] = {}
 
     def table(self, table: Table) -> dict[str, Any]:
-        """One table."""
-        condensed = condense(table, self._max_columns)
+        """A table of numbers."""
+        condensed, last_steps = condense(table, self._max_columns)
         return {
             **{"kind": table.kind, "base": table.name.kind, "stage": table.name.stage, "statistic": table.statistic},
-            "sites": self._place(table.sites),
-            "first": self._place(condensed.first_steps.tolist()),
-            "last": self._place(condensed.last_steps.tolist()),
+            "sites": self._index(table.sites),
+            "first": self._index(condensed.steps.tolist()),
+            "last": self._index(last_steps.tolist()),
             "data": pack(condensed.values, condensed.is_recorded),
         }
 
     def histograms(self, store: StoreReader, kind: str) -> list[dict[str, Any]]:
-        """The histograms of one kind, as shares of the elements: one for each statistic that is one."""
+        """The histograms of a kind as shares of the elements, a table for each statistic."""
         matrix = store.histogram_matrix(kind, self._max_histograms)
-        places: dict[str, list[int]] = {}
-        for place, key in enumerate(matrix.keys):
-            places.setdefault(key.statistic, []).append(place)
-        return [self._histogram(kind, statistic, matrix, columns) for statistic, columns in places.items()]
+        columns_by_statistic: dict[str, list[int]] = {}
+        for column, key in enumerate(matrix.keys):
+            columns_by_statistic.setdefault(key.statistic, []).append(column)
+        return [self._histogram(kind, statistic, matrix, columns) for statistic, columns in columns_by_statistic.items()]
 
     def _histogram(self, kind: str, statistic: str, matrix: HistogramMatrix, columns: list[int]) -> dict[str, Any]:
         counts = matrix.counts[:, columns]
@@ -66,65 +72,54 @@ class Payload:
         low, high = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (NUM_BINS // 2, NUM_BINS // 2 + 1)
         return {
             **{"kind": kind, "statistic": statistic, "bins": list(LABELS[FINITE][low:high])},
-            "sites": self._place([matrix.keys[column].site for column in columns]),
-            "steps": self._place(matrix.steps.tolist()),
+            "sites": self._index([matrix.keys[column].site for column in columns]),
+            "steps": self._index(matrix.steps.tolist()),
             "data": pack(np.moveaxis(shares[..., low:high], 1, 0)),
             "nonfinite": pack(np.moveaxis(matrix.nonfinite[:, columns].sum(axis=2), 1, 0).astype(np.float64)),
         }
 
     def lists(self) -> list[list[str | int]]:
-        """The lists of sites and of steps, which tables name by their place."""
-        return [list(one) for one in self._lists]
+        """The lists of sites and of steps; tables refer to them by index."""
+        return list(map(list, self._lists))
 
-    def _place(self, items: Sequence[str] | Sequence[int]) -> int:
+    def _index(self, items: Sequence[str] | Sequence[int]) -> int:
         return self._lists.setdefault(tuple(items), len(self._lists))
 
 
-class Condensed(NamedTuple):
-    """A table with fewer steps."""
+def condense(table: Table, max_columns: int) -> tuple[Table, NDArray[np.int64]]:
+    """Merge neighbouring steps into a column, with each site's value of largest magnitude; a non-finite value takes precedence.
 
-    first_steps: NDArray[np.int64]
-    last_steps: NDArray[np.int64]
-    """The first and last step of each column, shape ``(columns,)``."""
-    values: NDArray[np.float64]
-    """Shape ``(sites, columns)``."""
-    is_recorded: NDArray[np.bool_]
-    """Shape ``(sites, columns)``."""
-
-
-def condense(table: Table, max_columns: int) -> Condensed:
-    """Let a column stand for several steps: for each site the value of largest magnitude; one that is not finite takes precedence.
-
-    A table with at most ``max_columns`` steps stays as it is.
+    Returns:
+        A table with the first step of each column, and the last steps, shape ``(columns,)``. A table with at most ``max_columns`` steps is
+        returned unchanged.
     """
     num_sites, num_steps = table.values.shape
-    each = -(-num_steps // max_columns)
-    if each == 1:
-        return Condensed(table.steps, table.steps, table.values, table.is_recorded)
-    columns = -(-num_steps // each)
-    missing = columns * each - num_steps
-    blocks = np.pad(table.values, ((0, 0), (0, missing)), constant_values=np.nan).reshape(num_sites, columns, each)
+    stride = -(-num_steps // max_columns)
+    if stride == 1:
+        return table, table.steps
+    columns = -(-num_steps // stride)
+    missing = columns * stride - num_steps
+    blocks = np.pad(table.values, ((0, 0), (0, missing)), constant_values=np.nan).reshape(num_sites, columns, stride)
     recorded = np.pad(table.is_recorded, ((0, 0), (0, missing))).reshape(blocks.shape)
     importance = np.where(recorded, np.where(np.isfinite(blocks), np.abs(blocks), np.inf), -1.0)
     chosen = importance.argmax(axis=2, keepdims=True)
-    last = np.minimum(np.arange(1, columns + 1) * each, num_steps) - 1
-    return Condensed(
-        table.steps[::each], table.steps[last], np.take_along_axis(blocks, chosen, axis=2)[..., 0], np.asarray(recorded.any(axis=2))
-    )
+    last = np.minimum(np.arange(1, columns + 1) * stride, num_steps) - 1
+    values = np.take_along_axis(blocks, chosen, axis=2)[..., 0]
+    return replace(table, steps=table.steps[::stride], values=values, is_recorded=np.asarray(recorded.any(axis=2))), table.steps[last]
 
 
 def pack(values: NDArray[np.float64], is_recorded: NDArray[np.bool_] | None = None) -> str:
-    """Numbers of any shape as ASCII text: rounded to ``MANTISSA_BITS``, byte planes of float32, deflated, in base64.
+    """Pack numbers of any shape into ASCII text: rounded to ``MANTISSA_BITS``, byte planes of float32, deflated, in base64.
 
-    Infinities and NaN stay; a number too large for float32 becomes its largest one. ``unpack`` of data.js is the inverse.
+    Infinities and NaN are kept; a number too large for float32 becomes the largest float32. ``unpack`` in data.js is the inverse.
     """
     with np.errstate(over="ignore", under="ignore"):
         single = np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), values).astype("<f4")
     bits = single.view(np.uint32).copy()
     finite = np.isfinite(single)
-    # Half of the dropped bits, so that it rounds.
+    # Adding half of the dropped bits rounds to nearest.
     bits[finite] = (bits[finite] + np.uint32(1 << (_DROPPED_BITS - 1))) & np.uint32(~((1 << _DROPPED_BITS) - 1) & 0xFFFF_FFFF)
     if is_recorded is not None:
         bits[~is_recorded] = ABSENT_BITS
-    planes = np.ascontiguousarray(bits.reshape(-1, 1).view(np.uint8).T)  # bytes of one significance are alike
+    planes = np.ascontiguousarray(bits.reshape(-1, 1).view(np.uint8).T)  # bytes of the same significance compress well together
     return base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode()

@@ -17,19 +17,19 @@ from lightning_module_monitor.health.verdict import (
     TOO_FEW,
     Verdict,
 )
-from lightning_module_monitor.report.run import Run
+from lightning_module_monitor.report.stored_run import StoredRun
 
 MAX_KEYS = 5
-"""Limit of the keys that are shown of one check; the page has all."""
+"""Largest number of keys printed for a check; the page has all."""
 STYLES = {"sick": "bold red", "watch": "yellow", "healthy": "green", "unknown": "dim"}
 
 
-def print_verdict(run: Run, verdict: Verdict) -> None:
-    """Print the causes, the findings with their keys, the checks that found nothing and those that could not judge; the verdict last."""
+def print_verdict(run: StoredRun, verdict: Verdict) -> None:
+    """Print causes, findings with their keys, and checks by status; the verdict is the last line."""
     console = Console()
 
     def show(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)  # a key or path is never broken
+        console.print(text, highlight=False, soft_wrap=True)  # does not break keys and paths
 
     def explain(text: str) -> None:
         indent = " " * 3
@@ -40,7 +40,7 @@ def print_verdict(run: Run, verdict: Verdict) -> None:
     show(f"[bold]{_text(run.path)}[/bold]: {run.extent}")
     for number, cause in enumerate(verdict.diagnoses, 1):
         show(f"[bold]{number}. {_text(cause.title)}[/bold]")
-        follows = [f"What follows: {', '.join(dict.fromkeys(cause.consequences))}."] if cause.consequences else []
+        follows = [f"Consequences: {', '.join(dict.fromkeys(cause.consequences))}."] if cause.consequences else []
         for line in (*cause.evidence, *follows, f"Try: {cause.advice}."):
             explain(line)
     fired = {check.name: check.fired for check in verdict.checks}
@@ -48,7 +48,7 @@ def print_verdict(run: Run, verdict: Verdict) -> None:
         show(f"[{STYLES[level]}]{level}[/] {_text(name)}")
         for finding in findings:
             explain(f"step {finding.step}: {finding.message}")
-        keys = [one.key for one in fired.get(name, ())]
+        keys = [figure.key for figure in fired.get(name, ())]
         for key in keys[:MAX_KEYS] if len(keys) > 1 else ():
             show(f"   {_text(key)}")
         if len(keys) > MAX_KEYS:

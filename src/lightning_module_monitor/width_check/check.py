@@ -1,4 +1,4 @@
-"""The width check itself: trainings at several widths and seeds, and the rows of their result."""
+"""The width check: trainings at several widths and seeds, and the rows of the result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, expected_exponents, own_exponents
 from lightning_module_monitor.width_check.layers import over_widths
+from lightning_module_monitor.width_check.power_law import Row, judge
 from lightning_module_monitor.width_check.report import WidthCheck
 from lightning_module_monitor.width_check.settings import DEFAULT_TERMS, Settings
-from lightning_module_monitor.width_check.training import Batches, Data, Training, check_width_is_used, train
-from lightning_module_monitor.width_check.verdict import Row, judge
+from lightning_module_monitor.width_check.training import Data, Training, as_loader, check_width_is_used, train
 
 Trainings = dict[tuple[int, int], Training]
 """Training by width and seed."""
@@ -49,27 +49,27 @@ def coordinate_check(
 
     Args:
         make_module: Makes the LightningModule of a width. Called once for each training, under its seed, which is set again
-            before training: at every width a seed has the same batches; and twice before the first training, to see that it uses the width.
+            before training, so that all widths have the same batches; and twice before the first training, to check that it uses the width.
         widths: At least two widths, increasing.
         data: A DataLoader or anything else that ``Trainer.fit`` takes for training; a list of batches, ``[(x, y), ...]``; a datamodule;
             ``None`` for the module's own ``train_dataloader``.
         seeds: Number of seeds (0, 1, ...), or the seeds.
-        steps: Number of optimizer steps before the measurement. Exponents of ``sp`` and ``ntp`` are those of the first.
-        parametrization: Source of the expected exponents. ``mup``: all 0, as in a sound parametrization. ``sp``, ``ntp``: those of the
-            standard and the neural tangent parametrization with the optimizer and learning rates found. Or your own exponents: by
-            pattern (``re.fullmatch``) of module names a number for all terms, or numbers by term; ``None`` leaves open.
-        terms: Of ``effective_update``, ``propagating_update``, ``effective_alignment``, ``propagating_alignment``.
-        confidence: Of the intervals, between 0 and 1.
+        steps: Number of optimizer steps before the measurement.
+        parametrization: The expected exponents. ``mup``: all 0, as in a sound parametrization; layers of a standard parametrization
+            grow or vanish against it. Or your own exponents: by pattern (``re.fullmatch``) of module names a number for all terms,
+            or numbers by term; ``None`` leaves open.
+        terms: Some of ``effective_update``, ``propagating_update``, ``effective_alignment``, ``propagating_alignment``.
+        confidence: Probability of the confidence intervals, between 0 and 1.
         tolerance: Largest accepted distance of an exponent from the expected one. Parametrizations differ by 1/2.
         trainer: Further options of the Trainer, e.g. ``{"precision": "bf16-mixed"}``.
-        quiet: Whether to show neither progress bar nor table.
+        quiet: Whether to hide the progress bar.
 
     Returns:
-        A row for every term of every layer: exponent, interval, expected exponent, verdict; offending rows first.
+        Rows of exponent, confidence interval, expected exponent and verdict for every term of every layer; offending rows first.
 
     Raises:
         ConfigError: If an option is wrong, the networks differ in more than their width, or a training ends early.
-        MonitorError: If a value could not be measured: without it the table would look sound.
+        MonitorError: If a value could not be measured: a table without it would look sound.
 
     References:
         Haas and others, "On the Surprising Effectiveness of Large Learning Rates under Standard Width Scaling", 2025, arXiv 2505.22491.
@@ -77,7 +77,8 @@ def coordinate_check(
     Example::
 
         check = coordinate_check(lambda width: MyModule(width), [128, 256, 512, 1024], train_loader)
-        assert check.is_sound, check
+        print(check)
+        assert check.is_sound
     """
     settings = Settings.parse(
         widths=widths,
@@ -93,15 +94,15 @@ def coordinate_check(
         raise ConfigError(f"make_module is {make_module!r}; expected a function from a width to a LightningModule.")
     if isinstance(data, Iterator):
         kind = type(data).__name__
-        raise ConfigError(f"data is a {kind}, which can be read once; expected what every training can read, e.g. a DataLoader.")
-    if isinstance(data, tuple) and data and all(isinstance(one, Tensor) for one in data):
+        raise ConfigError(f"data is a {kind}, which can be read once; expected batches that every training can read, e.g. a DataLoader.")
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         raise ConfigError(f"data is a tuple of {len(data)} tensors, each of which would be a batch; expected batches, e.g. [(x, y)].")
 
     check_width_is_used(make_module, settings)
-    data = Batches.of(data)
+    data = as_loader(data)
     trainings: Trainings = {}
     with tqdm(total=len(settings.widths) * len(settings.seeds), desc="Coordinate check", disable=quiet, leave=False) as bar:
-        for seed in settings.seeds:  # all widths of a seed first: networks that cannot be compared are found early
+        for seed in settings.seeds:  # all widths of a seed first: detects networks that cannot be compared early
             for width in settings.widths:
                 bar.set_postfix_str(f"width {width}, seed {seed}")
                 trainings[width, seed] = train(make_module, data, width, seed, settings)
@@ -109,10 +110,7 @@ def coordinate_check(
                 if isinstance(settings.parametrization, Mapping):
                     own_exponents(settings.parametrization, trainings[width, seed].layers)  # reports a wrong name after one training
                 bar.update()
-    check = WidthCheck(_rows(trainings, settings), settings)
-    if not quiet:
-        check.show()
-    return check
+    return WidthCheck(_rows(trainings, settings), settings)
 
 
 def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
@@ -122,7 +120,7 @@ def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
     layers = {name: over_widths(widths, [trainings[width, seeds[0]].layers[name] for width in widths]) for name in first.layers}
     if all(layer.role == "fixed" for layer in layers.values()):
         raise ConfigError(f"Every layer has the same shape at widths {widths[0]} and {widths[-1]}; expected make_module to use the width.")
-    expected = expected_exponents(settings.parametrization, layers, settings.steps)
+    expected = expected_exponents(settings.parametrization, layers)
     rows = []
     for name, layer in layers.items():
         for site, term in itertools.product(_sites(name, first), settings.terms):
@@ -142,17 +140,17 @@ def _check_comparable(trainings: Trainings, latest: tuple[int, int]) -> None:
         ConfigError: If not; names the first layer that exists at one width only.
     """
     first = next(iter(trainings))
-    for one, other in ((first, latest), (latest, first)):
-        for what, names_of in (("layer", lambda training: training.layers), ("value", _update_keys)):
-            others = names_of(trainings[other])
-            only_here = next((name for name in names_of(trainings[one]) if name not in others), None)
+    for here, there in ((first, latest), (latest, first)):
+        for noun, names_of in (("layer", lambda training: training.layers), ("value", _update_keys)):
+            names_there = names_of(trainings[there])
+            only_here = next((name for name in names_of(trainings[here]) if name not in names_there), None)
             if only_here is not None:
-                where = f"is there at width {one[0]} and not at width {other[0]}"
-                raise ConfigError(f"The {what} {only_here!r} {where}; expected networks of the same layers.")
+                where = f"exists at width {here[0]} and not at width {there[0]}"
+                raise ConfigError(f"The {noun} {only_here!r} {where}; expected networks of the same layers.")
 
 
 def _update_keys(training: Training) -> list[str]:
-    """The keys of the updates. They exist for every layer that has run; alignments are absent where nothing has changed."""
+    """The keys of the updates. They exist for every layer that ran; alignments are absent where nothing changed."""
     sites = [site for name in training.layers for site in _sites(name, training)]
     keys = [TERMS[term].format(site) for site in sites for term in DEFAULT_TERMS]
     return [key for key in keys if key in training.values]

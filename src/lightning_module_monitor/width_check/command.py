@@ -32,7 +32,7 @@ example:
       class_path: my_project.MyData
     seeds: 4                              # default: 4
     steps: 1                              # default: 1
-    parametrization: mup                  # or sp, ntp, or exponents by pattern; default: mup
+    parametrization: mup                  # or exponents by pattern; default: mup
   and, as in Python: terms, confidence, tolerance, trainer (options of the Trainer)
 
 exit status:
@@ -42,7 +42,7 @@ exit status:
   3  a training failed
 """
 
-OWN_KEYS = ("model", "width_argument", "data")
+COMMAND_KEYS = ("model", "width_argument", "data")
 PASSED_ON = ("widths", "seeds", "steps", "parametrization", "terms", "confidence", "tolerance", "trainer")
 REQUIRED = ("model", "width_argument", "widths")
 
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     make_module = _factory(config["model"], config["width_argument"])
     data = None if config.get("data") is None else _maker("LightningDataModule", config["data"], "data")()
     check = coordinate_check(make_module, data=data, **{name: config[name] for name in PASSED_ON if name in config})
+    check.show()
     if arguments.table is not None:
         check.to_frame().to_csv(arguments.table, index=False)
     if arguments.figure is not None:
@@ -97,7 +98,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"CONFIG {str(path)!r} is no YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(config, dict):
         raise ConfigError(f"CONFIG {str(path)!r} holds {config!r}; expected keys {', '.join(REQUIRED)}, ...")
-    known = (*OWN_KEYS, *PASSED_ON)
+    known = (*COMMAND_KEYS, *PASSED_ON)
     for name in config:
         check_choice(name, known, f"CONFIG has the key {name!r}", f"some of {', '.join(known)}")
     for name in REQUIRED:
@@ -108,41 +109,41 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _factory(model: object, width_argument: object) -> Callable[[int], LightningModule]:
     """A function from a width to the module that the configuration describes."""
-    stream: object = {"class_path": model} if isinstance(model, str) else model
-    if not isinstance(stream, Mapping) or "class_path" not in stream:
+    definition: object = {"class_path": model} if isinstance(model, str) else model
+    if not isinstance(definition, Mapping) or "class_path" not in definition:
         raise ConfigError(f"model is {model!r}; expected class_path, and perhaps init_args.")
     if not isinstance(width_argument, str):
         raise ConfigError(f"width_argument is {width_argument!r}; expected the name of one of the model's init_args.")
-    given = stream.get("init_args") or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"model.init_args is {given!r}; expected arguments by name.")
+    init_args = definition.get("init_args") or {}
+    if not isinstance(init_args, Mapping):
+        raise ConfigError(f"model.init_args is {init_args!r}; expected arguments by name.")
 
     def maker(width: int) -> Callable[[], LightningModule]:
-        return _maker("LightningModule", {**stream, "init_args": {**given, width_argument: width}}, "model")
+        return _maker("LightningModule", {**definition, "init_args": {**init_args, width_argument: width}}, "model")
 
     maker(1)  # reports a wrong model before the first training
     return lambda width: maker(width)()
 
 
-def _class_of_package(base: str, stream: object) -> type:
-    """Lightning's class of that name, of the package whose class the configured one extends."""
+def _base_class(name: str, definition: object) -> type:
+    """Lightning's class of this name, from the package whose class the configured class extends."""
     from lightning_module_monitor.lightning_packages import PACKAGES
 
-    path = stream.get("class_path") if isinstance(stream, Mapping) else stream
-    made: object = None
-    with suppress(Exception):  # jsonargparse reports what is wrong with it
-        made = pkgutil.resolve_name(str(path))
-    bases: list[type] = [getattr(package, base) for package in PACKAGES]
-    return next((one for one in bases if isinstance(made, type) and issubclass(made, one)), bases[0])
+    path = definition.get("class_path") if isinstance(definition, Mapping) else definition
+    configured: object = None
+    with suppress(Exception):  # jsonargparse reports a wrong path
+        configured = pkgutil.resolve_name(str(path))
+    bases: list[type] = [getattr(package, name) for package in PACKAGES]
+    return next((base for base in bases if isinstance(configured, type) and issubclass(configured, base)), bases[0])
 
 
-def _maker(base: str, stream: object, label: str) -> Callable[[], Any]:
+def _maker(base: str, definition: object, label: str) -> Callable[[], Any]:
     """A function that makes an object of a class of Lightning, in either package, from its class_path and init_args, like LightningCLI."""
     jsonargparse = require("jsonargparse", "cli")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{label}", type=_class_of_package(base, stream))
+    parser.add_argument(f"--{label}", type=_base_class(base, definition))
     try:
-        parsed = parser.parse_object({label: stream})
+        parsed = parser.parse_object({label: definition})
     except jsonargparse.ArgumentError as error:
         message = " ".join(str(error).split()).removeprefix(f'Parser key "{label}": ')
         raise ConfigError(f"{label} is wrong: {message}") from error

@@ -1,4 +1,4 @@
-"""The result of a width check: as a table, as a frame, as a figure."""
+"""The result of a width check: table, frame and figure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_module_monitor.config.rules import check_choice
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.errors import require
 from lightning_module_monitor.sinks.store.plot import new_axes
+from lightning_module_monitor.width_check.power_law import Row
 from lightning_module_monitor.width_check.settings import Settings
-from lightning_module_monitor.width_check.verdict import Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +30,7 @@ class WidthCheck(Described):
     ``print(check)`` shows the table. Iteration is over the rows.
 
     Attributes:
-        rows: Offending rows first, the farthest from the expected exponent foremost; then the others in the model's order.
+        rows: Offending rows first, the farthest from the expected exponent first; then the others in the model's order.
         settings: The options of the check: ``widths``, ``seeds``, ``steps``, ``parametrization``, ...
     """
 
@@ -45,7 +45,7 @@ class WidthCheck(Described):
         return len(self.rows)
 
     def __getitem__(self, key: tuple[str, str]) -> Row:
-        """The row of a module and term; ``KeyError`` if there is none."""
+        """The row of a module and term; ``KeyError`` if it does not exist."""
         return {(row.module, row.term): row for row in self.rows}[key]
 
     @property
@@ -60,18 +60,18 @@ class WidthCheck(Described):
 
     @property
     def title(self) -> str:
-        """The options, in one line."""
-        named = self.settings.parametrization
-        against = named if isinstance(named, str) else "exponents of your own"
+        """The options in a line."""
+        parametrization = self.settings.parametrization
+        against = parametrization if isinstance(parametrization, str) else "exponents of your own"
         runs = f"{counted(len(self.settings.seeds), 'seed')}, {counted(self.settings.steps, 'step')}"
         return f"Exponents of width against {against}: widths {', '.join(map(str, self.settings.widths))}; {runs}"
 
     @property
     def summary(self) -> str:
-        """The result, in one line."""
-        unclear = sum(row.verdict == "unclear" for row in self.rows)
-        rest = f"; {unclear} of {len(self.rows)} rows unclear" if unclear else ""
-        return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + rest
+        """The result in a line."""
+        num_unclear = sum(row.verdict == "unclear" for row in self.rows)
+        unclear = f"; {num_unclear} of {len(self.rows)} rows unclear" if num_unclear else ""
+        return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + unclear
 
     def _describe(self) -> Description:
         return Description(f"{counted(len(self.rows), 'row')}, {self.summary}", COLUMNS, [_cells(row) for row in self.rows])
@@ -79,7 +79,7 @@ class WidthCheck(Described):
     def __str__(self) -> str:
         """The table as plain text."""
         cells = [COLUMNS, *(_cells(row) for row in self.rows)]
-        sizes = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+        sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
         return "\n".join([self.title, "", *lines, "", self.summary])
 
@@ -106,7 +106,7 @@ class WidthCheck(Described):
         """The rows as a pandas frame.
 
         Returns:
-            Columns ``module, role, term, exponent, lower, upper, expected, verdict, note``; ``expected`` is NaN where it is not known.
+            Columns ``module, role, term, exponent, lower, upper, expected, verdict, note``; ``expected`` is NaN where none is expected.
 
         Raises:
             ImportError: If pandas is not installed.
@@ -145,7 +145,7 @@ class WidthCheck(Described):
             The axes.
 
         Raises:
-            ConfigError: If it is no term of this check.
+            ConfigError: If this check has no such term.
             ImportError: If matplotlib is not installed.
         """
         terms = self._drawn_terms()
@@ -169,7 +169,7 @@ class WidthCheck(Described):
         return axes
 
     def _drawn_terms(self) -> Sequence[str]:
-        """The terms with an exponent; the first one where there is none."""
+        """The terms with an exponent; without any the first term."""
         terms = [term for term in self.settings.terms if any(row.term == term and math.isfinite(row.exponent) for row in self.rows)]
         return terms or self.settings.terms[:1]
 
@@ -177,10 +177,9 @@ class WidthCheck(Described):
 def _draw(axes: Axes, row: Row, widths: Sequence[int], color: str) -> None:
     """The seeds as points, their geometric mean as a line, dashed for an offending row."""
     values = np.where((row.values > 0) & np.isfinite(row.values), row.values, np.nan)
-    for of_seed in values.T:
-        axes.plot(widths, of_seed, ".", color=color, alpha=0.4)
-    known = [[math.log(value) for value in of_width if value > 0] for of_width in values]
-    means = [math.exp(sum(of_width) / len(of_width)) if of_width else math.nan for of_width in known]
+    axes.plot(widths, values, ".", color=color, alpha=0.4)
+    logarithms = [np.log(seeds[seeds > 0]) for seeds in values]
+    means = [np.exp(seeds.mean()) if len(seeds) else math.nan for seeds in logarithms]
     axes.plot(widths, means, "--" if row.is_offending else "-", color=color, label=f"{row.module}: {row.exponent:+.2f} {row.verdict}")
 
 

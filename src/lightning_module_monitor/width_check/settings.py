@@ -1,4 +1,4 @@
-"""The options of a width check, validated in one place."""
+"""The options of a width check, parsed and validated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAINER_OPTIONS: Mapping[str, Any] = {
 }
 """Options of the Trainer that users cannot set: no files, and no loop except training."""
 
-_OWN = (*TRAINER_OPTIONS, "max_steps", "max_time", "callbacks", "default_root_dir", "fast_dev_run", "barebones")
+_RESERVED = (*TRAINER_OPTIONS, "max_steps", "max_time", "callbacks", "default_root_dir", "fast_dev_run", "barebones")
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class Settings:
         Raises:
             ConfigError: If one is wrong.
         """
-        given = cls(**plain(options))
-        if not _is_whole(given.steps) or given.steps < 1:
-            raise ConfigError(f"steps is {given.steps!r}; expected a whole number >= 1: before the first step nothing has changed.")
-        if not isinstance(given.confidence, int | float) or not 0 < given.confidence < 1:
-            raise ConfigError(f"confidence is {given.confidence!r}; expected a number between 0 and 1, e.g. 0.95.")
-        if not isinstance(given.tolerance, int | float) or not 0 < given.tolerance < math.inf:
-            raise ConfigError(f"tolerance is {given.tolerance!r}; expected a number > 0, e.g. 0.25.")
+        settings = cls(**plain(options))
+        if not _is_whole(settings.steps) or settings.steps < 1:
+            raise ConfigError(f"steps is {settings.steps!r}; expected a whole number >= 1: before the first step nothing has changed.")
+        if not isinstance(settings.confidence, int | float) or not 0 < settings.confidence < 1:
+            raise ConfigError(f"confidence is {settings.confidence!r}; expected a number between 0 and 1, e.g. 0.95.")
+        if not isinstance(settings.tolerance, int | float) or not 0 < settings.tolerance < math.inf:
+            raise ConfigError(f"tolerance is {settings.tolerance!r}; expected a number > 0, e.g. 0.25.")
         return replace(
-            given,
-            widths=_parse_widths(given.widths),
-            seeds=_parse_seeds(given.seeds),
-            parametrization=parse_parametrization(given.parametrization),
-            terms=_parse_terms(given.terms),
-            trainer=_parse_trainer(given.trainer),
+            settings,
+            widths=_parse_widths(settings.widths),
+            seeds=_parse_seeds(settings.seeds),
+            parametrization=parse_parametrization(settings.parametrization),
+            terms=_parse_terms(settings.terms),
+            trainer=_parse_trainer(settings.trainer),
         )
 
 
@@ -106,14 +106,14 @@ def _parse_trainer(trainer: object) -> dict[str, Any]:
         raise ConfigError(f"trainer is {trainer!r}; expected options of the Trainer by name, e.g. {{'precision': 'bf16-mixed'}}.")
     known = inspect.signature(PACKAGES[0].Trainer).parameters
     for name in trainer:
-        if name in _OWN:
+        if name in _RESERVED:
             raise ConfigError(f"trainer has {name!r}, which the check sets itself; leave it out.")
         if name not in known:
-            raise ConfigError(f"trainer has {name!r}, which is no option of the Trainer{nearest(str(name), set(known) - set(_OWN))}")
+            raise ConfigError(f"trainer has {name!r}, which is no option of the Trainer{nearest(str(name), set(known) - set(_RESERVED))}")
     return dict(trainer)
 
 
 def _whole_numbers(value: object) -> tuple[int, ...] | None:
-    """A number or several, also of numpy, as a tuple; ``None`` for anything else."""
-    found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    return tuple(int(one) for one in found) if all(_is_whole(one) for one in found) else None
+    """A number or several, also of NumPy, as a tuple; ``None`` for anything else."""
+    numbers = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    return tuple(map(int, numbers)) if all(map(_is_whole, numbers)) else None

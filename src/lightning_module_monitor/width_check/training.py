@@ -21,24 +21,25 @@ from lightning_module_monitor.lightning_packages import Callback, LightningDataM
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.model.unchanged import unchanged_random_states
 from lightning_module_monitor.trainer.checks import makes_layers_late
-from lightning_module_monitor.width_check.layers import LayerAtWidth, Topology, describe, find_units
+from lightning_module_monitor.width_check.layers import LayerAtWidth, describe
 from lightning_module_monitor.width_check.settings import TRAINER_OPTIONS, Settings
 
 Data: TypeAlias = "Iterable[Any] | LightningDataModule | None"
 
 
-class Batches(list[Any]):
-    """Batches in memory, as one loader: a Trainer takes each element of a list itself for a loader."""
+class _Batches(list[Any]):
+    """Batches in memory as a single loader: a Trainer reads a plain list as a list of loaders."""
 
-    @classmethod
-    def of(cls, data: Data) -> Data:
-        """The data; a list of batches, which have tensors and loaders have not, as one loader."""
-        are_batches = isinstance(data, list | tuple) and len(data) > 0 and all(next(named_tensors(one), None) is not None for one in data)
-        return cls(data) if are_batches else data  # type: ignore[arg-type]  # not None
+
+def as_loader(data: Data) -> Data:
+    """The data; a list of batches becomes a single loader. Batches contain tensors, loaders do not."""
+    if not isinstance(data, list | tuple) or not data:
+        return data
+    return _Batches(data) if all(next(named_tensors(batch), None) is not None for batch in data) else data
 
 
 class _StopWithoutBatches(Callback):
-    """Ends a training that has no more data: otherwise Lightning begins one epoch without a batch after the other, for ever."""
+    """Ends a training that has no more data: Lightning would begin empty epochs for ever."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_batches = False
@@ -57,31 +58,14 @@ class Training:
     values: Mapping[str, float]
     """Value by key, of the network after ``steps`` steps."""
     layers: Mapping[str, LayerAtWidth]
-    """Its layers, by name."""
-
-
-class _ReadTopology(Callback):
-    """Reads in the first step which layers feed which."""
-
-    topology: Topology | None = None
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        if self.topology is None:
-            self.topology = Topology(find_units(pl_module))
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self.topology is not None:
-            self.topology.close()
+    """The layers by name."""
 
 
 def train(make_module: Callable[[int], LightningModule], data: Data, width: int, seed: int, settings: Settings) -> Training:
     """Train a network of one width, and measure it. Every generator is seeded before the module is made, and again before training.
 
     Raises:
-        ConfigError: If ``make_module`` returns no module, or one of manual optimization, or the training ended early.
+        ConfigError: If ``make_module`` returns no module, or a module with manual optimization, or if the training ended early.
         MonitorError: If a value could not be measured.
     """
     with ExitStack() as undo:
@@ -94,25 +78,23 @@ def train(make_module: Callable[[int], LightningModule], data: Data, width: int,
         logger = logging.getLogger(package.__name__)  # every Trainer logs the devices
         undo.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.WARNING)
-        # Again: wide networks draw more numbers than narrow ones, and the order of batches is the same at every width.
+        # Again: wide networks draw more numbers than narrow ones; the order of batches must not depend on it.
         _seed(seed)
         # The user's callbacks write files, and expect metrics of a validation that does not run.
         module.configure_callbacks = list  # type: ignore[method-assign]
         steps = settings.steps
         monitor = ModuleMonitorCallback([steps], rules=[], rcc=True, save_reference=False, store=False, on_error="raise")
-        topology = _ReadTopology()
-        undo.callback(topology.close)
         options = {"devices": 1, **settings.trainer, **TRAINER_OPTIONS, "max_steps": steps + 1, "default_root_dir": folder}
-        trainer = package.Trainer(**options, callbacks=[topology, monitor, _StopWithoutBatches()])
+        trainer = package.Trainer(**options, callbacks=[monitor, _StopWithoutBatches()])
         if is_a(data, "LightningDataModule"):
             undo.callback(setattr, data, "trainer", getattr(data, "trainer", None))
             trainer.fit(module, datamodule=data)
         else:
             trainer.fit(module, data)
-        if monitor.last_record is None or topology.topology is None:
-            cure = "give more batches, which every training can read anew"
+        if monitor.last_record is None:
+            cure = "give more batches, which every training can read again"
             raise ConfigError(f"Training at width {width} ended after {trainer.global_step} steps; expected {steps + 1}: {cure}.")
-        return Training(monitor.last_record.values, describe(topology.topology.layers, trainer.optimizers, topology.topology.upstream))
+        return Training(monitor.last_record.values, describe(module, trainer.optimizers))
 
 
 def check_width_is_used(make_module: Callable[[int], LightningModule], settings: Settings) -> None:
@@ -126,7 +108,7 @@ def check_width_is_used(make_module: Callable[[int], LightningModule], settings:
         modules = [_make(make_module, width, settings.seeds[0]) for width in (narrow, wide)]
     if any(map(makes_layers_late, modules)):
         return
-    shapes = [[None if is_lazy(one) else one.shape for one in module.parameters()] for module in modules]
+    shapes = [[None if is_lazy(parameter) else parameter.shape for parameter in module.parameters()] for module in modules]
     if shapes[0] == shapes[1] and None not in shapes[0]:
         raise ConfigError(f"Every parameter has the same shape at widths {narrow} and {wide}; expected make_module to use the width.")
 
@@ -135,15 +117,15 @@ def _make(make_module: Callable[[int], LightningModule], width: int, seed: int) 
     _seed(seed)
     module = make_module(width)
     if not is_a(module, "LightningModule"):
-        raise ConfigError(f"make_module({width}) gave a {type(module).__name__}; expected a LightningModule.")
+        raise ConfigError(f"make_module({width}) returned a {type(module).__name__}; expected a LightningModule.")
     if not module.automatic_optimization:
-        raise ConfigError(f"make_module({width}) gave a module of manual optimization; expected automatic optimization.")
+        raise ConfigError(f"make_module({width}) returned a module with manual optimization; expected automatic optimization.")
     return module
 
 
 @contextmanager
 def _unchanged_randomness() -> Iterator[None]:
-    # On every device: the Trainer selects one, and a seed is set on all.
+    # On every device: seeding affects all of them.
     with unchanged_random_states(torch.device("cpu")), torch.random.fork_rng(range(torch.cuda.device_count())):
         yield
 
@@ -155,7 +137,7 @@ def _seed(seed: int) -> None:
 
 
 def _generators(data: Data) -> list[torch.Generator]:
-    """The loader's own generators: batches are the same at every width."""
+    """The generators of a loader, which decide its order of batches."""
     parts = [data, data.sampler, data.batch_sampler] if isinstance(data, DataLoader) else []
-    found = [getattr(part, "generator", None) for part in parts]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    generators = [getattr(part, "generator", None) for part in parts]
+    return list({generator for generator in generators if isinstance(generator, torch.Generator)})

@@ -1,14 +1,14 @@
 // Charts by plotly, in the page's colours: heat maps, and lines.
 "use strict";
 
-// Okabe and Ito's colours, which people who are colour-blind tell apart; the yellow is left out, which nobody sees on white.
+// Okabe and Ito's colours, which colour-blind people can distinguish, without the yellow, which is invisible on white.
 const LINES = { no: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"], yes: ["#56b4e9", "#e69f00", "#2fc79a", "#e6a3cb", "#4c9be8", "#ff8a4d"] };
 const NARROW = 560; // pixels of a chart that is on a phone
 const NOT_FINITE = "#e4003a";
 const CONFIG = {
   responsive: true,
   displaylogo: false,
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud"], // what a run is about is nobody else's business
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud"], // a run's data stay private
   plotlyServerURL: "",
   showSendToCloud: false,
 };
@@ -38,20 +38,20 @@ const UNITS = {
   "rcc_alignment/effective": "at most 1", "rcc_alignment/propagating": "at most 1",
 };
 
-/** What an axis of a statistic says: its name, and what it counts in, where that is not the unit of the tensor. */
+/** The label of a statistic's axis: its name, with the unit if it is not that of the tensor. */
 function labelOf(base, statistic) {
   const unit = UNITS[`${base}/${statistic}`] ?? UNITS[statistic];
   return unit ? `${statistic} (${unit})` : `${statistic} of ${base.replaceAll("_", " ")}`;
 }
 
-/** What all charts have in common. */
+/** The layout that all charts share. */
 function layoutOf(options) {
   const axis = { gridcolor: color("grid"), zerolinecolor: color("grid"), linecolor: color("line"), ticks: "outside", tickcolor: color("line") };
   return {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: color("plot"),
     font: { family: "inherit", size: 12, color: color("ink") },
-    margin: { l: 60, r: options.isNarrow ? 4 : 16, t: 34 + 22 * (options.legendRows || 0), b: 44 }, // the toolbar is beside the title, and not on the plot
+    margin: { l: 60, r: options.isNarrow ? 4 : 16, t: 34 + 22 * (options.legendRows || 0), b: 44 }, // the toolbar is beside the title
     height: options.height,
     title: options.title ? { text: escapeText(options.title), font: { size: 13 }, x: 0, y: 1, yanchor: "top", xref: "container", xanchor: "left", pad: { l: 4, t: 8 } } : undefined,
     hoverlabel: { bgcolor: color("panel"), bordercolor: color("line"), font: { color: color("ink"), family: "inherit" }, align: "left" },
@@ -73,7 +73,7 @@ function escapeText(text) {
   return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 }
 
-/** Names without the modules that all have in common, at their ends first; each stays one of a kind. */
+/** Names without their common modules, with only their ends where they are long; all names stay different. */
 function shortNames(names, most = 44) {
   const parts = names.map((name) => name.split("."));
   let common = 0;
@@ -83,17 +83,17 @@ function shortNames(names, most = 44) {
   return { short: new Set(cut).size === names.length ? cut : short, common: parts.length ? parts[0].slice(0, common).join(".") : "" };
 }
 
-/** The ends of names, for a phone: those that are alike then differ by what is not seen. */
+/** The ends of names, for a phone. Equal ends differ by invisible characters, because plotly needs different names. */
 function cutNames(names) {
-  const seen = new Map();
+  const repeats = new Map();
   return names.map((name) => {
     const cut = name.length > 16 ? `…${name.slice(-15)}` : name;
-    seen.set(cut, (seen.get(cut) ?? -1) + 1);
-    return cut + "\u200b".repeat(seen.get(cut));
+    repeats.set(cut, (repeats.get(cut) ?? -1) + 1);
+    return cut + "\u200b".repeat(repeats.get(cut));
   });
 }
 
-/** Whether steps are so unevenly spaced (1, 2, 5, 10, ...) that they are drawn side by side, and not to scale. */
+/** Whether steps are so unevenly spaced (1, 2, 5, 10, ...) that they are drawn side by side instead of to scale. */
 function isUneven(steps) {
   if (steps.length < 3) return false;
   const gaps = steps.slice(1).map((step, index) => step - steps[index]);
@@ -103,9 +103,11 @@ function isUneven(steps) {
 /** Steps as a heat map's columns. */
 const columnsOf = (steps) => (isUneven(steps) ? steps.map(String) : steps);
 
+const STEPS = { title: { text: "optimizer step", standoff: 6 } }; // an axis of lines
+
 /** An axis of steps that a heat map fills. */
 function stepAxis(steps) {
-  const title = { text: "optimizer step", standoff: 6 };
+  const { title } = STEPS;
   if (isUneven(steps)) return { type: "category", title, nticks: 12, range: [-0.5, steps.length - 0.5] };
   const [first, last] = [steps[0], steps[steps.length - 1]];
   return { title, range: steps.length > 1 ? [first - (steps[1] - first) / 2, last + (last - steps[steps.length - 2]) / 2] : [first - 0.5, last + 0.5] };
@@ -113,13 +115,13 @@ function stepAxis(steps) {
 
 const ABOVE = 120; // pixels of the lines above a heat map
 
-/** Lines above a heat map, over the same steps; an axis for them, and how much of the chart they take. */
+/** Lines above a heat map over the same steps, their axis, and their share of the chart's height. */
 function linesAbove(above, columns, height) {
   const traces = above.flatMap(({ name, loaded }, index) => lineOverSteps(name, loaded, 0, { color: lineColor(index), width: 1.8 }));
   const isCategory = typeof columns[0] === "string";
   for (const trace of traces) {
-    const places = trace.x.map((_, place) => place).filter((place) => !isCategory || columns.includes(String(trace.x[place])));
-    const pick = (list) => places.map((place) => list[place]);
+    const indices = trace.x.map((_, index) => index).filter((index) => !isCategory || columns.includes(String(trace.x[index])));
+    const pick = (list) => indices.map((index) => list[index]);
     Object.assign(trace, { x: pick(trace.x).map(isCategory ? String : Number), y: pick(trace.y), text: pick(trace.text), type: "scatter", yaxis: "y2", showlegend: false });
   }
   const share = ABOVE / height;
@@ -145,45 +147,27 @@ function logTicks(low, high) {
 /**
  * A heat map.
  *
- * rows: names; columns: names or numbers; value(row, column): a number, or undefined where there is none.
- * scale: "log", "linear" or "signed" (around zero); range: [low, high] of the numbers that colours stand for.
- * hover(row, column, text): lines of what a cell says. above: names and loaded tables of lines above it.
+ * rows: names; columns: names or numbers; value(row, column): a number, or undefined where nothing was recorded.
+ * scale: "log", "linear" or "signed" (around zero); range: [low, high] of the colours.
+ * hover(row, column, text): text of a cell. above: names and loaded tables of the lines above the map.
  */
 function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis, label, uirevision, height, above }) {
   const isNarrow = div.clientWidth < NARROW;
   const short = isNarrow ? cutNames(shortNames(rows).short) : shortNames(rows).short;
-  const colored = [];
-  const texts = [];
-  const zero = [];
-  const broken = [];
-  let anyZero = false;
-  let anyBroken = false;
-  for (let row = 0; row < rows.length; row++) {
-    const numbers = new Float32Array(columns.length).fill(NaN);
-    const words = new Array(columns.length);
-    const zeros = new Array(columns.length).fill(null);
-    const brokens = new Array(columns.length).fill(null);
-    for (let column = 0; column < columns.length; column++) {
-      const number = value(row, column);
-      if (number === undefined) continue;
-      words[column] = number;
-      if (!Number.isFinite(number)) [brokens[column], anyBroken] = [1, true];
-      else if (scale === "log" && number === 0) [zeros[column], anyZero] = [1, true];
-      else numbers[column] = scale === "log" ? Math.log10(Math.abs(number)) : number;
-    }
-    colored.push(numbers);
-    texts.push(words);
-    zero.push(zeros);
-    broken.push(brokens);
-  }
+  const numbers = rows.map((_, row) => columns.map((_, column) => value(row, column)));
+  const isZero = (number) => scale === "log" && number === 0;
+  const isBroken = (number) => number !== undefined && !Number.isFinite(number);
+  const level = (number) => (number === undefined || isZero(number) || isBroken(number) ? NaN : scale === "log" ? Math.log10(Math.abs(number)) : number);
+  const marks = (accepts) => numbers.map((line) => line.map((number) => (accepts(number) ? 1 : null)));
+  const any = (accepts) => numbers.some((line) => line.some(accepts));
   const [low, high] = scale === "log" ? range.map(Math.log10) : range;
   const bound = Math.max(Math.abs(low), Math.abs(high)) || 1;
   const common = { type: "heatmap", x: columns, y: short, hoverinfo: "skip", showscale: false };
   const traces = [
     {
       ...common,
-      z: colored,
-      hoverinfo: "none", // it is told by followPointer
+      z: numbers.map((line) => Float32Array.from(line, level)),
+      hoverinfo: "none", // followPointer shows its text
       hoverongaps: true,
       colorscale: scale === "signed" ? "RdBu" : "Viridis",
       zmin: scale === "signed" ? -bound : low,
@@ -193,8 +177,8 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
     },
   ];
   const plain = (fill) => ({ colorscale: [[0, fill], [1, fill]], zmin: 0, zmax: 1 });
-  if (anyZero) traces.push({ ...common, ...plain(color("zero")), z: zero });
-  if (anyBroken) traces.push({ ...common, ...plain(scale === "signed" ? color("ink") : NOT_FINITE), z: broken }); // red is taken there
+  if (any(isZero)) traces.push({ ...common, ...plain(color("zero")), z: marks(isZero) });
+  if (any(isBroken)) traces.push({ ...common, ...plain(scale === "signed" ? color("ink") : NOT_FINITE), z: marks(isBroken) }); // red means a positive number there
   const total = (height || Math.min(820, Math.max(190, 86 + 17 * rows.length))) + (above?.length ? ABOVE : 0);
   const { traces: extra, axis, share } = above?.length ? linesAbove(above, columns, total - 90) : { traces: [], share: 0 };
   Object.assign(traces[0].colorbar, { len: 1 - share, y: 0, yanchor: "bottom" });
@@ -208,14 +192,14 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
     uirevision,
   });
   if (axis) layout.yaxis2 = axis;
-  div.describe = (row, column) => hover(row, column, texts[row][column] === undefined ? "not recorded" : format(texts[row][column]));
+  div.describe = (row, column) => hover(row, column, numbers[row][column] === undefined ? "not recorded" : format(numbers[row][column]));
   div.cells = { rows: rows.length, columns: columns.length, names: rows };
   const drawn = Plotly.react(div, traces, layout, CONFIG).then(() => followPointer(div));
   makeCursor(div, short, columns);
   return drawn;
 }
 
-/** What a cell says: beside the pointer, and for the cursor of the keyboard in the line below. */
+/** Show the text of the cell under the pointer. */
 function followPointer(div) {
   if (div.isFollowed) return;
   div.isFollowed = true;
@@ -238,11 +222,11 @@ function followPointer(div) {
   div.on("plotly_click", ({ points }) => div.pick && points[0].data.type === "heatmap" && div.pick(points[0].pointIndex[0]));
 }
 
-/** A heat map's cursor: arrow keys move it, Enter picks its row. */
+/** A heat map's cursor: arrow keys move it, Enter selects its row. */
 function makeCursor(div, labels, columns) {
   div.tabIndex = 0;
   div.setAttribute("role", "application");
-  div.setAttribute("aria-label", `Heat map of ${div.cells.rows} rows and ${div.cells.columns} columns; arrow keys say what a cell holds`);
+  div.setAttribute("aria-label", `Heat map of ${div.cells.rows} rows and ${div.cells.columns} columns; arrow keys read its cells`);
   div.cursor = null;
   div.onkeydown = (event) => {
     const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
@@ -263,7 +247,7 @@ function makeCursor(div, labels, columns) {
   div.onblur = () => (div.querySelector(".tip").hidden = true);
 }
 
-/** A chart of lines. Where it is logarithmic, a zero is a mark at the bottom. */
+/** A chart of lines. On a logarithmic axis a zero is a mark at the bottom. */
 function lines(div, { traces, title, xaxis, yaxis, label, height, shapes, annotations, uirevision, legend, isLog, hovermode }) {
   const scale = isLog ? logAxis(traces, yaxis?.range) : {};
   const drawn = traces.flatMap((trace) => (isLog ? withZeros(trace, 10 ** scale.range[0]) : [trace]));
@@ -282,7 +266,7 @@ function lines(div, { traces, title, xaxis, yaxis, label, height, shapes, annota
   return Plotly.react(div, drawn.map((trace) => ({ type: "scatter", mode: "lines", ...trace, line: { width: 1.8, ...trace.line } })), layout, CONFIG);
 }
 
-/** How many rows a legend takes, about. */
+/** Approximate number of rows of a legend. */
 function rowsOfLegend(traces, width) {
   const widths = traces.filter((trace) => trace.showlegend !== false).map((trace) => 55 + 7 * String(trace.name).length);
   return Math.max(1, Math.ceil((widths.length * Math.max(0, ...widths)) / Math.max(200, width - 90)));
@@ -298,17 +282,17 @@ function withZeros(trace, bottom) {
   return [{ ...trace, y: [...trace.y].map((number) => (number === 0 ? null : number)) }, { ...marks, cliponaxis: false }];
 }
 
-/** A logarithmic axis whose marks do not crowd; its range holds all numbers, or is given. */
-function logAxis(traces, given) {
+/** A logarithmic axis with few marks; by default its range holds all numbers. */
+function logAxis(traces, fixedRange) {
   const numbers = traces.flatMap((trace) => [...trace.y]).filter((number) => number > 0);
   const [low, high] = numbers.length ? [Math.log10(Math.min(...numbers)), Math.log10(Math.max(...numbers))] : [0, 1];
   const room = 0.06 * (high - low) + 0.05;
-  const range = given || [low - room, high + room];
+  const range = fixedRange || [low - room, high + room];
   const decades = range[1] - range[0];
   return { type: "log", range, dtick: decades > 1.5 ? Math.max(1, Math.ceil(decades / 7)) : "D2" };
 }
 
-/** Whether positive numbers differ so much that only a logarithm shows all of them. */
+/** Whether numbers, none of them negative, differ so much that they need a logarithmic axis. */
 function wantsLog(numbers) {
   let low = Infinity;
   let high = 0;
@@ -320,7 +304,7 @@ function wantsLog(numbers) {
   return high > 20 * low;
 }
 
-/** A line over steps, with a mark where the number is not finite. */
+/** A line over steps, with a mark where a number is not finite. */
 function lineOverSteps(name, loaded, row, line) {
   const values = rowOf(loaded, row);
   const steps = loaded.steps;

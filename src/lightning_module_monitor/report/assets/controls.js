@@ -1,19 +1,19 @@
-// What the sections have in common: their controls, the search, and which names they take.
+// Shared parts of the sections: controls and the search.
 "use strict";
 
 const byId = (id) => document.getElementById(id);
 const several = page.runs.length > 1;
-const first = JSON.parse(document.querySelector("main").dataset.first || "{}"); // the series of the first sick site
+const first = JSON.parse(document.querySelector("main").dataset.first || "{}"); // the first series of the verdict
 const search = { text: "", accepts: () => true };
 
-/** Fill a select with options; keeps what was chosen, where it is still there. */
+/** Fill a select with options; keeps its value if it is still an option. */
 function fill(select, options, chosen) {
   const before = chosen ?? select.value;
   select.replaceChildren(...options.map(([value, text]) => new Option(text ?? value, value)));
   if (options.some(([value]) => String(value) === String(before))) select.value = before;
 }
 
-/** As many chart containers in a box as there are titles. */
+/** Make `count` chart containers in a box. */
 function charts(box, count) {
   while (box.children.length > count) {
     Plotly.purge(box.lastChild);
@@ -27,7 +27,7 @@ function charts(box, count) {
   return [...box.children];
 }
 
-/** A slider over steps: its label says the step. */
+/** Fit a slider to steps and label it; returns its step. */
 function slider(input, output, steps) {
   const atEnd = input.value === input.max;
   input.max = Math.max(0, steps.length - 1);

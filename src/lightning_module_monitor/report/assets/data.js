@@ -1,4 +1,4 @@
-// The numbers of the page: decoded when they are asked for, and kept.
+// The numbers of the page: decoded at first use, and kept.
 "use strict";
 
 const ABSENT_BITS = 0x7fc00001;
@@ -18,7 +18,7 @@ async function unpack(text) {
   return new Float32Array(bytes.buffer);
 }
 
-/** A table's numbers and what they are of. Rows are sites, columns are steps. */
+/** A table's numbers with its sites and steps. Rows are sites, columns are steps. */
 async function load(table) {
   if (!table.loaded) {
     const values = await unpack(table.data);
@@ -37,22 +37,22 @@ async function load(table) {
   return table.loaded;
 }
 
-/** Whether something was recorded there, be it NaN. */
+/** Whether a value was recorded, also NaN. */
 function isRecorded(loaded, row, column) {
   return loaded.bits[row * loaded.columns + column] !== ABSENT_BITS;
 }
 
-/** One site's numbers: NaN also where nothing was recorded. */
+/** The numbers of a site: NaN also where nothing was recorded. */
 function rowOf(loaded, row) {
   return loaded.values.subarray(row * loaded.columns, (row + 1) * loaded.columns);
 }
 
-/** One step's numbers for some rows. */
+/** The numbers of some rows at a step. */
 function columnOf(loaded, column, rows) {
   return rows.map((row) => loaded.values[row * loaded.columns + column]);
 }
 
-/** What the module of a site is, as a line of its own; empty where that is not known. */
+/** Type and output of a site's module, as a line of its own; empty where they are not known. */
 function moduleLine(run, site) {
   for (let name = site; name; name = name.slice(0, Math.max(0, name.lastIndexOf(".")))) {
     if (Object.hasOwn(run.modules, name)) return `\n${run.modules[name]}`;
@@ -65,7 +65,7 @@ function findTable(run, kind, statistic) {
   return run.tables.find((table) => table.kind === kind && table.statistic === statistic);
 }
 
-/** Every pair of kind and statistic that a run has, in the order of the first that has it. */
+/** Every pair of kind and statistic of any run, in the order of the runs. */
 function tableNames(accept) {
   const names = new Map();
   for (const run of page.runs) {
@@ -76,7 +76,7 @@ function tableNames(accept) {
   return [...names.values()];
 }
 
-/** Sites of several loaded tables, each once, in the order of the first. */
+/** Sites of several loaded tables, without repetition. */
 function unionOfSites(loadedTables) {
   return [...new Set(loadedTables.flatMap((loaded) => (loaded ? loaded.sites : [])))];
 }
@@ -86,23 +86,23 @@ function unionOfSteps(loadedTables) {
   return [...new Set(loadedTables.flatMap((loaded) => (loaded ? loaded.steps : [])))].sort((a, b) => a - b);
 }
 
-/** The column of the newest record at a step or before it; -1 if there is none. */
+/** The column of the last record up to a step; -1 without such a record. */
 function columnAt(loaded, step) {
   let column = -1;
   while (column + 1 < loaded.columns && loaded.steps[column + 1] <= step) column++;
   return column;
 }
 
-/** Median, or another quantile, of finite numbers; NaN of none. */
+/** A quantile of the finite numbers; NaN without a finite number. */
 function quantile(numbers, share) {
   const sorted = numbers.filter(Number.isFinite).sort((a, b) => a - b);
   if (!sorted.length) return NaN;
-  const place = (sorted.length - 1) * share;
-  const low = Math.floor(place);
-  return sorted[low] + (sorted[Math.min(low + 1, sorted.length - 1)] - sorted[low]) * (place - low);
+  const position = (sorted.length - 1) * share;
+  const low = Math.floor(position);
+  return sorted[low] + (sorted[Math.min(low + 1, sorted.length - 1)] - sorted[low]) * (position - low);
 }
 
-/** A number as people read it. */
+/** A number as text. */
 function format(value) {
   if (Number.isNaN(value)) return "NaN";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";

@@ -23,8 +23,8 @@ const attention = {
         rows: layers,
         columns,
         value: (layer, head) => {
-          const place = row(layer, head);
-          return place === undefined || column < 0 || !isRecorded(loaded, place, column) ? undefined : loaded.values[place * loaded.columns + column];
+          const index = row(layer, head);
+          return index === undefined || column < 0 || !isRecorded(loaded, index, column) ? undefined : loaded.values[index * loaded.columns + column];
         },
         hover: (layer, head, text) => `${layers[layer]}, head ${head}\nstep ${step}\n${statistic} ${text}`,
         scale: "linear",
@@ -38,7 +38,7 @@ const attention = {
     this.overSteps(boxes[page.runs.length], loadedTables, layers, { label: labelOf(base, statistic), kind });
   },
 
-  /** Of each layer the median over its heads: how the layers go apart. */
+  /** The median over the heads of each layer. */
   overSteps(div, loadedTables, layers, { label, kind }) {
     const colors = layers.map((_, index) => shade(layers.length > 1 ? index / (layers.length - 1) : 0));
     const { short } = shortNames(layers);
@@ -52,12 +52,11 @@ const attention = {
         return [{ x: loaded.steps, y, name: escapeText(name), line: { color: colors[index], dash: ["solid", "dash", "dot"][run % 3] }, hovertemplate: "%{y:.3g}" }];
       });
     });
-    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(div, { traces, title: `${kind}: median over each layer's heads`, label, xaxis, legend: layers.length * page.runs.length <= 12, height: 320, hovermode: "x unified" });
+    lines(div, { traces, title: `${kind}: median over each layer's heads`, label, xaxis: STEPS, legend: layers.length * page.runs.length <= 12, height: 320, hovermode: "x unified" });
   },
 };
 
-/** A colour between the ends of cividis, for layers in their order. */
+/** A colour between the ends of cividis. */
 function shade(share) {
   const [from, to] = document.documentElement.dataset.dark === "yes" ? [[120, 160, 235], [255, 233, 69]] : [[0, 45, 110], [190, 160, 30]];
   return `rgb(${from.map((channel, index) => Math.round(channel + share * (to[index] - channel))).join(",")})`;

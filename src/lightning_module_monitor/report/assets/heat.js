@@ -3,22 +3,22 @@
 
 const SIGNED = new Set(["mean", "log_gain", "cosine", "min", "max"]);
 
-function scaleOf(wish, loadedTables, statistic) {
-  if (wish !== "auto") return wish;
+function scaleOf(choice, loadedTables, statistic) {
+  if (choice !== "auto") return choice;
   const anyNegative = loadedTables.some((loaded) => loaded && loaded.values.some((value) => value < 0));
   if (anyNegative) return SIGNED.has(statistic) ? "signed" : "linear";
   return wantsLog(loadedTables.flatMap((loaded) => (loaded ? [extent(loaded.values, 0, true)].flat() : []))) ? "log" : "linear";
 }
 
-/** Smallest and largest finite number (of the positive ones, if a logarithm is wanted), without the outer shares. */
+/** Smallest and largest finite number (positive number for a logarithm), without a share `trim` at each end. */
 function extent(values, trim, isPositive) {
   const name = `${trim}${isPositive}`;
   if (!extents.has(values)) extents.set(values, {});
   return (extents.get(values)[name] ??= newExtent(values, trim, isPositive));
 }
 
-const NOTHING = [1e-30, 1e-30]; // the extent where there is no number
-const extents = new WeakMap(); // by array: a slider asks again and again
+const NOTHING = [1e-30, 1e-30]; // the extent without a number
+const extents = new WeakMap(); // by array, for the next position of a slider
 
 function newExtent(values, trim, isPositive) {
   const numbers = values.filter((value) => Number.isFinite(value) && (!isPositive || value > 0));
@@ -46,7 +46,7 @@ function groupsOf(sites, depth) {
   return [...groups];
 }
 
-/** The depths at which sites can be grouped, and how many groups there are then. */
+/** The depths at which sites can be grouped, with the numbers of groups. */
 function depthsOf(sites) {
   const deepest = Math.max(0, ...sites.map((site) => site.split(".").length));
   const depths = [];
@@ -59,7 +59,7 @@ function depthsOf(sites) {
 
 const MANY_ROWS = 120;
 
-/** What a run has logged under a name, loaded; with the training loss that of validation too. */
+/** The logged series of a name; with the training loss also the validation loss. */
 function contextOf(run, name) {
   const isShown = ({ statistic }) => statistic === name || (name === "loss" && /val.*loss/.test(statistic));
   return Promise.all(run.context.filter(isShown).map(async (table) => ({ name: table.statistic, loaded: await load(table) })));
@@ -77,8 +77,8 @@ const heat = {
     const scale = scaleOf(byId("heat-scale").value, loadedTables, statistic);
     const trim = byId("heat-trim").checked ? 0.01 : 0;
     const ranges = loadedTables.filter(Boolean).map((loaded) => extent(loaded.values, trim, scale === "log"));
-    const told = ranges.filter((one) => one !== NOTHING);
-    const range = told.length ? [Math.min(...told.map(([low]) => low)), Math.max(...told.map(([, high]) => high))] : [0.1, 1];
+    const filled = ranges.filter((extent) => extent !== NOTHING);
+    const range = filled.length ? [Math.min(...filled.map(([low]) => low)), Math.max(...filled.map(([, high]) => high))] : [0.1, 1];
     const boxes = charts(byId("heat-charts"), several ? 2 * page.runs.length - 1 : 1);
     const common = { rows: groups.map(([name]) => name), scale, range, label: labelOf(base, statistic), statistic };
     const above = await Promise.all(page.runs.map((run) => contextOf(run, byId("heat-above").value)));
@@ -91,7 +91,7 @@ const heat = {
     for (let index = 1; index < page.runs.length; index++) {
       this.drawDifference(boxes[page.runs.length - 1 + index], loadedTables[0], loadedTables[index], groups, scale, index);
     }
-    this.tell(all, sites, groups, depth, loadedTables);
+    this.explain(all, sites, groups, depth, loadedTables);
     this.curve(kind, labelOf(base, statistic), loadedTables, sites);
   },
 
@@ -105,7 +105,7 @@ const heat = {
     return select.value === "auto" ? (automatic ? automatic[0] : 0) : Number(select.value);
   },
 
-  /** A group's number: what is not finite shows in any case. */
+  /** A group's number: a value that is not finite takes precedence. */
   aggregate(loaded, sites, column) {
     const rows = sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined && isRecorded(loaded, row, column));
     if (!rows.length) return undefined;
@@ -168,7 +168,7 @@ const heat = {
     div.pick = (row) => this.pick(groups[row]);
   },
 
-  /** A row was picked: of a group its sites are shown, of a site its curve. */
+  /** Select a row: show the sites of a group, or the curve of a site. */
   pick([name, sites]) {
     if (sites.length > 1) {
       byId("search").value = name;
@@ -180,15 +180,15 @@ const heat = {
     }
   },
 
-  tell(all, sites, groups, depth, loadedTables) {
+  explain(all, sites, groups, depth, loadedTables) {
     const { common } = shortNames(groups.map(([name]) => name));
-    const told = [];
-    if (sites.length < all.length) told.push(`${sites.length} of ${all.length} sites match the search.`);
-    if (common) told.push(`All names begin with “${common}.”`);
-    if (depth) told.push("A row is a group of sites: click it, or press Enter, to see them.");
+    const notes = [];
+    if (sites.length < all.length) notes.push(`${sites.length} of ${all.length} sites match the search.`);
+    if (common) notes.push(`All names begin with “${common}.”`);
+    if (depth) notes.push("A row is a group of sites: click it, or press Enter, to see them.");
     const condensed = loadedTables.find((loaded) => loaded && loaded.steps.some((step, column) => step !== loaded.lastSteps[column]));
-    if (condensed) told.push("A column stands for several records: of each site it shows the value of the largest magnitude, and before all one that is not finite.");
-    byId("heat-note").textContent = told.join(" ");
+    if (condensed) notes.push("A column stands for several records: each site has its value of the largest magnitude, or a value that is not finite.");
+    byId("heat-note").textContent = notes.join(" ");
   },
 
   curve(kind, label, loadedTables, sites) {
@@ -201,12 +201,11 @@ const heat = {
       return lineOverSteps(several ? page.runs[index].name : site, loaded, row, { color: lineColor(index) });
     });
     const isLog = wantsLog(traces.flatMap((trace) => trace.y));
-    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(byId("heat-curve"), { traces, title: `${kind} of ${site}`, label, xaxis, isLog, legend: several, height: 240 });
+    lines(byId("heat-curve"), { traces, title: `${kind} of ${site}`, label, xaxis: STEPS, isLog, legend: several, height: 240 });
   },
 };
 
-/** The column whose step is nearest, if it is not farther than half a step of the schedule; else -1. */
+/** The column whose step is nearest, at most half a mean interval away; else -1. */
 function nearestColumn(loaded, step) {
   let best = 0;
   for (let column = 1; column < loaded.columns; column++) {

@@ -3,31 +3,31 @@
 
 const histograms = {
   async draw() {
-    const names = [...new Map(page.runs.flatMap((run) => run.histograms.map((one) => [`${one.kind}/${one.statistic}`, one]))).values()];
-    fill(byId("histograms-table"), names.map((one) => [JSON.stringify([one.kind, one.statistic]), one.statistic === "hist" ? one.kind : `${one.kind}, ${one.statistic}`]));
+    const names = [...new Map(page.runs.flatMap((run) => run.histograms.map((table) => [`${table.kind}/${table.statistic}`, table]))).values()];
+    fill(byId("histograms-table"), names.map(({ kind, statistic }) => [JSON.stringify([kind, statistic]), statistic === "hist" ? kind : `${kind}, ${statistic}`]));
     const [kind, statistic] = JSON.parse(byId("histograms-table").value);
-    const found = await Promise.all(page.runs.map((run) => this.load(run.histograms.find((one) => one.kind === kind && one.statistic === statistic))));
-    const sites = filtered(unionOfSites(found));
-    fill(byId("histograms-site"), sites.map((site) => [site]), byId("histograms-site").value || (sites.includes(first.site) ? first.site : this.widest(found, sites)));
+    const loadedTables = await Promise.all(page.runs.map((run) => this.load(run.histograms.find((table) => table.kind === kind && table.statistic === statistic))));
+    const sites = filtered(unionOfSites(loadedTables));
+    fill(byId("histograms-site"), sites.map((site) => [site]), byId("histograms-site").value || (sites.includes(first.site) ? first.site : this.widest(loadedTables, sites)));
     const site = byId("histograms-site").value;
     const boxes = charts(byId("histograms-charts"), page.runs.length);
-    found.forEach((loaded, index) => this.drawRun(boxes[index], loaded, site, several ? page.runs[index].name : undefined));
+    loadedTables.forEach((loaded, index) => this.drawRun(boxes[index], loaded, site, several ? page.runs[index].name : undefined));
   },
 
-  async load(one) {
-    if (!one) return undefined;
-    if (!one.loaded) {
-      const [shares, nonfinite] = await Promise.all([unpack(one.data), unpack(one.nonfinite)]);
-      const sites = page.lists[one.sites];
-      one.loaded = { shares, nonfinite, sites, steps: page.lists[one.steps], bins: one.bins, rowOf: new Map(sites.map((site, row) => [site, row])) };
+  async load(table) {
+    if (!table) return undefined;
+    if (!table.loaded) {
+      const [shares, nonfinite] = await Promise.all([unpack(table.data), unpack(table.nonfinite)]);
+      const sites = page.lists[table.sites];
+      table.loaded = { shares, nonfinite, sites, steps: page.lists[table.steps], bins: table.bins, rowOf: new Map(sites.map((site, row) => [site, row])) };
     }
-    return one.loaded;
+    return table.loaded;
   },
 
-  /** The site with elements in the most bins: one that is all zeros, as a bias is at first, looks like an empty panel. */
-  widest(found, sites) {
+  /** The site with elements in the most bins: a tensor of zeros, such as an initial bias, looks like an empty panel. */
+  widest(loadedTables, sites) {
     const bins = (loaded, row) => loaded.shares.subarray(row * loaded.steps.length * loaded.bins.length, (row + 1) * loaded.steps.length * loaded.bins.length).reduce((count, share) => count + (share > 0), 0);
-    const counts = sites.map((site) => Math.max(...found.map((loaded) => (loaded?.rowOf.has(site) ? bins(loaded, loaded.rowOf.get(site)) : 0))));
+    const counts = sites.map((site) => Math.max(...loadedTables.map((loaded) => (loaded?.rowOf.has(site) ? bins(loaded, loaded.rowOf.get(site)) : 0))));
     return sites[counts.indexOf(Math.max(...counts))];
   },
 
@@ -41,15 +41,15 @@ const histograms = {
     const at = (bin, column) => loaded.shares[(row * steps.length + column) * bins.length + bin];
     const isFilled = (bin) => steps.some((_, column) => at(bin, column) > 0);
     const shown = withoutGaps(bins.map((_, bin) => bin).filter(isFilled)).reverse(); // the largest on top, as on an axis
-    const names = shown.map((bin, place) => (bin < 0 ? `⋮${"\u200b".repeat(place)}` : decimal(bins[bin])));
+    const names = shown.map((bin, row) => (bin < 0 ? `⋮${"\u200b".repeat(row)}` : decimal(bins[bin])));
     const broken = (column) => loaded.nonfinite[row * steps.length + column];
     const note = (column) => (broken(column) ? `\nand ${format(broken(column))} elements that are not finite` : "");
     const shares = shown.filter((bin) => bin >= 0).flatMap((bin) => steps.map((_, column) => at(bin, column))).filter((share) => share > 0);
     heatmap(div, {
       rows: names,
       columns: columnsOf(steps),
-      value: (place, column) => (shown[place] < 0 ? undefined : at(shown[place], column) || undefined),
-      hover: (place, column) => `${names[place].trim()}\nstep ${steps[column]}\n${format(100 * (at(shown[place], column) || 0))} % of the elements${note(column)}`,
+      value: (index, column) => (shown[index] < 0 ? undefined : at(shown[index], column) || undefined),
+      hover: (index, column) => `${names[index].trim()}\nstep ${steps[column]}\n${format(100 * (at(shown[index], column) || 0))} % of the elements${note(column)}`,
       scale: "log",
       range: shares.length ? extent(Float32Array.from(shares), 0, true) : [1e-3, 1],
       title,
@@ -60,10 +60,10 @@ const histograms = {
   },
 };
 
-/** Bins in their order, and -1 for each gap between them that is wide. */
+/** Bins in their order, with -1 for each wide gap. */
 function withoutGaps(bins) {
-  return bins.flatMap((bin, place) => {
-    const gap = place ? bin - bins[place - 1] - 1 : 0;
+  return bins.flatMap((bin, rank) => {
+    const gap = rank ? bin - bins[rank - 1] - 1 : 0;
     if (gap > 3) return [-1, bin];
     return [...Array.from({ length: gap }, (_, index) => bin - gap + index), bin];
   });

@@ -1,15 +1,15 @@
-// The page: draws what is in view, and answers the search, the controls and the theme.
+// The page: draws the sections in view, and handles the search, the controls and the theme.
 "use strict";
 
 /** The losses of all runs together. */
 const match = {
   async draw() {
-    const found = await Promise.all(page.runs.map((run) => contextOf(run, "loss")));
-    const traces = found.flatMap((tables, index) =>
+    const losses = await Promise.all(page.runs.map((run) => contextOf(run, "loss")));
+    const traces = losses.flatMap((tables, index) =>
       tables.flatMap(({ name, loaded }) => lineOverSteps(`${page.runs[index].name}: ${name}`, loaded, 0, { color: lineColor(index), dash: name === "loss" ? "solid" : "dash" })),
     );
     const isLog = wantsLog(traces.flatMap((trace) => trace.y));
-    lines(byId("match-chart"), { traces, label: "loss", xaxis: { title: { text: "optimizer step", standoff: 6 } }, isLog, legend: true, height: 300 });
+    lines(byId("match-chart"), { traces, label: "loss", xaxis: STEPS, isLog, legend: true, height: 300 });
   },
 };
 
@@ -19,13 +19,13 @@ const visible = new Set();
 function draw(name) {
   sections[name].draw().catch((error) => {
     console.error(error);
-    byId(`${name}-error`).textContent = `This could not be drawn: ${error}`;
+    byId(`${name}-error`).textContent = `This section could not be drawn: ${error}`;
   });
 }
 
 const waiting = new Set();
 
-/** Draw once, however often a slider has moved until the browser gets to it. */
+/** Draw once for all moves of a slider before the next frame. */
 function drawSoon(name) {
   if (waiting.has(name)) return;
   waiting.add(name);
@@ -35,7 +35,7 @@ function drawSoon(name) {
   });
 }
 
-/** Draw what is in view; the rest is drawn when it comes into view. */
+/** Draw the sections in view again; others are drawn when they come into view. */
 function drawVisible() {
   for (const section of document.querySelectorAll("section[data-drawn]")) delete section.dataset.drawn;
   for (const name of visible) show(name);
@@ -62,13 +62,13 @@ function changeSearch() {
   }
   Object.assign(search, { text, accepts });
   const all = [...new Set(page.runs.flatMap((run) => run.tables.flatMap((table) => page.lists[table.sites])))];
-  const found = all.filter(accepts).length;
-  byId("search-count").textContent = text ? `${found} of ${all.length} sites` : `${all.length} sites`;
+  const count = all.filter(accepts).length;
+  byId("search-count").textContent = text ? `${count} of ${all.length} sites` : `${all.length} sites`;
   for (const row of document.querySelectorAll("[data-site]")) row.hidden = !accepts(row.dataset.site);
   drawVisible();
 }
 
-/** Show a finding's series: its kind and statistic in the heat map, its curve below. */
+/** Show a series: its kind and statistic in the heat map, its curve below. */
 function showSeries({ kind, statistic, site }) {
   byId("search").value = "";
   changeSearch();
@@ -90,22 +90,18 @@ function applyTheme() {
   drawVisible();
 }
 
-function later(action, pause) {
-  let timer;
-  return () => {
-    clearTimeout(timer);
-    timer = setTimeout(action, pause);
-  };
-}
-
 function start() {
-  // A run that has recorded nothing yet, or histograms alone, has no heat map.
+  // A run without numbers, or with histograms alone, has no heat map.
   if (byId("heat-table")) fill(byId("heat-table"), tableNames(() => true).map(({ kind, statistic }) => [JSON.stringify({ kind, statistic }), `${kind}, ${statistic}`]), JSON.stringify({ kind: first.kind, statistic: first.statistic }));
   for (const control of document.querySelectorAll("section select, section input")) {
     const name = control.closest("section").id;
     control.addEventListener(control.type === "range" ? "input" : "change", () => drawSoon(name));
   }
-  byId("search").addEventListener("input", later(changeSearch, 150));
+  let timer;
+  byId("search").addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(changeSearch, 150);
+  });
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
     applyTheme();

@@ -12,30 +12,29 @@ const PROFILES = [
   ["parameter", SIZES],
 ];
 
-/** The tables that make profiles: of each kind the first statistic that there is. */
+/** The tables of the profiles: the first recorded statistic of each kind. */
 function profileTables() {
   const names = tableNames((table) => table.stage === "train");
   return PROFILES.map(([base, statistics]) => {
-    const there = statistics.map((statistic) => names.find((name) => name.base === base && name.statistic === statistic));
-    return there.find(Boolean);
+    const tables = statistics.map((statistic) => names.find((name) => name.base === base && name.statistic === statistic));
+    return tables.find(Boolean);
   }).filter(Boolean);
 }
 
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const CROWD = 150; // sites whose line would be a band
 
-/** Lines over sites at a step, one for each run, and behind them what the run has had so far. */
+/** Lines over sites at a step, a line for each run; of a single run also its first record. */
 function profileTraces(loadedTables, allSites, step, looks = {}) {
   const xs = allSites.map((_, index) => index).filter((index) => !looks.accepts || looks.accepts(allSites[index]));
   const sites = xs.map((index) => allSites[index]);
-  const places = sites.map((_, index) => index);
   const traces = [];
   loadedTables.forEach((loaded, index) => {
     if (!loaded) return;
     const column = columnAt(loaded, step);
     if (column < 0) return;
     const rows = sites.map((site) => loaded.rowOf.get(site));
-    const at = (place) => rows.map((row) => (row === undefined ? null : finiteOrNull(loaded.values[row * loaded.columns + place])));
+    const at = (column) => rows.map((row) => (row === undefined ? null : finiteOrNull(loaded.values[row * loaded.columns + column])));
     const line = looks.color || lineColor(index);
     if (!several && !looks.isTerm) {
       const past = looks.color ? faded(looks.color, 0.55) : color("faint");
@@ -44,12 +43,12 @@ function profileTraces(loadedTables, allSites, step, looks = {}) {
     const values = at(column);
     const name = [several ? page.runs[index].name : "", looks.name ?? (several ? "" : `step ${loaded.steps[column]}`)].filter(Boolean).join(": ");
     const number = (row) => (row === undefined ? "not recorded" : format(loaded.values[row * loaded.columns + column]));
-    const text = rows.map((row, place) => `${escapeText(sites[place])}<br>step ${loaded.steps[column]}: ${number(row)}${escapeText(moduleLine(page.runs[index], sites[place])).replace("\n", "<br>")}`);
-    const bad = places.filter((place) => rows[place] !== undefined && isRecorded(loaded, rows[place], column) && values[place] === null);
+    const text = rows.map((row, rank) => `${escapeText(sites[rank])}<br>step ${loaded.steps[column]}: ${number(row)}${escapeText(moduleLine(page.runs[index], sites[rank])).replace("\n", "<br>")}`);
+    const bad = [...rows.keys()].filter((rank) => rows[rank] !== undefined && isRecorded(loaded, rows[rank], column) && values[rank] === null);
     if (bad.length) {
       const top = Math.max(...values.filter((value) => value > 0), 1e-30);
       const cross = { symbol: "x", size: 8, color: NOT_FINITE };
-      traces.push({ x: bad.map((place) => xs[place]), y: bad.map(() => top), text: bad.map((place) => text[place]), hoverinfo: "text", mode: "markers", marker: cross, showlegend: false });
+      traces.push({ x: bad.map((rank) => xs[rank]), y: bad.map(() => top), text: bad.map((rank) => text[rank]), hoverinfo: "text", mode: "markers", marker: cross, showlegend: false });
     }
     const isCrowded = sites.length > CROWD;
     const marker = { size: sites.length > 80 ? 4 : 6, color: line, opacity: isCrowded ? 0.6 : 1 };
@@ -63,20 +62,23 @@ const finiteOrNull = (value) => (Number.isFinite(value) ? value : null);
 
 const MOST_TICKS = 16;
 
-/** Names of transitions between blocks, without what all blocks have in common: 0 → 1. */
+/** Names of transitions between blocks without their common modules: 0 → 1. */
 function transitions(names) {
   const pairs = names.map((name) => {
-    const cuts = [...name].map((_, place) => place).filter((place) => name[place] === "-");
-    const alike = (cut) => [...name.slice(0, cut)].findIndex((letter, place) => letter !== name[cut + 1 + place]);
-    const cut = cuts.sort((one, other) => (alike(other) === -1 ? Infinity : alike(other)) - (alike(one) === -1 ? Infinity : alike(one)))[0];
+    const cuts = [...name].map((_, index) => index).filter((index) => name[index] === "-");
+    const alike = (cut) => {
+      const length = [...name.slice(0, cut)].findIndex((letter, index) => letter !== name[cut + 1 + index]);
+      return length === -1 ? Infinity : length;
+    };
+    const cut = cuts.sort((a, b) => alike(b) - alike(a))[0];
     return [name.slice(0, cut), name.slice(cut + 1)];
   });
   const { short } = shortNames([...new Set(pairs.flat())]);
-  const shortOf = new Map([...new Set(pairs.flat())].map((name, place) => [name, short[place]]));
+  const shortOf = new Map([...new Set(pairs.flat())].map((name, index) => [name, short[index]]));
   return pairs.map(([from, to]) => `${shortOf.get(from)} → ${shortOf.get(to)}`);
 }
 
-/** The axis of sites: each with its name, where there is room; else the modules that they are in. */
+/** The axis of sites: with the names of sites where there is room, else of the modules that contain them. */
 function siteAxis(sites, base) {
   const range = [-0.5, sites.length - 0.5];
   if (base === "gradient_flow") {
@@ -91,7 +93,7 @@ function siteAxis(sites, base) {
   let [ticks, depth] = [starts(deepest), deepest];
   while (ticks.length > MOST_TICKS && depth > 1) ticks = starts(--depth);
   const withRoom = (indices, free = -1) => indices.filter((index) => index >= free && (free = index + sites.length / 20));
-  if (withRoom(ticks).length < 5 && depth < deepest) ticks = starts(++depth); // of many blocks as many as there is room for
+  if (withRoom(ticks).length < 5 && depth < deepest) ticks = starts(++depth); // as many blocks as there is room for
   ticks = withRoom(ticks);
   const names = ticks.map((index) => prefixOf(short[index], depth)).map((name) => (name.length > 18 ? `…${name.slice(-17)}` : name));
   return { tickvals: ticks, ticktext: names.map(escapeText), tickangle: ticks.length > 4 ? -35 : 0, automargin: true, range };
@@ -104,7 +106,7 @@ function extentOfRow(loaded, row, isPositive) {
   return extent(loaded.rows.get(row), 0, isPositive);
 }
 
-/** Range of an axis that holds all steps, so that it stands still while the slider moves. */
+/** The range of all steps: the axis stays while the slider moves. */
 function steadyRange(loadedTables, sites, isLog) {
   const numbers = loadedTables.flatMap((loaded) => (loaded ? sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined).map((row) => extentOfRow(loaded, row, isLog)) : []));
   const low = Math.min(...numbers.map(([from]) => from).filter((from) => !isLog || from > 1e-30));
@@ -115,9 +117,9 @@ function steadyRange(loadedTables, sites, isLog) {
   return [low - room, high + room];
 }
 
-/** What a site is, among those of its kind: lines of different things would be a zigzag. */
+/** The role of a site: sites of different roles in the same line would be a zigzag. */
 function roleOf(base, site, containers) {
-  const run = page.runs.find((one) => moduleLine(one, site)) ?? page.runs[0];
+  const run = page.runs.find((run) => moduleLine(run, site)) ?? page.runs[0];
   const type = moduleLine(run, site).trim().split(",")[0];
   if (base.startsWith("activation")) return /\.head_\d+(\.|$)/.test(site) ? "heads" : containers.has(site) ? "containers" : "leaf modules";
   if (base === "gradient_flow") return "";
@@ -141,13 +143,13 @@ const profiles = {
     const boxes = charts(byId("profiles-charts"), names.length);
     names.forEach((name, index) => {
       const sites = filtered(unionOfSites(loaded[index]));
-      const isLog = wantsLog(loaded[index].flatMap((one) => (one ? extent(one.values, 0, true) : [])));
+      const isLog = wantsLog(loaded[index].flatMap((table) => (table ? extent(table.values, 0, true) : [])));
       const containers = containersOf(sites.filter((site) => !site.includes(".head_")));
       const role = new Map(sites.map((site) => [site, roleOf(name.base, site, containers)]));
       const roles = [...new Set(role.values())];
-      const looks = (one, place) => ({ accepts: (site) => role.get(site) === one, name: one, ...(several ? { dash: DASHES[place % DASHES.length] } : { color: lineColor(place) }) });
+      const looks = (name, rank) => ({ accepts: (site) => role.get(site) === name, name, ...(several ? { dash: DASHES[rank % DASHES.length] } : { color: lineColor(rank) }) });
       lines(boxes[index], {
-        traces: roles.length > 1 ? roles.flatMap((one, place) => profileTraces(loaded[index], sites, step, looks(one, place))) : profileTraces(loaded[index], sites, step),
+        traces: roles.length > 1 ? roles.flatMap((name, rank) => profileTraces(loaded[index], sites, step, looks(name, rank))) : profileTraces(loaded[index], sites, step),
         title: `${name.kind}, ${name.statistic}`,
         label: labelOf(name.base, name.statistic),
         xaxis: siteAxis(sites, name.base),
@@ -161,12 +163,12 @@ const profiles = {
   },
 };
 
-/** The loaded tables of a kind and statistic, one for each run; undefined where a run has none. */
+/** The loaded tables of a kind and statistic, by run; undefined for a run without. */
 function loadAll(kind, statistic) {
   return Promise.all(page.runs.map((run) => findTable(run, kind, statistic)).map((table) => (table ? load(table) : undefined)));
 }
 
-const CUSTOMARY = 1e-3;
+const USUAL = 1e-3;
 const FEW_SITES = 8;
 
 const updates = {
@@ -177,24 +179,19 @@ const updates = {
     const traces = loadedTables.flatMap((loaded, index) => {
       if (!loaded) return [];
       const rows = sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined);
-      if (sites.length <= FEW_SITES && !several) return rows.flatMap((row, place) => lineOverSteps(loaded.sites[row], loaded, row, { color: lineColor(place), dash: place < 6 ? "solid" : "dash" }));
+      if (sites.length <= FEW_SITES && !several) return rows.flatMap((row, rank) => lineOverSteps(loaded.sites[row], loaded, row, { color: lineColor(rank), dash: rank < 6 ? "solid" : "dash" }));
       return this.bands(loaded, rows, index);
     });
-    const customary = { type: "line", xref: "paper", x0: 0, x1: 1, y0: CUSTOMARY, y1: CUSTOMARY, line: { color: color("ink"), width: 1.2, dash: "dash" } };
-    const word = { xref: "paper", x: 0, xanchor: "left", y: Math.log10(CUSTOMARY), yanchor: "bottom", text: "0.001, customary", showarrow: false, font: { size: 11 } };
+    const usual = { type: "line", xref: "paper", x0: 0, x1: 1, y0: USUAL, y1: USUAL, line: { color: color("ink"), width: 1.2, dash: "dash" } };
+    const word = { xref: "paper", x: 0, xanchor: "left", y: Math.log10(USUAL), yanchor: "bottom", text: "0.001, usual", showarrow: false, font: { size: 11 } };
     const label = "norm of update / norm of parameter";
-    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(byId("updates-chart"), { traces, label, xaxis, isLog: true, shapes: [customary], annotations: [word], legend: true, height: 380, hovermode: "x unified" });
+    lines(byId("updates-chart"), { traces, label, xaxis: STEPS, isLog: true, shapes: [usual], annotations: [word], legend: true, height: 380, hovermode: "x unified" });
   },
 
   bands(loaded, rows, index) {
-    const shares = [0, 0.25, 0.5, 0.75, 1];
-    const curves = shares.map(() => []);
-    for (let column = 0; column < loaded.columns; column++) {
-      const numbers = columnOf(loaded, column, rows).filter((number) => number > 0);
-      shares.forEach((share, place) => curves[place].push(finiteOrNull(quantile(numbers, share))));
-    }
-    const [least, low, middle, high, most] = curves;
+    const positive = loaded.steps.map((_, column) => columnOf(loaded, column, rows).filter((number) => number > 0));
+    const curve = (share) => positive.map((numbers) => finiteOrNull(quantile(numbers, share)));
+    const [least, low, middle, high, most] = [0, 0.25, 0.5, 0.75, 1].map(curve);
     const base = lineColor(index);
     const run = several ? `${escapeText(page.runs[index].name)}: ` : "";
     const x = loaded.steps;
@@ -228,46 +225,45 @@ const rcc = {
         alignment: await loadAll(kindOf("rcc_alignment"), term.name),
       })),
     );
-    const ofSizes = sources.flatMap((source) => source.sizes);
-    const ofAlignment = sources.flatMap((source) => source.alignment);
-    const sites = filtered(unionOfSites([...ofSizes, ...ofAlignment]));
-    const inAll = sites.filter((site) => [...ofSizes, ...ofAlignment].every((one) => !one || one.rowOf.has(site)));
+    const sizes = sources.flatMap((source) => source.sizes);
+    const alignments = sources.flatMap((source) => source.alignment);
+    const sites = filtered(unionOfSites([...sizes, ...alignments]));
+    const inAll = sites.filter((site) => [...sizes, ...alignments].every((table) => !table || table.rowOf.has(site)));
     fill(byId("rcc-site"), sites.map((site) => [site]), byId("rcc-site").value || inAll[1] || inAll[0]);
-    const step = slider(byId("rcc-step"), byId("rcc-step-name"), unionOfSteps([...ofSizes, ...ofAlignment]));
+    const step = slider(byId("rcc-step"), byId("rcc-step-name"), unionOfSteps([...sizes, ...alignments]));
     const views = [
-      ["sizes", byId("rcc-statistic").value, ofSizes],
-      ["alignment", "alignment", ofAlignment],
+      ["sizes", byId("rcc-statistic").value, sizes],
+      ["alignment", "alignment", alignments],
     ].filter(([, , loaded]) => loaded.some(Boolean));
     const boxes = charts(byId("rcc-charts"), 2 * views.length);
     views.forEach(([what, label, loaded], index) => this.drawView(boxes.slice(2 * index), sources, { what, label, loaded, sites, step }));
   },
 
   drawView([overSites, overSteps], sources, { what, label, loaded, sites, step }) {
-    const isLog = what === "sizes" && wantsLog(loaded.flatMap((one) => (one ? extent(one.values, 0, true) : [])));
-    const there = sites.filter((site) => loaded.some((one) => one && one.rowOf.has(site)));
+    const isLog = what === "sizes" && wantsLog(loaded.flatMap((table) => (table ? extent(table.values, 0, true) : [])));
+    const recorded = sites.filter((site) => loaded.some((table) => table && table.rowOf.has(site)));
     const looks = (term) => (several ? { dash: term.dash, name: term.name } : { dash: term.dash, name: `${term.name} ${what === "sizes" ? term.word : ""}`, color: lineColor(term.color), isTerm: true });
     const axis = what === "sizes" ? `${label} of the term` : "alignment (at most 1)";
     lines(overSites, {
-      traces: sources.flatMap(({ term, ...tables }) => profileTraces(tables[what], there, step, looks(term))),
+      traces: sources.flatMap(({ term, ...tables }) => profileTraces(tables[what], recorded, step, looks(term))),
       title: `${label} over layers, at step ${step}`,
       label: axis,
-      xaxis: siteAxis(there),
-      yaxis: what === "sizes" ? { range: steadyRange(loaded, there, isLog) } : { range: [0, 1.08] },
+      xaxis: siteAxis(recorded),
+      yaxis: what === "sizes" ? { range: steadyRange(loaded, recorded, isLog) } : { range: [0, 1.08] },
       isLog,
       legend: true,
       height: 320,
     });
     const site = byId("rcc-site").value;
     const traces = sources.flatMap(({ term, ...tables }) =>
-      tables[what].flatMap((one, index) => {
-        const row = one && one.rowOf.get(site);
+      tables[what].flatMap((table, index) => {
+        const row = table && table.rowOf.get(site);
         if (row === undefined) return [];
         const name = several ? `${page.runs[index].name}: ${term.name}` : term.name;
-        return lineOverSteps(name, one, row, { color: several ? lineColor(index) : lineColor(term.color), dash: term.dash });
+        return lineOverSteps(name, table, row, { color: several ? lineColor(index) : lineColor(term.color), dash: term.dash });
       }),
     );
     const yaxis = what === "alignment" ? { range: [0, 1.08] } : {};
-    const xaxis = { title: { text: "optimizer step", standoff: 6 } };
-    lines(overSteps, { traces, title: `${label} of ${site} over steps`, label: axis, xaxis, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });
+    lines(overSteps, { traces, title: `${label} of ${site} over steps`, label: axis, xaxis: STEPS, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });
   },
 };

@@ -1,4 +1,4 @@
-"""The verdict on the values of one term at several widths: the exponent of a power law, and its confidence interval."""
+"""The exponent of the width in the values of one term, its confidence interval, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_module_monitor.width_check.expectations import NOTHING
 from lightning_module_monitor.width_check.layers import Role
 from lightning_module_monitor.width_check.settings import Settings
 
-Verdict = Literal["nonfinite", "grows", "vanishes", "unclear", "ok"]
+RowVerdict = Literal["nonfinite", "grows", "vanishes", "unclear", "ok"]
 
-OFFENDING: tuple[Verdict, ...] = ("nonfinite", "grows", "vanishes")
+OFFENDING: tuple[RowVerdict, ...] = ("nonfinite", "grows", "vanishes")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Row:
     upper: float
     """Upper end of its confidence interval."""
     expected: float | None
-    """The exponent by the parametrization: ``-inf`` for exactly zero, ``None`` where it is not known."""
-    verdict: Verdict
+    """The exponent by the parametrization: ``-inf`` for exactly zero, ``None`` where none is expected."""
+    verdict: RowVerdict
     """``ok``: the interval lies within the tolerance of the expected exponent; ``grows``, ``vanishes``: it lies above, below;
     ``unclear``: it lies on the edge, or nothing is expected; ``nonfinite``: a value is NaN or infinite."""
     note: str
@@ -60,17 +60,18 @@ class PowerLaw(NamedTuple):
 def judge(module: str, role: Role, term: str, *, values: NDArray[np.float64], expected: float | None, settings: Settings) -> Row:
     """Fit the values of one term, shape ``(widths, seeds)``, and compare its exponent with the expected one; see :class:`Row`."""
 
-    def row(law: PowerLaw, verdict: Verdict, note: str = "") -> Row:
+    def row(law: PowerLaw, verdict: RowVerdict, note: str = "") -> Row:
         return Row(module, role, term, *law, expected, verdict, note, values)
 
     undefined = PowerLaw(math.nan, math.nan, math.nan)
-    bad = [str(width) for width, of_seeds in zip(settings.widths, values, strict=True) if not np.isfinite(of_seeds).all()]
+    bad = [str(width) for width, row_values in zip(settings.widths, values, strict=True) if not np.isfinite(row_values).all()]
     if bad:
         return row(undefined, "nonfinite", f"not finite at width {', '.join(bad)}")
     if not values.any():
-        is_known = expected == NOTHING
-        note = "" if is_known else "zero at every width: is it trained, and has it a gradient in these steps?"
-        return row(PowerLaw(NOTHING, NOTHING, NOTHING), "ok" if is_known else "unclear", note)
+        # At no width the input of a first layer changes.
+        is_right = expected == NOTHING or (term == "propagating_update" and expected == 0.0)
+        note = "" if is_right else "zero at every width: is it trained, and has it a gradient in these steps?"
+        return row(PowerLaw(NOTHING, NOTHING, NOTHING), "ok" if is_right else "unclear", note)
     positive = values > 0
     widths = np.broadcast_to(np.array(settings.widths)[:, None], values.shape)[positive]
     if len(set(widths.tolist())) < 2:
@@ -80,7 +81,7 @@ def judge(module: str, role: Role, term: str, *, values: NDArray[np.float64], ex
         return row(law, "unclear", f"zero in {(~positive).sum()} of {values.size} runs, which are left out")
     if expected == NOTHING:
         return row(law, "unclear", "expected to be zero, and is not")
-    verdict: Verdict = "unclear"
+    verdict: RowVerdict = "unclear"
     if expected is not None:
         low, high = expected - settings.tolerance, expected + settings.tolerance
         if law.lower > high or law.upper < low:
