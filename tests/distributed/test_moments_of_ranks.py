@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.distributed.moments import Reduced, Replicas, reduce_moments
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
-from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.kernels.transfer import to_host
+from lightning_module_monitor.kernels.table import MomentTable, to_host
 from lightning_module_monitor.statistics.finish import nan_where_empty
 
 
@@ -26,7 +25,7 @@ def moments_of(rows: list[list[Tensor]]) -> Moments:
         for tensor in tensors:
             table.add((row,), tensor, Need.EVERYTHING)
     shares = to_host(table.collect(len(rows)), [])[0]
-    return Moments(*shares[0]) if shares else Moments.of_nothing(len(rows))
+    return Moments(*shares[0]) if shares else Moments.empty(len(rows))
 
 
 def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:

@@ -210,7 +210,7 @@ def test_counting_without_a_read_on_the_host(size: int) -> None:
 def test_a_step_that_begins_under_inference_mode() -> None:
     """A validation loop under inference mode, then one outside of it, in one row."""
     x = torch.randn(30, dtype=torch.float64)
-    bins_of_floats._places_on.cache_clear()
+    bins_of_floats._bin_of_code_on.cache_clear()
     table = MomentTable()
     with torch.inference_mode():
         table.add((3,), x.clone(), Need.HISTOGRAM)

@@ -120,7 +120,7 @@ def test_merging_is_associative_and_commutative_and_has_an_identity(implementati
     parts = [normal(5 + 40 * seed, 4, seed=seed) * 3**seed + 10 * seed for seed in range(5)]
     whole = torch.cat(parts)
     rows = [measured(implementation, [part]) for part in parts]
-    nothing = Moments.of_nothing(1)
+    nothing = Moments.empty(1)
     at_once = merge(*rows)
     assert_textbook(at_once, whole, implementation.rtol)
     one, two, three, four, five = rows
@@ -158,7 +158,7 @@ def test_what_is_not_finite_survives_merging(implementation: Implementation) -> 
     good = measured(implementation, [normal(10)])
     for bad in (math.nan, math.inf, -math.inf):
         spoiled = measured(implementation, [torch.tensor([1.0, bad])])
-        for found in (merge(good, spoiled), merge(spoiled, good), merge(good, Moments.of_nothing(1), spoiled)):
+        for found in (merge(good, spoiled), merge(spoiled, good), merge(good, Moments.empty(1), spoiled)):
             assert finished("nonfinite_count", found) == 1
             for name in ("mean", "std", "skewness", "kurtosis", "norm", "abs_mean", "abs_max", "token_norm"):
                 assert not math.isfinite(finished(name, found)), name
@@ -173,7 +173,7 @@ def test_about_a_center_and_back() -> None:
     added = Moments(*(torch.stack(fields).sum(0) for fields in zip(*rows, strict=True)))
     found, whole = added.about_mean(center), torch.cat(parts)
     assert_textbook(found, whole, 1e-11, ["mean", "std", "var", "skewness", "kurtosis", "norm"])
-    nothing = Moments.of_nothing(1)
+    nothing = Moments.empty(1)
     back = nothing.about(center).about_mean(center)
     assert all(float(getattr(back, name)) == 0 for name in ("deviations", "third", "fourth", "squares", "elements"))
 

@@ -61,7 +61,7 @@ def test_a_compiled_merge_is_that_of_the_moments() -> None:
         rows.append(row)
     rows[3][[numba_loops.MAXIMUM, numba_loops.MINIMUM, numba_loops.MEAN]] = np.nan
     rows[5][numba_loops.MAXIMUM] = rows[5][numba_loops.MEAN] = np.inf
-    nothing = np.array([float(field) for field in Moments.of_nothing(1)])
+    nothing = np.array([float(field) for field in Moments.empty(1)])
     rows[7] = nothing.copy()
     for one, other in zip(rows, [*rows[1:], nothing], strict=True):
         found = one.copy()

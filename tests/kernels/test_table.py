@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers.kernels import CPU, assert_textbook, views, without_numba
+from helpers.kernels import assert_textbook, views, without_numba
 from helpers.textbook import histogram
 from torch import Tensor, nn
 
@@ -42,7 +42,7 @@ def collected(table: MomentTable, num_rows: int = 1) -> Moments:
     """The moments of the rows."""
     shares = table.collect(num_rows)
     assert all(share.shape == (NUM_FIELDS, num_rows) and share.dtype == torch.float64 for share in shares)
-    return Moments(*merged(shares, num_rows, CPU))
+    return Moments(*merged(shares, num_rows))
 
 
 def counted(table: MomentTable, row: int = 0) -> Histogram:
@@ -107,7 +107,7 @@ def test_an_empty_tensor_changes_nothing() -> None:
     table.add((0,), empty, Need.EVERYTHING | Need.HISTOGRAM, empty)
     assert all(torch.equal(*pair) for pair in zip(collected(table), collected(alone), strict=True))
     assert counted(table) == counted(alone)
-    assert all(torch.equal(*pair) for pair in zip(collected(MomentTable()), Moments.of_nothing(1), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(collected(MomentTable()), Moments.empty(1), strict=True))
 
 
 def test_moments_that_were_taken_elsewhere() -> None:

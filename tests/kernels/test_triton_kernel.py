@@ -132,7 +132,7 @@ def test_several_tensors_in_several_rows() -> None:
     assert_moments(found[:, 0], [first])
     assert_moments(found[:, 1], [third])
     assert_moments(found[:, 3], [first, second, third])
-    nothing = torch.stack(Moments.of_nothing(2)).to(DEVICE)
+    nothing = torch.stack(Moments.empty(2)).to(DEVICE)
     assert torch.equal(found[:, [2, 4]], nothing)
     assert torch.equal(TritonKernel(DEVICE).collect(2), nothing)
 

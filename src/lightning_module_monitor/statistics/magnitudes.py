@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import in_memory, plain
-from lightning_module_monitor.kernels.transfer import is_on_host, transfer
+from lightning_module_monitor.kernels.table import is_on_host, transfer
 
 UNKNOWN = -1
 """The place of a number that does not exist."""
