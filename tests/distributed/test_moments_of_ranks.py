@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.distributed.moments import Reduced, Replicas, reduce_moments
+from lightning_module_monitor.distributed.rank_moments import Reduced, Replicas, reduce_moments
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable, to_host
 from lightning_module_monitor.statistics.finish import nan_where_empty
@@ -93,8 +93,8 @@ def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[lis
 
     def work(rank: ThreadRank) -> Reduced:
         moments = moments_of(rows_by_rank[rank.index])
-        of_numbers = things.repeat(NUM_FIELDS + 1)
-        replicas = Replicas(things, torch.tensor(are_parts[rank.index], dtype=torch.float64), of_numbers)
+        item_of_number = things.repeat(NUM_FIELDS + 1)
+        replicas = Replicas(things, torch.tensor(are_parts[rank.index], dtype=torch.float64), item_of_number)
         return reduce_moments(moments, torch.empty(0, dtype=torch.float64), moments.elements, rank, replicas=replicas)
 
     meeting: Meeting[Reduced] = Meeting(len(rows_by_rank))

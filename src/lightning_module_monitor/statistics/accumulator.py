@@ -330,7 +330,7 @@ class StepAccumulator:
         if ranks is None:
             gathered = [own]
         elif any(not _is_metric(value) for _stream, _name, value in due):
-            ours = [stream.keys[name] for stream, name, _value in due if ranks.place == 0 or stream.identity not in copied]
+            ours = [stream.keys[name] for stream, name, _value in due if ranks.sharing_index == 0 or stream.identity not in copied]
             gathered = ranks.gather({key: own[key] for key in ours if key in own})
         values = dict(observed.final)
         for stream, name, value in due:
