@@ -155,12 +155,12 @@ SCENARIOS = {
 
 def both(name: str, folder: Path) -> list[dict[str, Any]]:
     """The same training without a monitor and with one."""
-    found = []
+    results = []
     for monitored in (False, True):
         torch._dynamo.reset()
         seed()
-        found.append(SCENARIOS[name](folder, monitored))
-    return found
+        results.append(SCENARIOS[name](folder, monitored))
+    return results
 
 
 if __name__ == "__main__":

@@ -27,16 +27,16 @@ def run_scenarios(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, st
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 folder.mkdir()
-                said = finish(start(SCRIPT, num_ranks, folder, *TOGETHER[num_ranks]))
-                (folder / "said.txt").write_text("\n\n".join(said))
-        said_text = (folder / "said.txt").read_text()
+                messages = finish(start(SCRIPT, num_ranks, folder, *TOGETHER[num_ranks]))
+                (folder / "output.txt").write_text("\n\n".join(messages))
+        text = (folder / "output.txt").read_text()
         try:
-            found = results(folder, scenario, num_ranks)
+            outcomes = results(folder, scenario, num_ranks)
         except FileNotFoundError:
-            pytest.fail(said_text[-6000:])
-        for one in found:
-            if isinstance(one, Exception):
-                pytest.fail(f"{one!r}\n{said_text[-6000:]}")
-        return found
+            pytest.fail(text[-6000:])
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                pytest.fail(f"{outcome!r}\n{text[-6000:]}")
+        return outcomes
 
     return run

@@ -89,7 +89,7 @@ class Keep(Callback):
     on_validation_epoch_end = on_train_batch_end
 
 
-class Said(logging.Handler):
+class Messages(logging.Handler):
     """Keeps what the monitor says."""
 
     def __init__(self) -> None:
@@ -102,13 +102,13 @@ class Said(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """What the monitor says within the block."""
-    said, logger = Said(), logging.getLogger(LOGGER)
-    logger.addHandler(said)
+    """The messages of the monitor within the block."""
+    handler, logger = Messages(), logging.getLogger(LOGGER)
+    logger.addHandler(handler)
     try:
-        yield said.messages
+        yield handler.messages
     finally:
-        logger.removeHandler(said)
+        logger.removeHandler(handler)
 
 
 @contextmanager
@@ -172,13 +172,13 @@ def fit(
     defaults: dict[str, Any] = {"devices": WORLD, "strategy": DDPStrategy(find_unused_parameters=True), "use_distributed_sampler": False}
     run = trainer(folder / f"rank_{RANK}", [callback, keep, *more], **(defaults | options))
     batches_of_rank: DataLoader[Any] = DataLoader(data(RANK, WORLD) if micro_batches is None else micro_batches, batch_size=None)
-    with listening() as said:
+    with listening() as messages:
         run.fit(module, batches_of_rank, batches_of_rank if is_overridden("validation_step", module) else None)
     return {
         "folder": folder,
         "records": keep.records,
         "states": keep.states,
-        "said": said,
+        "messages": messages,
         "files": sorted(str(path.relative_to(folder)) for path in (folder / f"rank_{RANK}").rglob("*") if path.is_file()),
         "state": _whole_state(module),
     }
@@ -334,15 +334,15 @@ def counting_transfers() -> Iterator[list[int]]:
 
 def transfers(folder: Path) -> dict[str, Any]:
     """What is brought to the host in each step, by the default callback and by one that records all kinds there are."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, callback in {"default": ModuleMonitorCallback(2), "everything": everything()}.items():
         torch.manual_seed(0)
         module = Classifier(Attending(), torch.optim.SGD, lr=0.1)
         strategy = DDPStrategy() if WORLD > 1 else "auto"
         with counting_transfers() as sizes:
             result = fit(folder / name, module, callback, even_data(RANK, WORLD, 6), strategy=strategy, max_epochs=1, limit_val_batches=0)
-        found[name] = sizes, [len(record.values) for record in result["records"]]
-    return found
+        results[name] = sizes, [len(record.values) for record in result["records"]]
+    return results
 
 
 class OwnDDPStrategy(DDPStrategy):
@@ -800,7 +800,7 @@ def join(folder: Path) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         logger = logging.getLogger(LOGGER)
         monitor = ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm"), distributed=monitored, logger=logger)
-        with waiting_for(3), listening() as said, monitor:
+        with waiting_for(3), listening() as messages, monitor:
             monitor.set_module(model)
             with Join([parallel]):
                 for step, (x, y) in enumerate(data(RANK, WORLD, micro_batches=1, steps=6)[: 2 if RANK == WORLD - 1 else 6]):
@@ -810,7 +810,7 @@ def join(folder: Path) -> dict[str, Any]:
                     F.cross_entropy(parallel(x), y).backward()
                     optimizer.step()
                     monitor.end_step()
-            results.append({"state": model.state_dict(), "values": monitor.get_all_metrics(), "said": said})
+            results.append({"state": model.state_dict(), "values": monitor.get_all_metrics(), "messages": messages})
     return {"plain": results[0], "monitored": results[1]}
 
 
@@ -1123,7 +1123,7 @@ def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None =
             more = [truth] * options.get("use_orig_params", True)
         with fsdp_on_a_cpu():
             result = fit(folder, module, callback, even_data(RANK, WORLD, num_batches), more=more, **settings)
-        return {name: result[name] for name in ("folder", "records", "said", "files")} | {"truth": truth.truth, "collectives": counts}
+        return {name: result[name] for name in ("folder", "records", "messages", "files")} | {"truth": truth.truth, "collectives": counts}
 
     return scenario
 
@@ -1140,7 +1140,7 @@ class FlatLate(Flat):
 
 def flat_references(folder: Path) -> dict[str, Any]:
     """FSDP1: a reference of a submodule in another precision, one of a model in a single unit, and one of a model that wraps itself."""
-    found = {}
+    results = {}
     rules = [Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio"])]
     ways: dict[str, tuple[type[Flat], dict[str, Any], dict[str, Any]]] = {
         "beside": (Flat, {"module": "model"}, {"precision": "bf16-mixed"}),
@@ -1153,8 +1153,8 @@ def flat_references(folder: Path) -> dict[str, Any]:
         wrapped = wrapping(module) if name == "beside" else {"ignored_modules": [module.ignored]}
         settings["strategy"] = OwnFSDPStrategy(sharding_strategy="FULL_SHARD", **wrapped) if WORLD > 1 else "auto"
         with fsdp_on_a_cpu():
-            found[name] = fit(folder / name, module, callback, even_data(RANK, WORLD), limit_val_batches=0, **settings)["records"]
-    return found
+            results[name] = fit(folder / name, module, callback, even_data(RANK, WORLD), limit_val_batches=0, **settings)["records"]
+    return results
 
 
 class WholeWeights(Callback):
@@ -1169,7 +1169,7 @@ class WholeWeights(Callback):
 
 def unchanged_flat(folder: Path) -> list[dict[str, Tensor]]:
     """The weights that training by FSDP1 ends with, without the callback and with it: whole tensors are put together in every step."""
-    found = []
+    results = []
     for monitored in (False, True):
         rules = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=["norm", "hist"])]
         rules.append(Rule(kinds=["parameter", "gradient"], functions={"product": second_to_last}))
@@ -1182,8 +1182,8 @@ def unchanged_flat(folder: Path) -> list[dict[str, Tensor]]:
         micro_batches: DataLoader[Any] = DataLoader(even_data(RANK, WORLD, steps=6), batch_size=None)
         with fsdp_on_a_cpu():
             trainer(folder, [callback, end] if monitored else [end], **options).fit(module, micro_batches)
-        found.append(end.weights | {"random": torch.get_rng_state()})
-    return found
+        results.append(end.weights | {"random": torch.get_rng_state()})
+    return results
 
 
 def flat_loop(folder: Path) -> dict[str, Any]:

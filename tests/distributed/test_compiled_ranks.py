@@ -38,11 +38,11 @@ def assert_same(plain: dict[str, Any], monitored: dict[str, Any], expected: tupl
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has counted and trained."""
     folder = tmp_path_factory.mktemp("compiled")
-    said = finish(start(SCRIPT, 2, folder))
+    messages = finish(start(SCRIPT, 2, folder))
     try:
         return results(folder, "compiled", 2)
     except FileNotFoundError:
-        pytest.fail("\n\n".join(said)[-6000:])
+        pytest.fail("\n\n".join(messages)[-6000:])
 
 
 @pytest.mark.slow

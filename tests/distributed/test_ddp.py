@@ -116,9 +116,9 @@ def test_only_rank_0_writes_and_speaks(num_ranks: int, run_scenarios: RunScenari
     """The store is rank 0's; the others write no file, and say nothing that is no problem of theirs."""
     by_rank = run_scenarios(num_ranks, "zoo_outputs")
     assert by_rank[0]["files"] == ["rank_0/monitor.h5"]
-    assert any("Watching" in message for message in by_rank[0]["said"])
+    assert any("Watching" in message for message in by_rank[0]["messages"])
     for other in by_rank[1:]:
-        assert (other["files"], other["said"]) == ([], [])
+        assert (other["files"], other["messages"]) == ([], [])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -126,16 +126,16 @@ def test_what_is_wrong_is_the_same_on_every_rank(num_ranks: int, run_scenarios: 
     """A unit is dead if it is on all ranks; who made what is not finite is named with rank and micro-batch, and everywhere alike."""
     by_rank = run_scenarios(num_ranks, "sick")
     for result in by_rank:
-        [found] = result["findings"]
-        assert (found.name, found.site, found.step) == ("nonfinite", "model", 2)
-        assert f"in the forward pass of micro-batch 1 on rank {num_ranks - 1}" in found.words
-        assert found.words == by_rank[0]["findings"][0].words
+        [results] = result["findings"]
+        assert (results.name, results.site, results.step) == ("nonfinite", "model", 2)
+        assert f"in the forward pass of micro-batch 1 on rank {num_ranks - 1}" in results.words
+        assert results.words == by_rank[0]["findings"][0].words
         assert [record.values["activation/model.relu/dead_fraction"] for record in result["records"]] == [0.5, 0.5]
-    assert [message.partition(",")[0] for message in by_rank[0]["said"] if "in the forward pass" in message] == [
+    assert [message.partition(",")[0] for message in by_rank[0]["messages"] if "in the forward pass" in message] == [
         "[monitor] Step 2",
         "[monitor] Diagnosis 1: A value is not finite",
     ]
-    assert not any("nonfinite" in message for result in by_rank[1:] for message in result["said"])
+    assert not any("nonfinite" in message for result in by_rank[1:] for message in result["messages"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -143,9 +143,9 @@ def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run
     """Without a collective of its own: in monitored steps; the same is named as where every step is looked at."""
     by_rank, every_step = run_scenarios(num_ranks, "sick_by_default"), run_scenarios(num_ranks, "sick")
     for result, other in zip(by_rank, every_step, strict=True):
-        [found], [expected] = result["findings"], other["findings"]
-        assert (found.step, found.site, found.severity) == (expected.step, expected.site, expected.severity)
-        assert found.words == by_rank[0]["findings"][0].words == expected.words.partition(" Snapshot")[0]
+        [results], [expected] = result["findings"], other["findings"]
+        assert (results.step, results.site, results.severity) == (expected.step, expected.site, expected.severity)
+        assert results.words == by_rank[0]["findings"][0].words == expected.words.partition(" Snapshot")[0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -161,9 +161,9 @@ def test_steps_by_the_clock_are_the_same_on_all_ranks(num_ranks: int, run_scenar
 def test_the_next_record_tells_which_step_was_the_first(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A step that is not monitored has no collective of ours; every rank gets the same finding with the next record, and no other."""
     for result in run_scenarios(num_ranks, "sick_between"):
-        [found] = result["findings"]
-        assert (found.step, found.name, found.site) == (1, "nonfinite", "_root_")
-        assert found.words.endswith("health: {nonfinite: always} names the module.")
+        [results] = result["findings"]
+        assert (results.step, results.name, results.site) == (1, "nonfinite", "_root_")
+        assert results.words.endswith("health: {nonfinite: always} names the module.")
         assert [record.values["monitor/steps_since_nonfinite"] for record in result["records"][1:]] == [2.0]
 
 
@@ -178,7 +178,7 @@ def test_a_limit_of_the_time_leaves_the_same_steps_out_on_all_ranks(num_ranks: i
         fractions = [record.values.get("monitor/overhead_fraction") for record in result["records"]]
         assert fractions[0] is None
         assert fractions[1:] == pytest.approx([cost / (cost + 2), *[cost / (cost + gap)] * (len(fractions) - 2)])
-    about_limit = [[message for message in result["said"] if message.startswith("max_overhead")] for result in by_rank]
+    about_limit = [[message for message in result["messages"] if message.startswith("max_overhead")] for result in by_rank]
     assert [len(messages) for messages in about_limit] == [1, *[0] * (num_ranks - 1)]
 
 

@@ -50,17 +50,17 @@ def truth(devices: int, accumulated: int, clipped: float | None) -> list[dict[tu
         optimizer.zero_grad()
         (F.cross_entropy(hidden, y[place]) / accumulated).backward()
         trained = {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
-        found = {("activation", name): one.detach() for name, one in outputs.items()}
-        found |= {("activation_gradient", name): one.grad * devices for name, one in outputs.items() if one.grad is not None}
-        found |= {("parameter", name): one for name, one in before.items()}
-        found |= {("gradient_before_clip", name): one for name, one in trained.items()}
+        results = {("activation", name): one.detach() for name, one in outputs.items()}
+        results |= {("activation_gradient", name): one.grad * devices for name, one in outputs.items() if one.grad is not None}
+        results |= {("parameter", name): one for name, one in before.items()}
+        results |= {("gradient_before_clip", name): one for name, one in trained.items()}
         if clipped is None:
-            found |= {("gradient", name): one for name, one in trained.items()}
+            results |= {("gradient", name): one for name, one in trained.items()}
         else:
             torch.nn.utils.clip_grad_norm_(module.parameters(), clipped)
         optimizer.step()
-        found |= {("update", name): one.detach() - before[name] for name, one in module.named_parameters() if name in trained}
-        steps.append(found)
+        results |= {("update", name): one.detach() - before[name] for name, one in module.named_parameters() if name in trained}
+        steps.append(results)
     return steps
 
 
@@ -89,8 +89,8 @@ def test_values_are_those_of_one_process(options: str, devices: int, accumulated
     store = load_store(tmp_path / "monitor.h5")
     sites = set()
     rel, abs_ = (0.03, 1e-4) if "precision" in options else (1e-4, 1e-7)
-    for step, found in enumerate(truth(devices, accumulated, clipped)):
-        for (kind, site), tensor in found.items():
+    for step, results in enumerate(truth(devices, accumulated, clipped)):
+        for (kind, site), tensor in results.items():
             for statistic in STATISTICS:
                 steps, values = store.series(f"{kind}/{site}/{statistic}")
                 expected = textbook(statistic, tensor)

@@ -227,8 +227,8 @@ def test_flat_parameters_without_names_are_left_out(run_scenarios: RunScenarios,
             for key, value in one.values.items():
                 if Key.parse(key).kind in kinds and key in other.values:
                     assert other.values[key] == pytest.approx(value * expected_factor(key, 2), rel=1e-4, abs=1e-6), key
-        said = [message for message in result["said"] if "use_orig_params" in message]
-        assert said == [
+        messages = [message for message in result["messages"] if "use_orig_params" in message]
+        assert messages == [
             "OwnFSDPStrategy with use_orig_params=False makes flat parameters without names: parameter, parameter_difference, "
             "gradient_before_clip, gradient, update are left out. use_orig_params=True gives all kinds."
         ] * (rank == 0)
@@ -314,7 +314,7 @@ def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ran
             assert values["context/loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
             # The bad batch of the last rank is its own; none runs a step again without the others.
             assert [(one.name, one.step) for one in result["findings"]] == [("nonfinite", 2)] * (rank == num_ranks - 1)
-            unknown = [message for message in result["said"] if message.startswith("UnknownStrategy")]
+            unknown = [message for message in result["messages"] if message.startswith("UnknownStrategy")]
             assert unknown == [
                 "UnknownStrategy keeps parameters in a way that is not known: activation_difference, parameter, gradient are left out; "
                 "values are those of rank 0 alone. DDPStrategy, FSDPStrategy, ModelParallelStrategy and their subclasses give all kinds."
@@ -408,7 +408,7 @@ def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run
         assert all(torch.equal(plain["state"][name], monitored["state"][name]) for name in plain["state"])
         assert list(monitored["values"]) == [0, 1]
         assert monitored["values"][0]["activation/_root_/norm"] == pytest.approx(float(model(x).detach().norm()), rel=1e-6)
-        ends = [message.startswith("Monitoring ends after the record of step 1: another rank did not") for message in monitored["said"]]
+        ends = [message.startswith("Monitoring ends after the record of step 1: another rank did not") for message in monitored["messages"]]
         assert ends == [True] * (rank < num_ranks - 1)
 
 
@@ -423,7 +423,7 @@ def test_a_rank_that_leaves_ends_the_record_and_not_the_run(num_ranks: int, run_
             assert [record.step for record in of_nonfinite["records"]] == [0, 1]
             assert sorted(of_nonfinite["states"]) == [0, 1, 2, 3, 4, 5]
             assert of_nonfinite["hooks"] == 0
-            ends = [message for message in of_nonfinite["said"] if "Monitoring ends" in message or "failed" in message]
+            ends = [message for message in of_nonfinite["messages"] if "Monitoring ends" in message or "failed" in message]
             assert [message.partition(":")[0] for message in ends] == ["Monitoring ends after the record of step 1"]
 
 
@@ -559,10 +559,10 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
         np.testing.assert_array_equal(np.isnan(gradients), [False, True, False, False])
         assert all(record.values["monitor/rank_disagreement"] == 0 for record in result["records"])
         assert all(record.values["activation/model.layers.0/spread.low"] < 0 for record in result["records"])
-    assert not any("on purpose" in message for message in by_rank[0]["said"])
+    assert not any("on purpose" in message for message in by_rank[0]["messages"])
     # Each of them, and the function's.
-    said = [message for message in by_rank[-1]["said"] if "on purpose" in message]
-    assert len(said) == len({*scenarios.BROKEN.values()}) + 1
+    messages = [message for message in by_rank[-1]["messages"] if "on purpose" in message]
+    assert len(messages) == len({*scenarios.BROKEN.values()}) + 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -324,9 +324,9 @@ def test_many_tensors_at_once_are_as_one_by_one(implementation: Implementation, 
     moments, others = collected(together, 30), collected(one_by_one, 30)
     for row in range(30):
         mine = torch.cat([tensor.double().reshape(-1) for tensor, at in zip(tensors, rows, strict=True) if at == row])
-        for found in (moments, others):
+        for actual in (moments, others):
             names = ["mean", "rms"] if row % 3 == 2 else ["mean", "std", "skewness", "kurtosis", "min", "max", "abs_mean", "zero_fraction"]
-            assert_textbook(found, mine, max(implementation.rtol, 1e-11), names, row=row)
+            assert_textbook(actual, mine, max(implementation.rtol, 1e-11), names, row=row)
         assert float(moments.tokens[row]) == float(others.tokens[row]) or row % 3 == 2
 
 
@@ -358,7 +358,7 @@ def test_collecting_changes_nothing(implementation: Implementation) -> None:
     assert_textbook(collected(kernel, 2), x.repeat(2, 1), implementation.rtol, row=1)
 
 
-@pytest.mark.parametrize("implementation", [pytest.param(one, id=name) for name, one in IMPLEMENTATIONS.items() if "small" not in name])
+@pytest.mark.parametrize("implementation", [pytest.param(item, id=name) for name, item in IMPLEMENTATIONS.items() if "small" not in name])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_of_half_precision_is_widened_exactly(implementation: Implementation, dtype: torch.dtype) -> None:
     """All 65,536: largest and smallest, and the mean of several of them, to the last bit."""
@@ -371,9 +371,9 @@ def test_every_number_of_half_precision_is_widened_exactly(implementation: Imple
     is_normal = torch.ones_like(expected, dtype=torch.bool) if implementation.rtol < 1e-9 else ~(expected.abs() < 2.0**-126)
     assert torch.equal(moments.mean[is_normal].nan_to_num(7.0), expected[is_normal].nan_to_num(7.0))
     is_number = ~expected.isnan()
-    for found in (moments.maximum, moments.minimum):
-        assert bool(found[~is_number].isnan().all())
-        assert torch.equal(found[is_number], expected[is_number])
+    for actual in (moments.maximum, moments.minimum):
+        assert bool(actual[~is_number].isnan().all())
+        assert torch.equal(actual[is_number], expected[is_number])
 
 
 @over_exact_ones

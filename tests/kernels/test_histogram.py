@@ -60,9 +60,9 @@ def assert_counted(implementation: Implementation, tensors: list[Tensor], expect
     """The counts are numpy's, whichever way the tensors come in."""
     whole = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]) if expected is None else expected
     for together, needs in WAYS:
-        found = counted(implementation, tensors, together, needs)
-        np.testing.assert_array_equal(found.row, histogram(whole).row)
-        assert found.row.sum() == whole.numel()
+        actual = counted(implementation, tensors, together, needs)
+        np.testing.assert_array_equal(actual.row, histogram(whole).row)
+        assert actual.row.sum() == whole.numel()
 
 
 def edge_values(dtype: torch.dtype) -> Tensor:
@@ -71,7 +71,7 @@ def edge_values(dtype: torch.dtype) -> Tensor:
     powers = torch.tensor([2.0**exponent for exponent in range(-1074, 1024)], dtype=torch.float64).to(dtype)
     powers = powers[powers.isfinite() & (powers > 0)].unique()
     zero, top = torch.zeros(1, dtype=dtype), torch.tensor([info.max, info.tiny, info.smallest_normal, math.inf], dtype=dtype)
-    near = [torch.nextafter(powers, one.expand_as(powers)) for one in (zero, top[-1:])]
+    near = [torch.nextafter(powers, bound.expand_as(powers)) for bound in (zero, top[-1:])]
     magnitudes = torch.cat([powers, *near, zero, top])
     return torch.cat([magnitudes, -magnitudes, torch.tensor([math.nan], dtype=dtype)])
 
@@ -82,10 +82,10 @@ def test_edge_values_of_every_dtype(implementation: Implementation, dtype: torch
     values = edge_values(dtype)
     assert len(values) > {torch.float64: 10_000, torch.float32: 1500, torch.bfloat16: 1500, torch.float16: 200}[dtype]
     assert_counted(implementation, [values])
-    found = counted(implementation, [values])
-    assert found.nonfinite["nan"] == 1
-    assert found.nonfinite["inf"] == found.nonfinite["-inf"] > 0
-    assert found.counts[130] == (values == 0).sum()
+    actual = counted(implementation, [values])
+    assert actual.nonfinite["nan"] == 1
+    assert actual.nonfinite["inf"] == actual.nonfinite["-inf"] > 0
+    assert actual.counts[130] == (values == 0).sum()
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, -1e-45, math.inf, -math.inf, math.nan, -math.nan, 3.4028234663852886e38, 1.0, -1.0])
@@ -108,10 +108,10 @@ def test_every_shape(implementation: Implementation, dtype: torch.dtype, shape: 
 @over_dtypes
 def test_values_that_share_their_bits_in_any_chunk(implementation: Implementation, dtype: torch.dtype) -> None:
     """Zeros and infinities of both signs among the last elements, among the first, or everywhere."""
-    for place in (slice(-3, None), slice(2), slice(None, None, 3)):
+    for index in (slice(-3, None), slice(2), slice(None, None, 3)):
         for value in (0.0, -0.0, math.inf, -math.inf):
             x = torch.ones(9001, dtype=dtype)
-            x[place] = value
+            x[index] = value
             x[4500] = math.nan
             assert_counted(implementation, [x])
 
@@ -194,17 +194,17 @@ def test_counting_without_a_read_on_the_host(size: int) -> None:
     class Names(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
-            self.seen: set[str] = set()
+            self.operations: set[str] = set()
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.seen.add(func.__name__.split(".")[0])
+            self.operations.add(func.__name__.split(".")[0])
             return func(*args, **(kwargs or {}))
 
-    places = torch.randint(NUM_COUNTS, (size,), generator=torch.Generator().manual_seed(0))
+    bins = torch.randint(NUM_COUNTS, (size,), generator=torch.Generator().manual_seed(0))
     with Names() as names:
-        found = bins_of_floats.scattered_counts(places)
-    np.testing.assert_array_equal(found.numpy(), np.bincount(places.numpy(), minlength=NUM_COUNTS))
-    assert names.seen <= {"arange", "remainder_", "mul_", "add_", "zeros", "ones_like", "scatter_add_", "view", "sum"}
+        actual = bins_of_floats.scattered_counts(bins)
+    np.testing.assert_array_equal(actual.numpy(), np.bincount(bins.numpy(), minlength=NUM_COUNTS))
+    assert names.operations <= {"arange", "remainder_", "mul_", "add_", "zeros", "ones_like", "scatter_add_", "view", "sum"}
 
 
 def test_a_step_that_begins_under_inference_mode() -> None:
@@ -231,8 +231,8 @@ def test_a_histogram_that_misses_elements_is_not_there() -> None:
     observation.fail(bad, torch.ones(3), ValueError("on purpose"))
     observation.observe_all([(bad_too, torch.ones(3, device="meta"))])
     assert observation.num_errors == 2
-    values, found = observation.collect(), observation.histograms
-    assert found == {"activation/good/hist": histogram(torch.ones(3))}
+    values, actual = observation.collect(), observation.histograms
+    assert actual == {"activation/good/hist": histogram(torch.ones(3))}
     assert values["activation/good/mean"] == 1.0
     assert math.isnan(values["activation/bad/mean"])
     assert math.isnan(values["activation/bad_too/mean"])
@@ -243,7 +243,7 @@ def test_only_histograms_are_asked_for() -> None:
     observation = StepAccumulator(lambda *_trouble: None)
     observation.observe(Stream("activation", "fc", {"hist": HistogramStatistic()}), torch.tensor([1.0, 2.0]))
     observation.observe(Stream("activation", "empty", {"hist": HistogramStatistic()}), torch.empty(0))
-    values, found = observation.collect(), observation.histograms
+    values, actual = observation.collect(), observation.histograms
     assert values == {}
-    assert found["activation/fc/hist"] == histogram(torch.tensor([1.0, 2.0]))
-    assert found["activation/empty/hist"].row.sum() == 0
+    assert actual["activation/fc/hist"] == histogram(torch.tensor([1.0, 2.0]))
+    assert actual["activation/empty/hist"].row.sum() == 0

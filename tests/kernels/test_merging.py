@@ -110,8 +110,8 @@ def test_moments_of_any_split_merge_to_the_moments_of_the_whole(
             continue
         atol = {"var": largest**2, "zero_fraction": 0.0, "nonfinite_count": 0.0}.get(name, largest) * rtol
         atol = rtol * slack(name, x) * 10 if name in ("skewness", "kurtosis") else atol
-        for found in (added, rows):
-            assert finished(name, found) == pytest.approx(textbook(name, x), rel=rtol, abs=atol), name
+        for actual in (added, rows):
+            assert finished(name, actual) == pytest.approx(textbook(name, x), rel=rtol, abs=atol), name
 
 
 @over_implementations
@@ -123,15 +123,15 @@ def test_merging_is_associative_and_commutative_and_has_an_identity(implementati
     nothing = Moments.empty(1)
     at_once = merge(*rows)
     assert_textbook(at_once, whole, implementation.rtol)
-    one, two, three, four, five = rows
-    for found in (
-        merge(merge(merge(merge(one, two), three), four), five),
-        merge(one, merge(two, merge(three, merge(four, five)))),
-        merge(merge(one, two), merge(three, four), five),
+    a, b, c, d, e = rows
+    for actual in (
+        merge(merge(merge(merge(a, b), c), d), e),
+        merge(a, merge(b, merge(c, merge(d, e)))),
+        merge(merge(a, b), merge(c, d), e),
         merge(*reversed(rows)),
-        merge(nothing, one, nothing, two, three, nothing, four, five),
+        merge(nothing, a, nothing, b, c, nothing, d, e),
     ):
-        assert_same_statistics(found, at_once, whole, 1e-11)
+        assert_same_statistics(actual, at_once, whole, 1e-11)
     for row in rows:
         for merged_with_nothing in (merge(row, nothing), merge(nothing, row), merge(nothing, row, nothing)):
             assert all(torch.equal(*pair) for pair in zip(merged_with_nothing, row, strict=True))
@@ -147,8 +147,8 @@ def test_merging_small_integers_is_exact() -> None:
     assert moments.elements.tolist() == [12]
     assert moments.mean.tolist() == pytest.approx([mean], rel=1e-15)
     for field, power in ((moments.deviations, 2), (moments.third, 3), (moments.fourth, 4)):
-        assert field.tolist() == pytest.approx([sum((one - mean) ** power for one in x)], rel=1e-14)
-    assert moments.squares.tolist() == [sum(one**2 for one in x)]
+        assert field.tolist() == pytest.approx([sum((value - mean) ** power for value in x)], rel=1e-14)
+    assert moments.squares.tolist() == [sum(value**2 for value in x)]
     assert (moments.maximum.tolist(), moments.minimum.tolist()) == ([12], [-20])
 
 
@@ -158,10 +158,10 @@ def test_what_is_not_finite_survives_merging(implementation: Implementation) -> 
     good = measured(implementation, [normal(10)])
     for bad in (math.nan, math.inf, -math.inf):
         spoiled = measured(implementation, [torch.tensor([1.0, bad])])
-        for found in (merge(good, spoiled), merge(spoiled, good), merge(good, Moments.empty(1), spoiled)):
-            assert finished("nonfinite_count", found) == 1
+        for actual in (merge(good, spoiled), merge(spoiled, good), merge(good, Moments.empty(1), spoiled)):
+            assert finished("nonfinite_count", actual) == 1
             for name in ("mean", "std", "skewness", "kurtosis", "norm", "abs_mean", "abs_max", "token_norm"):
-                assert not math.isfinite(finished(name, found)), name
+                assert not math.isfinite(finished(name, actual)), name
 
 
 def test_about_a_center_and_back() -> None:
@@ -171,8 +171,8 @@ def test_about_a_center_and_back() -> None:
     center = torch.tensor([2.5], dtype=torch.float64)
     rows = [measured(implementation, [part]).about(center) for part in parts]
     added = Moments(*(torch.stack(fields).sum(0) for fields in zip(*rows, strict=True)))
-    found, whole = added.about_mean(center), torch.cat(parts)
-    assert_textbook(found, whole, 1e-11, ["mean", "std", "var", "skewness", "kurtosis", "norm"])
+    actual, whole = added.about_mean(center), torch.cat(parts)
+    assert_textbook(actual, whole, 1e-11, ["mean", "std", "var", "skewness", "kurtosis", "norm"])
     nothing = Moments.empty(1)
     back = nothing.about(center).about_mean(center)
     assert all(float(getattr(back, name)) == 0 for name in ("deviations", "third", "fourth", "squares", "elements"))
