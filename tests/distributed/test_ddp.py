@@ -126,10 +126,10 @@ def test_what_is_wrong_is_the_same_on_every_rank(num_ranks: int, run_scenarios: 
     """A unit is dead if it is on all ranks; who made what is not finite is named with rank and micro-batch, and everywhere alike."""
     by_rank = run_scenarios(num_ranks, "sick")
     for result in by_rank:
-        [results] = result["findings"]
-        assert (results.name, results.site, results.step) == ("nonfinite", "model", 2)
-        assert f"in the forward pass of micro-batch 1 on rank {num_ranks - 1}" in results.words
-        assert results.words == by_rank[0]["findings"][0].words
+        [finding] = result["findings"]
+        assert (finding.name, finding.site, finding.step) == ("nonfinite", "model", 2)
+        assert f"in the forward pass of micro-batch 1 on rank {num_ranks - 1}" in finding.words
+        assert finding.words == by_rank[0]["findings"][0].words
         assert [record.values["activation/model.relu/dead_fraction"] for record in result["records"]] == [0.5, 0.5]
     assert [message.partition(",")[0] for message in by_rank[0]["messages"] if "in the forward pass" in message] == [
         "[monitor] Step 2",
@@ -143,9 +143,9 @@ def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run
     """Without a collective of its own: in monitored steps; the same is named as where every step is looked at."""
     by_rank, every_step = run_scenarios(num_ranks, "sick_by_default"), run_scenarios(num_ranks, "sick")
     for result, other in zip(by_rank, every_step, strict=True):
-        [results], [expected] = result["findings"], other["findings"]
-        assert (results.step, results.site, results.severity) == (expected.step, expected.site, expected.severity)
-        assert results.words == by_rank[0]["findings"][0].words == expected.words.partition(" Snapshot")[0]
+        [finding], [expected] = result["findings"], other["findings"]
+        assert (finding.step, finding.site, finding.severity) == (expected.step, expected.site, expected.severity)
+        assert finding.words == by_rank[0]["findings"][0].words == expected.words.partition(" Snapshot")[0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -161,9 +161,9 @@ def test_steps_by_the_clock_are_the_same_on_all_ranks(num_ranks: int, run_scenar
 def test_the_next_record_tells_which_step_was_the_first(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A step that is not monitored has no collective of ours; every rank gets the same finding with the next record, and no other."""
     for result in run_scenarios(num_ranks, "sick_between"):
-        [results] = result["findings"]
-        assert (results.step, results.name, results.site) == (1, "nonfinite", "_root_")
-        assert results.words.endswith("health: {nonfinite: always} names the module.")
+        [finding] = result["findings"]
+        assert (finding.step, finding.name, finding.site) == (1, "nonfinite", "_root_")
+        assert finding.words.endswith("health: {nonfinite: always} names the module.")
         assert [record.values["monitor/steps_since_nonfinite"] for record in result["records"][1:]] == [2.0]
 
 

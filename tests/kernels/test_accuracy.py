@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers.kernels import (
@@ -21,7 +22,7 @@ from helpers.kernels import (
     over_implementations,
     views,
 )
-from helpers.textbook import PLAIN, textbook
+from helpers.textbook import PLAIN, histogram, textbook
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Need
@@ -251,11 +252,13 @@ def test_any_view_is_read_right(implementation: Implementation, dtype: torch.dty
     if not implementation.takes(tensor):
         assert name in WITHOUT_ELEMENTS_OF_ITS_OWN
         return
-    assert_textbook(measured(implementation, [tensor]), plain, implementation.rtol)
     kernel = implementation.make()
-    kernel.add_all([0, 1, 0], [tensor, tensor, tensor], [Need.EVERYTHING] * 3)
-    assert_textbook(collected(kernel, 2), torch.stack([plain, plain]), implementation.rtol)
-    assert_textbook(collected(kernel, 2), plain, implementation.rtol, row=1)
+    kernel.add((2,), tensor, Need.EVERYTHING | Need.HISTOGRAM)
+    kernel.add_all([0, 1, 0], [tensor, tensor, tensor], [Need.EVERYTHING | Need.HISTOGRAM] * 3)
+    moments, counts = collected(kernel, 3), kernel.counts([0, 1, 2]).cpu().long().numpy()
+    for row, expected in enumerate([torch.stack([plain, plain]), plain, plain]):
+        assert_textbook(moments, expected, implementation.rtol, row=row)
+        np.testing.assert_array_equal(counts[row], histogram(expected).row)
 
 
 @over_dtypes
@@ -300,10 +303,11 @@ def test_one_tensor_in_several_rows(implementation: Implementation, dtype: torch
     """It is measured once, and merged into what each row has."""
     first, second = normal(50, 30).to(dtype), (normal(20, 30, seed=1) * 3 + 1).to(dtype)
     kernel = implementation.make()
-    kernel.add((4,), first, Need.EVERYTHING)
-    kernel.add((0, 4, 2), second, Need.EVERYTHING)
-    kernel.add((2,), first, Need.EVERYTHING)
+    kernel.add((4,), first, Need.EVERYTHING | Need.HISTOGRAM)
+    kernel.add((0, 4, 2), second, Need.EVERYTHING | Need.HISTOGRAM)
+    kernel.add((2,), first, Need.EVERYTHING | Need.HISTOGRAM)
     moments = collected(kernel, 5)
+    assert kernel.counts([0, 2, 4, 1000]).sum(1).tolist() == [600, 2100, 2100, 0]
     for row, parts in {0: [second], 2: [second, first], 4: [first, second]}.items():
         assert_textbook(moments, torch.cat(parts), implementation.rtol, row=row)
     assert moments.elements[[1, 3]].tolist() == [0, 0]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.kernels import Implementation, over_dtypes, over_implementations, views
+from helpers.kernels import Implementation, over_dtypes, over_implementations
 from helpers.textbook import histogram
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +23,6 @@ from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic
 from lightning_module_monitor.statistics.stream import Stream
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def counted(implementation: Implementation, tensors: list[Tensor], together: bool = False, needs: int = Need.HISTOGRAM) -> Histogram:
@@ -40,25 +38,13 @@ def counted(implementation: Implementation, tensors: list[Tensor], together: boo
     return Histogram(row.long().numpy())
 
 
-def counted_by_table(tensors: list[Tensor], together: bool = False, needs: int = Need.HISTOGRAM) -> Histogram:
-    """The same of a table, whose rows may get tensors of any kernel."""
-    table = MomentTable()
-    if together:
-        table.add_all([3] * len(tensors), tensors, [needs] * len(tensors))
-    else:
-        for tensor in tensors:
-            table.add((3,), tensor, needs)
-    rows = [share[0] for share in table.collect_counts([3])]
-    return Histogram(torch.stack([torch.zeros(NUM_COUNTS, dtype=torch.float64), *rows]).sum(0).long().numpy())
-
-
 WAYS = list(itertools.product([False, True], [Need.HISTOGRAM, Need.HISTOGRAM | Need.EVERYTHING]))
 """Alone or together, for the counts alone or for everything."""
 
 
-def assert_counted(implementation: Implementation, tensors: list[Tensor], expected: Tensor | None = None) -> None:
-    """The counts are numpy's, whichever way the tensors come in."""
-    whole = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]) if expected is None else expected
+def assert_counted(implementation: Implementation, tensors: list[Tensor]) -> None:
+    """The counts are numpy's, with single tensors and with many."""
+    whole = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors])
     for together, needs in WAYS:
         actual = counted(implementation, tensors, together, needs)
         np.testing.assert_array_equal(actual.row, histogram(whole).row)
@@ -116,24 +102,6 @@ def test_values_that_share_their_bits_in_any_chunk(implementation: Implementatio
             assert_counted(implementation, [x])
 
 
-@over_dtypes
-@pytest.mark.parametrize("name", views(torch.float32))
-def test_any_view_is_read_right(implementation: Implementation, dtype: torch.dtype, name: str) -> None:
-    """However the elements lie in memory."""
-    tensor, plain = views(dtype)[name]
-    if implementation.takes(tensor):
-        assert_counted(implementation, [tensor], plain)
-    for together, needs in WAYS:
-        assert counted_by_table([tensor, tensor[:0]], together, needs) == histogram(plain)
-
-
-def test_an_empty_tensor_adds_nothing() -> None:
-    """Neither alone nor beside others."""
-    assert counted_by_table([torch.empty(0, 3)]).row.sum() == 0
-    for together in (False, True):
-        assert counted_by_table([torch.empty(0), torch.ones(3), torch.empty(2, 0)], together) == histogram(torch.ones(3))
-
-
 any_float = st.floats(width=32) | st.sampled_from([2.0**-64, -(2.0**-64), 2.0**64, 1e-45, 0.0, -0.0, 65504.0])
 
 
@@ -148,23 +116,6 @@ def test_the_parts_add_up_to_the_whole(implementation: Implementation, values: l
     assert counted(implementation, parts) == counted(implementation, [whole]) == histogram(whole)
     nothing = Histogram(np.zeros(NUM_COUNTS, dtype=np.int64))
     assert sum((counted(implementation, [part]) for part in parts), nothing) == histogram(whole)
-
-
-def test_dtypes_of_one_row_add_up() -> None:
-    """A row may get tensors of several dtypes: one part is counted by one kernel, another by another."""
-    tensors = [torch.randn(50).to(dtype) for dtype in DTYPES]
-    whole = torch.cat([tensor.double() for tensor in tensors])
-    for together, needs in WAYS:
-        assert counted_by_table(tensors, together, needs) == histogram(whole)
-
-
-@over_implementations
-def test_one_tensor_is_counted_in_several_rows(implementation: Implementation) -> None:
-    """Each has its own counts, also where one goes on alone."""
-    kernel = implementation.make()
-    kernel.add((0, 500, 63), torch.full((4,), 1.0), Need.HISTOGRAM)
-    kernel.add((63,), torch.full((3,), 2.0), Need.HISTOGRAM | Need.MEAN)
-    assert kernel.counts([0, 63, 500, 1000]).sum(1).tolist() == [4, 7, 4, 0]
 
 
 @over_implementations
@@ -207,31 +158,19 @@ def test_counting_without_a_read_on_the_host(size: int) -> None:
     assert names.operations <= {"arange", "remainder_", "mul_", "add_", "zeros", "ones_like", "scatter_add_", "view", "sum"}
 
 
-def test_a_step_that_begins_under_inference_mode() -> None:
-    """A validation loop under inference mode, then one outside of it, in one row."""
-    x = torch.randn(30, dtype=torch.float64)
-    bins_of_floats._bin_of_code_on.cache_clear()
-    table = MomentTable()
-    with torch.inference_mode():
-        table.add((3,), x.clone(), Need.HISTOGRAM)
-    table.add((3,), x.clone().requires_grad_(), Need.HISTOGRAM)
-    (share,) = table.collect_counts([3])
-    np.testing.assert_array_equal(share[0].numpy(), 2 * histogram(x).row)
-
-
 def test_a_histogram_that_misses_elements_is_not_there() -> None:
-    """Of a tensor that cannot be read nothing is made up: numbers are NaN, and the histogram, which has no NaN, is absent."""
+    """If a tensor cannot be read, numbers are NaN, and the histogram, which has no NaN, is absent."""
     mean = STATISTICS["mean"]
     assert isinstance(mean, Statistic)
-    watches = [Stream("activation", site, {"mean": mean, "hist": HistogramStatistic()}) for site in ("good", "bad", "bad_too")]
-    _good, bad, bad_too = watches
-    observation = StepAccumulator(lambda *_trouble: None)
-    for watch in watches:
-        observation.observe(watch, torch.ones(3))
-    observation.fail(bad, torch.ones(3), ValueError("on purpose"))
-    observation.observe_all([(bad_too, torch.ones(3, device="meta"))])
-    assert observation.num_errors == 2
-    values, actual = observation.collect(), observation.histograms
+    streams = [Stream("activation", site, {"mean": mean, "hist": HistogramStatistic()}) for site in ("good", "bad", "bad_too")]
+    _good, bad, bad_too = streams
+    accumulator = StepAccumulator(lambda *_error: None)
+    for stream in streams:
+        accumulator.observe(stream, torch.ones(3))
+    accumulator.fail(bad, torch.ones(3), ValueError("on purpose"))
+    accumulator.observe_all([(bad_too, torch.ones(3, device="meta"))])
+    assert accumulator.num_errors == 2
+    values, actual = accumulator.collect(), accumulator.histograms
     assert actual == {"activation/good/hist": histogram(torch.ones(3))}
     assert values["activation/good/mean"] == 1.0
     assert math.isnan(values["activation/bad/mean"])
@@ -239,11 +178,11 @@ def test_a_histogram_that_misses_elements_is_not_there() -> None:
 
 
 def test_only_histograms_are_asked_for() -> None:
-    """A watch without a number; one of which only an empty tensor was seen has a histogram of nothing."""
-    observation = StepAccumulator(lambda *_trouble: None)
-    observation.observe(Stream("activation", "fc", {"hist": HistogramStatistic()}), torch.tensor([1.0, 2.0]))
-    observation.observe(Stream("activation", "empty", {"hist": HistogramStatistic()}), torch.empty(0))
-    values, actual = observation.collect(), observation.histograms
+    """A stream without numbers; with an empty tensor its histogram is all zeros."""
+    accumulator = StepAccumulator(lambda *_error: None)
+    accumulator.observe(Stream("activation", "fc", {"hist": HistogramStatistic()}), torch.tensor([1.0, 2.0]))
+    accumulator.observe(Stream("activation", "empty", {"hist": HistogramStatistic()}), torch.empty(0))
+    values, actual = accumulator.collect(), accumulator.histograms
     assert values == {}
     assert actual["activation/fc/hist"] == histogram(torch.tensor([1.0, 2.0]))
     assert actual["activation/empty/hist"].row.sum() == 0

@@ -14,7 +14,7 @@ from helpers.textbook import histogram
 from torch import Tensor, nn
 
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.kernels import bins_of_floats, numba_kernel
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
@@ -89,10 +89,12 @@ def test_precisions_of_one_row_merge() -> None:
     parts = [(normal(40, 30, seed=seed) * (seed + 1) + seed).to(dtype) for seed, dtype in enumerate(DTYPES)]
     one_by_one, together = MomentTable(), MomentTable()
     for part in parts:
-        one_by_one.add((0,), part, Need.EVERYTHING)
-    assert not together.add_all([0] * len(parts), parts, [Need.EVERYTHING] * len(parts))
+        one_by_one.add((0,), part, Need.EVERYTHING | Need.HISTOGRAM)
+    assert not together.add_all([0] * len(parts), parts, [Need.EVERYTHING | Need.HISTOGRAM] * len(parts))
+    whole = torch.cat([part.double() for part in parts])
     for table in (one_by_one, together):
-        assert_textbook(collected(table), torch.cat([part.double() for part in parts]), 1e-12)
+        assert_textbook(collected(table), whole, 1e-12)
+        assert counted(table) == histogram(whole)
 
 
 def test_an_empty_tensor_changes_nothing() -> None:
@@ -245,9 +247,11 @@ def test_only_real_memory_of_a_cpu_is_read_by_compiled_loops() -> None:
 
 def test_a_table_under_inference_mode_and_after_it() -> None:
     """A step may begin in a validation loop, and go on outside of it."""
+    bins_of_floats._bin_of_code_on.cache_clear()
     table, x = MomentTable(), normal(10, 6)
     with torch.inference_mode():
-        table.add((0,), x.clone(), Need.EVERYTHING)
+        table.add((0,), x.clone(), Need.EVERYTHING | Need.HISTOGRAM)
         table.add_moments([0], collected(table))
-    table.add((0,), x.clone().requires_grad_(), Need.EVERYTHING)
+    table.add((0,), x.clone().requires_grad_(), Need.EVERYTHING | Need.HISTOGRAM)
     assert_textbook(collected(table), x.repeat(3, 1), 1e-12)
+    assert counted(table) == histogram(x.repeat(2, 1))
