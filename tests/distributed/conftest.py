@@ -18,9 +18,9 @@ SCRIPT = Path(__file__).with_name("scenarios.py")
 @pytest.fixture(scope="session")
 def run_scenarios(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list[Any]]:
     """Gives what one scenario returned on each rank; the first to ask runs all that are run together."""
-    own = tmp_path_factory.getbasetemp()
-    # Workers share the parent of their own folders; without workers that belongs to all runs.
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    base = tmp_path_factory.getbasetemp()
+    # Workers share the parent of their base folders; without workers that belongs to all runs.
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def run(num_ranks: int, scenario: str) -> list[Any]:
         folder = shared / f"ranks_{num_ranks}"

@@ -186,7 +186,7 @@ def fit(
 
 def _whole_state(module: LightningModule) -> dict[str, Tensor]:
     """All weights; none of those of FSDP1, of which a unit alone has no state."""
-    state = {} if any(is_flattened(one) for one in module.parameters()) else module.state_dict()
+    state = {} if any(is_flattened(parameter) for parameter in module.parameters()) else module.state_dict()
     return {name: value.full_tensor() if is_sharded(value) else value.clone() for name, value in state.items()}
 
 
@@ -392,12 +392,12 @@ def of_a_subclass(folder: Path) -> dict[str, Any]:
     """DDP and FSDP2 by strategies that a user has derived from Lightning's, and by these: the values of both."""
     values: dict[str, list[list[dict[str, float]]]] = {}
     for classes in ([DDPStrategy, OwnDDPStrategy], [ModelParallelStrategy, OwnModelParallelStrategy]):
-        for one in classes:
+        for kind in classes:
             torch.manual_seed(0)
-            is_ddp = issubclass(one, DDPStrategy)
+            is_ddp = issubclass(kind, DDPStrategy)
             module = Classifier("mlp", torch.optim.SGD) if is_ddp else Laid(fully_sharded)
             callback = ModuleMonitorCallback(1, rules=_rules(are_sharded=not is_ddp), on_error="raise")
-            strategy = one() if is_ddp else one(WORLD, 1)
+            strategy = kind() if is_ddp else kind(WORLD, 1)
             result = fit(folder, module, callback, even_data(RANK, WORLD), strategy=strategy, limit_val_batches=0)
             values.setdefault(classes[0].__name__, []).append([dict(record.values) for record in result["records"]])
     return {"values": values}
@@ -448,7 +448,7 @@ def unchanged_with_parts(folder: Path) -> dict[str, Any]:
             module = Laid(lay)
             micro_batches: DataLoader[Any] = DataLoader(even_data(RANK // num_sharing, WORLD // num_sharing), batch_size=None)
             trainer(folder, [callback] if monitored else [], **options).fit(module, micro_batches)
-            weights = {name: one.full_tensor() if is_sharded(one) else one.clone() for name, one in module.state_dict().items()}
+            weights = {name: tensor.full_tensor() if is_sharded(tensor) else tensor.clone() for name, tensor in module.state_dict().items()}
             states.setdefault(way, []).append(weights | {"random": torch.get_rng_state()})
     return states
 
@@ -774,7 +774,7 @@ def local_steps(folder: Path) -> dict[str, Any]:
             F.cross_entropy(model(x), y).backward()
             monitor.monitor_gradients()
             monitor.monitor_parameters()
-            states.append({name: (one.detach().clone(), one.grad) for name, one in model.named_parameters()})
+            states.append({name: (parameter.detach().clone(), parameter.grad) for name, parameter in model.named_parameters()})
             optimizer.step()
             records.append(monitor.end_step())
     return {"records": records, "states": states}
@@ -820,10 +820,10 @@ def one_rank_leaves(folder: Path) -> dict[str, Any]:
     for option in ("warn", "always"):
         count = Count()
 
-        def fails(own: ranks.Ranks, tensor: Tensor, how: Any, count: Count = count) -> Tensor:
+        def fails(process_ranks: ranks.Ranks, tensor: Tensor, how: Any, count: Count = count) -> Tensor:
             if RANK == WORLD - 1 and count.step >= 2:
                 raise RanksLostError("on purpose")
-            return all_reduce(own, tensor, how)
+            return all_reduce(process_ranks, tensor, how)
 
         torch.manual_seed(0)
         rules = [Rule(kinds=["activation", "parameter", "gradient"], statistics="norm")]
@@ -835,7 +835,7 @@ def one_rank_leaves(folder: Path) -> dict[str, Any]:
                 results[option] = fit(folder / option, module, callback, data(RANK, WORLD, micro_batches=1, steps=6), more=[count])
         finally:
             ranks.Ranks.all_reduce = all_reduce  # type: ignore[method-assign]
-        results[option]["hooks"] = sum(len(one._forward_hooks) for one in module.modules())
+        results[option]["hooks"] = sum(len(part._forward_hooks) for part in module.modules())
     return results
 
 
@@ -848,7 +848,7 @@ def other_rules(folder: Path) -> dict[str, Any]:
         {"rules": Rule(kinds="activation", statistics="norm", every_n_steps=[0, 2] if is_other else [0, 1])},
         {"rules": Rule(kinds="activation", statistics="norm"), "capture": Capture(sites="_root_", steps=[0, 2] if is_other else [0])},
     ):
-        with ModuleMonitor(**options, distributed=True) as monitor, counting_collectives() as of_ours:  # type: ignore[arg-type]
+        with ModuleMonitor(**options, distributed=True) as monitor, counting_collectives() as collectives:  # type: ignore[arg-type]
             monitor.set_module(model)
             try:
                 monitor.begin_step(0)
@@ -856,7 +856,7 @@ def other_rules(folder: Path) -> dict[str, Any]:
                 errors.append(str(error))
             model(torch.ones(2, 6))
             monitor.end_step()
-            calls.append(of_ours)
+            calls.append(collectives)
     return {"errors": errors, "collectives": calls}
 
 
@@ -974,7 +974,7 @@ def sick_with_parts(folder: Path) -> dict[str, Any]:
     callback = ModuleMonitorCallback(50, rules=rules, health=Health(nonfinite="always"), on_error="raise")
     options: dict[str, Any] = {"strategy": ModelParallelStrategy(WORLD, 1), "max_steps": 2, "limit_val_batches": 0}
     result = fit(folder, Laid(sick_and_sharded), callback, even_data(RANK, WORLD), **options)
-    return result | {"findings": [(one.name, one.site, one.step) for one in callback.findings]}
+    return result | {"findings": [(finding.name, finding.site, finding.step) for finding in callback.findings]}
 
 
 def reference_in_half_precision(folder: Path) -> dict[str, Any]:
@@ -1037,13 +1037,13 @@ def fsdp_on_a_cpu() -> Iterator[None]:
         return self
 
     with ExitStack() as stack:
-        for place, name, new in (
+        for target, name, new in (
             (_init_utils, "_init_device_handle", init_device_handle),
             (fully_sharded_data_parallel, "_init_device_handle", init_device_handle),
             (Tensor, "pin_memory", nothing),
             (torch.cpu.Stream, "synchronize", nothing),
         ):
-            stack.enter_context(patch.object(place, name, new, create=True))
+            stack.enter_context(patch.object(target, name, new, create=True))
         yield
 
 
@@ -1060,11 +1060,11 @@ class Flat(Classifier):
 
     def on_after_backward(self) -> None:
         # FSDP1 does not reduce the gradients of what it ignores.
-        for one in self.ignored.parameters():
-            assert one.grad is not None
+        for parameter in self.ignored.parameters():
+            assert parameter.grad is not None
             if WORLD > 1:
-                distributed.all_reduce(one.grad)
-                one.grad /= WORLD
+                distributed.all_reduce(parameter.grad)
+                parameter.grad /= WORLD
 
 
 class WholeParameters(Callback):
@@ -1074,13 +1074,13 @@ class WholeParameters(Callback):
         self.truth: list[dict[str, tuple[float, float]]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        of_step = {}
+        step_values = {}
         with FullyShardedDataParallel.summon_full_params(trainer.strategy.model, with_grads=True):
-            for name, one in pl_module.named_parameters():
-                for kind, tensor in (("parameter", one), ("gradient", one.grad)):
+            for name, parameter in pl_module.named_parameters():
+                for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
                     clean = name.replace("_fsdp_wrapped_module.", "")
-                    of_step[f"{kind}/{clean}"] = (float(tensor.detach().double().norm()), float(tensor.detach().double().mean()))
-        self.truth.append(of_step)
+                    step_values[f"{kind}/{clean}"] = (float(tensor.detach().double().norm()), float(tensor.detach().double().mean()))
+        self.truth.append(step_values)
 
 
 def wrapping(module: Flat) -> dict[str, Any]:
@@ -1164,7 +1164,7 @@ class WholeWeights(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with FullyShardedDataParallel.summon_full_params(trainer.strategy.model):
-            self.weights = {name: one.detach().clone() for name, one in pl_module.named_parameters()}
+            self.weights = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
 
 
 def unchanged_flat(folder: Path) -> list[dict[str, Tensor]]:

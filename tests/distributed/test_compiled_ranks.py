@@ -27,7 +27,7 @@ def assert_same(plain: dict[str, Any], monitored: dict[str, Any], expected: tupl
     """Compilations, runs, losses and weights are the same; what is outside has values, and nothing else of the modules has."""
     assert plain["counts"][0] >= 1
     assert monitored["counts"] == plain["counts"]
-    assert all(torch.equal(one, other) for one, other in zip(plain["losses"], monitored["losses"], strict=True))
+    assert all(torch.equal(loss, other) for loss, other in zip(plain["losses"], monitored["losses"], strict=True))
     assert all(torch.equal(monitored["weights"][name], value) for name, value in plain["weights"].items())
     # In a loop of one's own DDP's wrapper has a name.
     assert set(expected) <= {key.replace(".module", "") for key in monitored["values"]}
@@ -50,9 +50,9 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 @pytest.mark.shows("compiled: keep, {name}", "gradients", "training unchanged")
 def test_as_many_compilations_and_runs_on_two_ranks(name: str, on_two_ranks: list[dict[str, Any]]) -> None:
     """Compiled before and after the strategy has wrapped the model."""
-    for of_rank in on_two_ranks:
-        assert isinstance(of_rank[name], list), of_rank[name]
-        assert_same(*of_rank[name], SEEN["Fabric" if "Fabric" in name else "DDP" if name in ("DDP, whole", "DDP, part") else "blocks"])
+    for results in on_two_ranks:
+        assert isinstance(results[name], list), results[name]
+        assert_same(*results[name], SEEN["Fabric" if "Fabric" in name else "DDP" if name in ("DDP, whole", "DDP, part") else "blocks"])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not")

@@ -33,17 +33,17 @@ def truth_of_step(model: str, step: int, result: dict[str, Any], num_ranks: int)
         for rank in range(num_ranks)
     ]
     raw: RawTensors = {}
-    for kind, site in {key: None for one in by_rank for key in one}:
-        tensors = [one[kind, site] for one in by_rank if (kind, site) in one]
+    for kind, site in {key: None for rank_tensors in by_rank for key in rank_tensors}:
+        tensors = [rank_tensors[kind, site] for rank_tensors in by_rank if (kind, site) in rank_tensors]
         name = "model" if site == "_root_" else f"model.{site}"
         if kind == "parameter":
             raw[kind, name] = tensors[0]
         elif kind == "gradient":
-            raw["gradient_before_clip", name] = [torch.stack([one[0] for one in tensors]).sum(0) / num_ranks]
+            raw["gradient_before_clip", name] = [torch.stack([gradients[0] for gradients in tensors]).sum(0) / num_ranks]
         else:
-            raw[kind, name] = [tensor for one in tensors for tensor in one]
-    gradients = {site: one[0] for (kind, site), one in raw.items() if kind == "gradient_before_clip"}
-    total = torch.cat([one.flatten() for one in gradients.values()]).norm()
+            raw[kind, name] = [tensor for outputs in tensors for tensor in outputs]
+    gradients = {site: tensors[0] for (kind, site), tensors in raw.items() if kind == "gradient_before_clip"}
+    total = torch.cat([tensors.flatten() for tensors in gradients.values()]).norm()
     after = result["states"].get(step + 1, result["state"])
     for site, gradient in gradients.items():
         raw["gradient", site] = [gradient * min(1.0, 0.5 / float(total))]
@@ -78,12 +78,15 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
     result = by_rank[0]
     assert [record.step for record in result["records"]] == [0, 1, 2]
     for other in by_rank[1:]:
-        for one, two in zip(result["records"], other["records"], strict=True):
-            np.testing.assert_equal(dict(one.values), dict(two.values))
+        for record, other_record in zip(result["records"], other["records"], strict=True):
+            np.testing.assert_equal(dict(record.values), dict(other_record.values))
     for record in result["records"]:
         raw = truth_of_step(model, record.step, result, num_ranks)
         expected = {
-            f"{kind}/{site}/{name}" for (kind, site), one in raw.items() for name in PLAIN if name in EVERYTHING and whole(one).numel()
+            f"{kind}/{site}/{name}"
+            for (kind, site), tensors in raw.items()
+            for name in PLAIN
+            if name in EVERYTHING and whole(tensors).numel()
         }
         recorded = {key for key in measured(record) if not key.startswith("monitor/") and not key.endswith("/ratio")}
         assert {key for key in recorded if ".empty/" not in key} == expected

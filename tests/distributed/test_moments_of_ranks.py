@@ -34,9 +34,11 @@ def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
     mine = torch.arange(3.0, dtype=torch.float64)
     merged = meeting.run(lambda rank: reduce_moments(moments_of(rows_by_rank[rank.index]), mine * rank.index, mine, rank))
     assert meeting.calls == ["max", "sum"]
-    assert all(torch.equal(one.largest, mine * (len(merged) - 1)) and torch.equal(one.summed, mine * len(merged)) for one in merged)
-    results = [one.moments for one in merged]
-    for result in (Moments(*nan_where_empty(torch.stack(one).numpy())) for one in results):
+    assert all(
+        torch.equal(reduced.largest, mine * (len(merged) - 1)) and torch.equal(reduced.summed, mine * len(merged)) for reduced in merged
+    )
+    results = [reduced.moments for reduced in merged]
+    for result in (Moments(*nan_where_empty(torch.stack(moments).numpy())) for moments in results):
         for row in range(len(rows_by_rank[0])):
             tensors = [tensor for rows in rows_by_rank for tensor in rows[row]]
             whole = torch.cat([tensor.double().reshape(-1, 4) for tensor in tensors]) if tensors else None
@@ -49,7 +51,7 @@ def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
                     assert value == 0.0 if name in ("norm", "nonfinite_count") else value != value, name  # noqa: PLR0124  # NaN
                     continue
                 assert value == pytest.approx(textbook(name, whole), rel=1e-9, abs=1e-9 * slack(name, whole), nan_ok=True), name
-    assert all(torch.equal(torch.stack(results[0]).nan_to_num(), torch.stack(one).nan_to_num()) for one in results)
+    assert all(torch.equal(torch.stack(results[0]).nan_to_num(), torch.stack(moments).nan_to_num()) for moments in results)
 
 
 def numbers(seed: int, rows: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -66,8 +68,10 @@ def test_all_ranks_get_the_statistics_of_all_elements(num_ranks: int, scale: flo
 
 def test_a_row_that_only_some_ranks_have() -> None:
     """A module that runs on one rank only, an empty tensor, a row that nobody has: rows do not mix."""
-    one, two = numbers(1, 5), numbers(2, 7, scale=100.0, mean=-1e4)
-    assert_merged([[[one], [], [], [two]], [[], [two], [], [torch.empty(0, 4, dtype=torch.float64)]], [[], [], [], [one, two]]])
+    first, second = numbers(1, 5), numbers(2, 7, scale=100.0, mean=-1e4)
+    assert_merged(
+        [[[first], [], [], [second]], [[], [second], [], [torch.empty(0, 4, dtype=torch.float64)]], [[], [], [], [first, second]]]
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -106,12 +110,12 @@ def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[lis
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 def test_what_all_ranks_have_alike_counts_once_and_what_differs_on_all(scale: float) -> None:
     """Also where a rank has added it up in another order, has nothing of it, has zeros, or has a part of it that is like another's."""
-    one, other = numbers(1, 5000, scale), numbers(2, 3, scale)
-    changed, zeros = one.clone(), torch.zeros(3, 4, dtype=torch.float64)
+    tensor, other = numbers(1, 5000, scale), numbers(2, 3, scale)
+    changed, zeros = tensor.clone(), torch.zeros(3, 4, dtype=torch.float64)
     changed[2000, 1] += 1e-3 * scale
-    first = [[one], [one], [one], [other], [zeros], [zeros], [one]]
-    second = [[one], [*one.split(7)], [changed], [], [zeros], [], [one]]
-    expected = [[one], [one], [one, changed], [other], [zeros], [zeros], [one, one]]
+    first = [[tensor], [tensor], [tensor], [other], [zeros], [zeros], [tensor]]
+    second = [[tensor], [*tensor.split(7)], [changed], [], [zeros], [], [tensor]]
+    expected = [[tensor], [tensor], [tensor, changed], [other], [zeros], [zeros], [tensor, tensor]]
     parts = [0.0] * 6 + [1.0]
     for reduced in reduced_replicas([first, second], [parts, parts]):
         assert reduced.differ.tolist() == [False, False, True, True, False, True, False]

@@ -134,7 +134,7 @@ def assert_same(values: dict[str, float], others: dict[str, float]) -> None:
 
 
 def test_without_numba_the_values_are_the_same(fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The extra makes it faster, not other; nothing is said where it is not installed."""
+    """The extra makes it faster, not other; nothing is logged where it is not installed."""
     with_numba = observed()
     assert numba_kernel.loops() is not None
     numba_kernel.loops.cache_clear()
@@ -149,7 +149,7 @@ def test_without_numba_the_values_are_the_same(fresh: pytest.MonkeyPatch, caplog
 
 
 @pytest.mark.parametrize("reason", ["another numpy", "cannot be compiled"])
-def test_a_numba_that_does_not_work_is_said_once(reason: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_numba_that_does_not_work_is_logged_once(reason: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It does not go with the installed numpy, say; monitoring goes on, and the values are the same."""
     with_numba = observed()
     numba_kernel.loops.cache_clear()
