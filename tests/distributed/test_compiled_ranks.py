@@ -50,9 +50,9 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 @pytest.mark.shows("compiled: keep, {name}", "gradients", "training unchanged")
 def test_as_many_compilations_and_runs_on_two_ranks(name: str, on_two_ranks: list[dict[str, Any]]) -> None:
     """Compiled before and after the strategy has wrapped the model."""
-    for results in on_two_ranks:
-        assert isinstance(results[name], list), results[name]
-        assert_same(*results[name], SEEN["Fabric" if "Fabric" in name else "DDP" if name in ("DDP, whole", "DDP, part") else "blocks"])
+    for rank_results in on_two_ranks:
+        assert isinstance(rank_results[name], list), rank_results[name]
+        assert_same(*rank_results[name], SEEN["Fabric" if "Fabric" in name else "DDP" if name in ("DDP, whole", "DDP, part") else "blocks"])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not")

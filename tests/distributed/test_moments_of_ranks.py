@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.distributed.rank_moments import Reduced, Replicas, reduce_moments
+from lightning_module_monitor.distributed.rank_moments import ReducedMoments, Replicas, reduce_moments
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable, to_host
 from lightning_module_monitor.statistics.finish import nan_where_empty
@@ -30,7 +30,7 @@ def moments_of(rows: list[list[Tensor]]) -> Moments:
 
 def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
     """Every rank gets, by two collectives, the textbook value of every statistic over the tensors of all."""
-    meeting: Meeting[Reduced] = Meeting(len(rows_by_rank))
+    meeting: Meeting[ReducedMoments] = Meeting(len(rows_by_rank))
     mine = torch.arange(3.0, dtype=torch.float64)
     merged = meeting.run(lambda rank: reduce_moments(moments_of(rows_by_rank[rank.index]), mine * rank.index, mine, rank))
     assert meeting.calls == ["max", "sum"]
@@ -82,7 +82,7 @@ def test_what_is_not_finite_on_one_rank_is_not_hidden(bad: float) -> None:
     clean = [[numbers(4, 5)]]
     nothing = torch.empty(0, dtype=torch.float64)
     for order in ([clean, [[spoiled]]], [[[spoiled]], clean]):
-        meeting: Meeting[Reduced] = Meeting(2)
+        meeting: Meeting[ReducedMoments] = Meeting(2)
         for merged in meeting.run(lambda rank, rows=order: reduce_moments(moments_of(rows[rank.index]), nothing, nothing, rank)):
             result = merged.moments
             assert float(result.nonfinite[0]) == 1
@@ -91,17 +91,17 @@ def test_what_is_not_finite_on_one_rank_is_not_hidden(bad: float) -> None:
             assert bool(result.maximum.isnan()) == (bad != bad)  # noqa: PLR0124  # NaN
 
 
-def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[list[float]]) -> list[Reduced]:
+def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[list[float]]) -> list[ReducedMoments]:
     """What ranks have of rows that all of them should have alike; each row is summed over ranks once more, as a number."""
     things = torch.arange(len(rows_by_rank[0]))
 
-    def work(rank: ThreadRank) -> Reduced:
+    def work(rank: ThreadRank) -> ReducedMoments:
         moments = moments_of(rows_by_rank[rank.index])
         item_of_number = things.repeat(NUM_FIELDS + 1)
         replicas = Replicas(things, torch.tensor(are_parts[rank.index], dtype=torch.float64), item_of_number)
         return reduce_moments(moments, torch.empty(0, dtype=torch.float64), moments.elements, rank, replicas=replicas)
 
-    meeting: Meeting[Reduced] = Meeting(len(rows_by_rank))
+    meeting: Meeting[ReducedMoments] = Meeting(len(rows_by_rank))
     reduced = meeting.run(work)
     assert meeting.calls == ["max", "sum"]
     return reduced

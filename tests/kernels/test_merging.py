@@ -49,21 +49,6 @@ def test_micro_batches_of_three_and_five_are_their_concatenation(implementation:
     assert finished("min", measured(implementation, [torch.tensor([-1.0]), torch.tensor([-100.0])])) == -100.0
 
 
-@over_implementations
-def test_skewness_and_kurtosis_of_micro_batches_are_those_of_all_elements(implementation: Implementation) -> None:
-    """Of uneven parts with other means and spreads, of which each alone has no skewness and a kurtosis of -2."""
-    parts = [torch.tensor([-1.0, 1.0]).repeat(size) * scale + mean for size, scale, mean in ((1, 1, 0), (3, 4, 10), (7, 0.5, -3))]
-    whole = torch.cat(parts)
-    moments = measured(implementation, parts)
-    assert finished("skewness", moments) == pytest.approx(textbook("skewness", whole), rel=implementation.rtol)
-    assert finished("kurtosis", moments) == pytest.approx(textbook("kurtosis", whole), rel=implementation.rtol)
-    assert abs(textbook("skewness", whole)) > 0.5
-    for part in parts:
-        alone = measured(implementation, [part])
-        assert finished("skewness", alone) == pytest.approx(0, abs=implementation.rtol)
-        assert finished("kurtosis", alone) == pytest.approx(-2, rel=implementation.rtol)
-
-
 @over_dtypes
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 def test_parts_of_any_size_are_the_whole(implementation: Implementation, dtype: torch.dtype, scale: float) -> None:
@@ -77,13 +62,6 @@ def test_parts_with_large_means_of_their_own(implementation: Implementation) -> 
     """What the distance of the means adds to the spread is right beside what the parts have."""
     parts = [normal(3000, 4, seed=seed) * 10.0 ** (seed % 3) + 1e3 * seed for seed in range(6)]
     assert_measured(implementation, parts, 1e-11)
-
-
-@over_implementations
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_parts_of_other_precisions_merge(implementation: Implementation, dtype: torch.dtype) -> None:
-    """A site whose calls differ in precision, as under autocast."""
-    assert_measured(implementation, [normal(50, 300), (normal(70, 300, seed=1) * 3 + 10).to(dtype)])
 
 
 any_finite = st.floats(-1e6, 1e6, width=32) | st.sampled_from([0.0, -0.0, 1e30, -1e30, 1e-30])

@@ -86,7 +86,7 @@ def _mixed(bits: Tensor) -> Tensor:
     return bits ^ (bits >> 31)
 
 
-class Reduced(NamedTuple):
+class ReducedMoments(NamedTuple):
     """The result of all ranks, equal on every rank."""
 
     moments: Moments
@@ -106,7 +106,7 @@ def reduce_moments(
     fingerprints: Fingerprints | None = None,
     *,
     replicas: Replicas | None = None,
-) -> Reduced:
+) -> ReducedMoments:
     """Merge each row over all ranks, and reduce further numbers in the same two collectives.
 
     A rank's deviations are about its mean, which other ranks do not know. The first collective, a maximum, therefore agrees on a
@@ -150,7 +150,7 @@ def reduce_moments(
         reduced, are_copies = _summed_once(numbers, fingerprints, ranks)
     total = Moments(*reduced[: stacked.numel()].view_as(stacked))
     merged = total.about_mean(center)._replace(maximum=maximum, minimum=-minus_minimum)
-    return Reduced(merged, largest, reduced[stacked.numel() :], are_copies, differ)
+    return ReducedMoments(merged, largest, reduced[stacked.numel() :], are_copies, differ)
 
 
 def _summed_once(numbers: Tensor, fingerprints: Fingerprints, ranks: Ranks) -> tuple[Tensor, Tensor]:

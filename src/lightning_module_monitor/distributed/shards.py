@@ -61,9 +61,8 @@ def flat_shards_by_name(parameters: Mapping[str, Tensor | None], wrapper: nn.Mod
 
 def _flat_shards(wrapper: nn.Module) -> dict[int, FlatShard | None]:
     """The parameters of FSDP1's units in a module, by ``id``; ``None`` for an unsharded one (``NO_SHARD``)."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
     shards: dict[int, FlatShard | None] = {}
-    for unit in () if fsdp is None else fsdp.FullyShardedDataParallel.fsdp_modules(wrapper):
+    for unit in _fsdp1_units(wrapper):
         handle = unit._handle  # there is no public interface to the parameters of a unit and their shapes
         if handle is not None and handle.flat_param._params is not None:
             replicas = getattr(unit, "_inter_node_pg", None)

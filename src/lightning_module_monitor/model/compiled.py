@@ -173,7 +173,8 @@ def _modules_of(function: Callable[..., Any], holder: nn.Module) -> list[nn.Modu
     A method calls the children of its module that it names, directly or through other methods, and the module itself if its forward is
     compiled too. Any other function calls the modules in its closure, in its defaults, and those that it names.
     """
-    owner = getattr(function, "__self__", holder if _is_method_of(function, holder) else None)
+    is_method = any(_original(value) is function for _name, value in _compiled_methods(type(holder)))
+    owner = getattr(function, "__self__", holder if is_method else None)
     if isinstance(owner, nn.Module):
         names = names_used(getattr(function, "__func__", function), type(owner))
         is_call = function.__name__ in ("forward", "_call_impl", "_wrapped_call_impl")
@@ -187,10 +188,6 @@ def _modules_of(function: Callable[..., Any], holder: nn.Module) -> list[nn.Modu
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     owners = [getattr(value, "__self__", value) for value in (*enclosed, *named, *(function.__defaults__ or ()))]
     return [value for value in owners if isinstance(value, nn.Module)]
-
-
-def _is_method_of(function: Callable[..., Any], module: nn.Module) -> bool:
-    return any(_original(value) is function for _name, value in _compiled_methods(type(module)))
 
 
 def names_used(function: Callable[..., Any], owner: type) -> set[str]:
