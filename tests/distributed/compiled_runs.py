@@ -170,7 +170,7 @@ if __name__ == "__main__":
     for scenario in SCENARIOS:
         try:
             results[scenario] = both(scenario, Path(sys.argv[1]))
-        except Exception as error:  # told to the test
+        except Exception as error:  # returned to the test
             results[scenario] = f"{type(error).__name__}: {error}"
     torch.save(results, Path(sys.argv[1]) / f"compiled.{RANK}.pt")
     distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Training runs over several processes, one after the other: each of these runs all that it is told to, and keeps what they return.
+"""Training runs over several processes, one after the other: each process runs the scenarios of its arguments, and saves the results.
 
 Run as a script, by every rank: ``scenarios.py FOLDER NAME...``
 """
@@ -90,7 +90,7 @@ class Keep(Callback):
 
 
 class Messages(logging.Handler):
-    """Keeps what the monitor says."""
+    """Keeps the messages of the monitor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ def unchanged(folder: Path) -> dict[str, Any]:
         options: dict[str, Any] = {"devices": WORLD, "strategy": "ddp", "use_distributed_sampler": False, "accumulate_grad_batches": 2}
         trainer(folder, [callback] if monitored else [], **options).fit(module, DataLoader(data(RANK, WORLD, steps=6), batch_size=None))
         states.append({name: value.clone() for name, value in module.state_dict().items()} | {"random": torch.get_rng_state()})
-    return {"states": states, "seen": len(callback.last_record.values) if callback.last_record is not None else 0}
+    return {"states": states, "num_values": len(callback.last_record.values) if callback.last_record is not None else 0}
 
 
 def unchanged_with_parts(folder: Path) -> dict[str, Any]:
@@ -689,11 +689,11 @@ def by_the_clock(folder: Path) -> dict[str, Any]:
 
 
 class OnPurposeError(Exception):
-    """What the user's own code catches."""
+    """An error that user code catches."""
 
 
 def own_loop(folder: Path) -> dict[str, Any]:
-    """DDP without Lightning: values of the user's own, and errors on the last rank that it catches and goes on after."""
+    """DDP without Lightning: logged values, and errors on the last rank that the loop catches."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     parallel = nn.parallel.DistributedDataParallel(model)
@@ -1358,12 +1358,12 @@ TOGETHER = {2: [*OF_ANY_NUMBER, *OF_TWO, *OF_TWO_AND_FOUR[:-1]], 3: OF_ANY_NUMBE
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Run scenarios. One that raises is told of, and the next one runs."""
+    """Run scenarios. After an error, which is saved, the next one runs."""
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in names:
         try:
             result = SCENARIOS[name](folder / name)
-        except BaseException as error:  # told to the test
+        except BaseException as error:  # returned to the test
             traceback.print_exc()
             result = error if isinstance(error, Exception) else RuntimeError(repr(error))
         try:

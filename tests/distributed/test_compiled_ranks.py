@@ -11,7 +11,7 @@ from distributed.compiled_runs import SCENARIOS, both
 from helpers.launch import finish, results, start
 
 SCRIPT = Path(__file__).with_name("compiled_runs.py")
-SEEN = {
+EXPECTED_KEYS = {
     "blocks": ("activation/model.blocks.0/norm", "activation_gradient/model.blocks.1/norm", "gradient/model.blocks.0.fc.weight/norm"),
     "DDP": ("gradient/model.blocks.0.fc.weight/norm", "update/model.head.weight/norm"),
     "Fabric": (
@@ -52,11 +52,13 @@ def test_as_many_compilations_and_runs_on_two_ranks(name: str, on_two_ranks: lis
     """Compiled before and after the strategy has wrapped the model."""
     for rank_results in on_two_ranks:
         assert isinstance(rank_results[name], list), rank_results[name]
-        assert_same(*rank_results[name], SEEN["Fabric" if "Fabric" in name else "DDP" if name in ("DDP, whole", "DDP, part") else "blocks"])
+        assert_same(
+            *rank_results[name], EXPECTED_KEYS["Fabric" if "Fabric" in name else "DDP" if name in ("DDP, whole", "DDP, part") else "blocks"]
+        )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not")
 @pytest.mark.parametrize("name", ["Fabric, compiled before", "Fabric, compiled after"])
 def test_as_many_compilations_and_runs_in_a_loop_with_fabric(name: str, tmp_path: Path) -> None:
     """In one process."""
-    assert_same(*both(name, tmp_path), SEEN["Fabric"])
+    assert_same(*both(name, tmp_path), EXPECTED_KEYS["Fabric"])

@@ -324,7 +324,7 @@ def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ran
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.shows("DDP, an error on one rank", "activations")
 def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
-    """In a step, in a loop within one, in a loop after one: those of all ranks are lost, nobody waits, and nothing mixes after it."""
+    """In a step, in a loop within one, in a loop after one: the step is lost on all ranks, no rank waits, and later steps do not mix."""
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 3).double()
     batches = [scenarios.own_data(rank, num_ranks) for rank in range(num_ranks)]
@@ -478,7 +478,7 @@ def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunS
     """Promise 1 on several ranks: weights, buffers and random states are bit-identical, with reference and coordinate check."""
     for result in run_scenarios(num_ranks, "unchanged"):
         plain, monitored = result["states"]
-        assert result["seen"] > 100
+        assert result["num_values"] > 100
         assert plain.keys() == monitored.keys()
         assert all(torch.equal(plain[name], monitored[name]) for name in plain)
 
@@ -518,7 +518,7 @@ def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num
         # Both ask torchmetrics, whose objects pay for themselves: a barrier and a gathering for each of their two states.
         reductions = [[call for call in calls if call == "all_reduce"] for calls in result["collectives"]]
         assert [len(calls) for calls in reductions] == [4, 4, 2, 2, 2, 2]
-        # What is new is told of by one more, and exchanged once again.
+        # New streams take an exchange of names, and the step is reduced again.
         exchanges = [calls.count("all_gather_object") for calls in result["collectives"]]
         assert exchanges == [1, 1, 0, 0, 0, 0]
     for step, record in enumerate(by_rank[0]["records"]):
@@ -544,8 +544,8 @@ def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.shows("DDP, an error on one rank", "activations", "gradients", "functions")
-def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunScenarios) -> None:
-    """A function that raises on one rank is NaN for all; a monitor that breaks on one rank loses the step for all; nobody waits."""
+def test_an_error_on_one_rank_is_an_error_on_all(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """A function that raises on one rank is NaN for all; an error in the monitor on one rank loses the step on all; no rank waits."""
     by_rank = run_scenarios(num_ranks, "one_rank_fails")
     for result in by_rank:
         assert [record.step for record in result["records"]] == [0, 2, 4, 6]
@@ -570,7 +570,7 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
     "FSDP2, an error on one rank", "activations", "parameters", "gradients", "functions", "raw tensors", "training unchanged"
 )
 def test_an_error_on_one_rank_keeps_no_part_from_the_others(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
-    """What is put together from all ranks' parts is so when all are known to have theirs: nobody waits, and training goes on."""
+    """Whole tensors are gathered only if all ranks have their parts: no rank waits, and training continues."""
     whole = scenarios.one_rank_fails_of_those_with_parts(tmp_path)
     by_rank = run_scenarios(num_ranks, "one_rank_fails_of_those_with_parts")
     expected = {record.step: record for record in whole["records"]}

@@ -61,7 +61,7 @@ def test_processes_that_lightning_starts(way: str, tmp_path: Path) -> None:
 
 @pytest.mark.shows("DDP, an error on one rank", "store and loggers")
 def test_an_error_of_the_users_on_one_rank_ends_all_of_them(tmp_path: Path) -> None:
-    """Nobody waits in a collective of the monitor's, and the step before is in the store."""
+    """No rank waits in a collective of the monitor, and the previous step is in the store."""
     result = launch(tmp_path, "raises")
     assert result.returncode != 0
     assert "on purpose" in result.stderr

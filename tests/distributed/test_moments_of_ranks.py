@@ -67,7 +67,7 @@ def test_all_ranks_get_the_statistics_of_all_elements(num_ranks: int, scale: flo
 
 
 def test_a_row_that_only_some_ranks_have() -> None:
-    """A module that runs on one rank only, an empty tensor, a row that nobody has: rows do not mix."""
+    """A module that runs on one rank only, an empty tensor, a row that no rank has: rows do not mix."""
     first, second = numbers(1, 5), numbers(2, 7, scale=100.0, mean=-1e4)
     assert_merged(
         [[[first], [], [], [second]], [[], [second], [], [torch.empty(0, 4, dtype=torch.float64)]], [[], [], [], [first, second]]]

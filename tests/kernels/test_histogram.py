@@ -78,7 +78,7 @@ def test_edge_values_of_every_dtype(implementation: Implementation, dtype: torch
 @pytest.mark.parametrize("size", [1, 3, 4, 1001])
 @over_implementations
 def test_one_value_alone(implementation: Implementation, value: float, size: int) -> None:
-    """Those that share their bits with others are told apart, also where nothing else is there."""
+    """Values that share bits with others are distinguished, also in a tensor without others."""
     assert_counted(implementation, [torch.full((size,), value)])
 
 

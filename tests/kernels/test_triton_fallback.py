@@ -31,7 +31,7 @@ def asked_three_times(device: torch.device, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning tells that Triton is not installed, and what happens instead."""
+    """A single warning reports that Triton is not installed, and what happens instead."""
     monkeypatch.setitem(sys.modules, "lightning_module_monitor.kernels.triton_loops", None)
     (warning,) = asked_three_times(torch.device("cuda", 0), caplog)
     assert warning.startswith("Triton does not work on cuda:0 (ModuleNotFoundError: ")

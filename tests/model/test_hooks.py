@@ -121,8 +121,8 @@ def test_a_set_is_used_again_after_it_was_closed() -> None:
     assert called == [1, 1, 1]
 
 
-def test_hooks_that_were_put_aside_come_back_without_ours() -> None:
-    """Somebody runs a module without its hooks, as the step ends, and gives it all of them back."""
+def test_hooks_that_the_user_restores_are_without_ours() -> None:
+    """User code runs a module without its hooks while the step ends, and restores all of them."""
     module, hooks = nn.Identity(), HookSet()
     module.register_forward_hook(lambda *_args: None)
     hooks.add_forward(module, UncopiedHook(lambda *_args: None))

@@ -49,7 +49,7 @@ def test_parameters_are_what_they_are_now() -> None:
 
 
 def test_types_may_be_named_as_in_the_model() -> None:
-    """By the name of a class, the user's own too, or of a class that it is derived from; as by the class itself."""
+    """By the name of a class, also of the user, or of a base class; as by the class itself."""
 
     class MyBlock(nn.Linear):
         pass

@@ -1,4 +1,4 @@
-"""What is said of names that keys cannot have."""
+"""Messages about names that are not valid in keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_any_number_of_odd_names_takes_one_line(caplog: pytest.LogCaptureFixture
     assert message.startswith(f"1500 names differ from those of the model: {examples}. Loggers take letters")
 
 
-def test_names_that_are_in_no_key_are_not_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_that_are_in_no_key_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Until a rule is added that has them in keys."""
     model = nn.ModuleDict({"a b": nn.Linear(1, 1), "c": nn.Linear(1, 1)})
     with caplog.at_level(logging.INFO), ModuleMonitor(rules=Rule(kinds="parameter", sites="c.*", statistics="norm")) as monitor:
