@@ -28,11 +28,18 @@ def moments_of(rows: list[list[Tensor]]) -> Moments:
     return Moments(*shares[0]) if shares else Moments.empty(len(rows))
 
 
+def reduced_alone(moments: Moments, largest: Tensor, summed: Tensor, rank: ThreadRank) -> ReducedMoments:
+    """The reduction without replicas."""
+    none = torch.zeros(0, dtype=torch.int64)
+    item_of_number = none.new_zeros(NUM_FIELDS * len(moments.elements) + len(summed))
+    return reduce_moments(moments, largest, summed, rank, Replicas(none, none.double(), item_of_number))
+
+
 def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
     """Every rank gets, by two collectives, the textbook value of every statistic over the tensors of all."""
     meeting: Meeting[ReducedMoments] = Meeting(len(rows_by_rank))
     mine = torch.arange(3.0, dtype=torch.float64)
-    merged = meeting.run(lambda rank: reduce_moments(moments_of(rows_by_rank[rank.index]), mine * rank.index, mine, rank))
+    merged = meeting.run(lambda rank: reduced_alone(moments_of(rows_by_rank[rank.index]), mine * rank.index, mine, rank))
     assert meeting.calls == ["max", "sum"]
     assert all(
         torch.equal(reduced.largest, mine * (len(merged) - 1)) and torch.equal(reduced.summed, mine * len(merged)) for reduced in merged
@@ -83,7 +90,7 @@ def test_what_is_not_finite_on_one_rank_is_not_hidden(bad: float) -> None:
     nothing = torch.empty(0, dtype=torch.float64)
     for order in ([clean, [[spoiled]]], [[[spoiled]], clean]):
         meeting: Meeting[ReducedMoments] = Meeting(2)
-        for merged in meeting.run(lambda rank, rows=order: reduce_moments(moments_of(rows[rank.index]), nothing, nothing, rank)):
+        for merged in meeting.run(lambda rank, rows=order: reduced_alone(moments_of(rows[rank.index]), nothing, nothing, rank)):
             result = merged.moments
             assert float(result.nonfinite[0]) == 1
             assert not torch.stack([result.mean, result.deviations, result.squares, result.magnitude]).isfinite().any()
@@ -99,7 +106,7 @@ def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[lis
         moments = moments_of(rows_by_rank[rank.index])
         item_of_number = things.repeat(NUM_FIELDS + 1)
         replicas = Replicas(things, torch.tensor(are_parts[rank.index], dtype=torch.float64), item_of_number)
-        return reduce_moments(moments, torch.empty(0, dtype=torch.float64), moments.elements, rank, replicas=replicas)
+        return reduce_moments(moments, torch.empty(0, dtype=torch.float64), moments.elements, rank, replicas)
 
     meeting: Meeting[ReducedMoments] = Meeting(len(rows_by_rank))
     reduced = meeting.run(work)

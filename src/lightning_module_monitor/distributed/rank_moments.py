@@ -95,7 +95,7 @@ class ReducedMoments(NamedTuple):
     are_copies: Tensor
     """Which items are copies, boolean, shape ``(items,)``; empty without fingerprints."""
     differ: Tensor
-    """Which replicas differ between ranks, boolean, shape ``(items,)``; empty without replicas."""
+    """Which replicas differ between ranks, boolean, shape ``(items,)``."""
 
 
 def reduce_moments(
@@ -103,9 +103,9 @@ def reduce_moments(
     largest: Tensor,
     summed: Tensor,
     ranks: Ranks,
-    fingerprints: Fingerprints | None = None,
+    replicas: Replicas,
     *,
-    replicas: Replicas | None = None,
+    fingerprints: Fingerprints | None = None,
 ) -> ReducedMoments:
     """Merge each row over all ranks, and reduce further numbers in the same two collectives.
 
@@ -118,8 +118,8 @@ def reduce_moments(
         largest: Numbers to take the maximum of, shape ``(numbers,)``, float64, without NaN.
         summed: Numbers to add, shape ``(others,)``, float64.
         ranks: Every rank makes this call.
-        fingerprints: Show copies on ranks that share their input; only the first rank's copy counts.
         replicas: Items that must be equal on all ranks.
+        fingerprints: Show copies on ranks that share their input; only the first rank's copy counts.
 
     Returns:
         The moments of the tensors of all ranks together, and the two reduced tensors.
@@ -130,8 +130,7 @@ def reduce_moments(
     is_nan = extremes.isnan()
     center = torch.where(is_observed & moments.mean.isfinite(), moments.mean, -torch.inf)
     row_numbers = torch.cat([extremes.masked_fill(is_nan, -torch.inf), is_nan.double(), center.unsqueeze(0)])
-    checks = row_numbers.new_empty(7, 0) if replicas is None else replicas.checks(moments)
-    parts = [row_numbers, checks, largest]
+    parts = [row_numbers, replicas.checks(moments), largest]
     maxima = ranks.all_reduce(torch.cat([part.flatten() for part in parts]), "max").split([part.numel() for part in parts])
     row_numbers, checks, largest = (values.view_as(part) for values, part in zip(maxima, parts, strict=True))
     are_equal, differ = Replicas.compared(checks)
@@ -141,7 +140,7 @@ def reduce_moments(
     sums = moments._replace(mean=torch.where(is_observed, moments.mean, center)).about(center)
     stacked = torch.stack(tuple(sums._replace(maximum=sums.mean, minimum=sums.mean)))
     numbers = torch.cat([stacked.flatten(), summed])
-    if replicas is not None and ranks.index > 0:
+    if ranks.index > 0:
         is_copy = torch.cat([are_equal, are_equal.new_zeros(1)])
         numbers = numbers.masked_fill(is_copy[replicas.item_of_number], 0.0)
     if fingerprints is None:

@@ -89,7 +89,7 @@ def _reduced(observed: Observed, numbers: Numbers, layout: Layout, ranks: Ranks)
     largest, summed = _joined(numbers, LARGEST), _joined(numbers, SUMMED)
     fingerprints = None if ranks.num_sharing == 1 else _fingerprints(numbers, layout)
     moments = Moments(*torch.from_numpy(numbers.moments))
-    result = reduce_moments(moments, largest, summed, ranks, fingerprints, replicas=_replicas(observed, layout))
+    result = reduce_moments(moments, largest, summed, ranks, _replicas(observed, layout), fingerprints=fingerprints)
     fields = _parted(result.largest, numbers, LARGEST) | _parted(result.summed, numbers, SUMMED)
     total = Numbers(moments=torch.stack(result.moments).numpy(), **fields)
     failed = {*itertools.compress(layout.streams, total.failed)}

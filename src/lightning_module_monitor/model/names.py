@@ -135,15 +135,13 @@ class Namer:
 
     def parameter_sites(self, root: nn.Module) -> list[ParameterSite]:
         """Every parameter of ``root``; a tied parameter once, under its first name."""
-        names: dict[int, list[str]] = {}
-        owners: dict[int, tuple[nn.Module, str]] = {}
+        parameters: dict[int, tuple[tuple[nn.Module, str], list[str]]] = {}
         for module_name, module in root.named_modules(remove_duplicate=False):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(module, UNWATCHED):
                     raw = f"{module_name}.{attribute}" if module_name else attribute
-                    names.setdefault(id(parameter), []).append(self._format(raw))
-                    owners.setdefault(id(parameter), (module, attribute))
-        return [ParameterSite(self.name(aliases[0]), tuple(dict.fromkeys(aliases)), *owners[key]) for key, aliases in names.items()]
+                    parameters.setdefault(id(parameter), ((module, attribute), []))[1].append(self._format(raw))
+        return [ParameterSite(self.name(names[0]), tuple(dict.fromkeys(names)), *owner) for owner, names in parameters.values()]
 
 
 Site = ModuleSite | ParameterSite
