@@ -141,7 +141,7 @@ def _without_graph(tensors: Iterable[Tensor]) -> dict[int, Any]:
 
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
 _NEVER_COPIED = (*_CODE, weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
-"""Types that ``deepcopy`` does not copy or refuses."""
+"""Types that ``deepcopy`` does not copy, or refuses to copy."""
 
 
 def _state(module: nn.Module) -> object:
