@@ -1,6 +1,9 @@
-"""Tensors as kernels can read them: without their Python class, wrappers of transforms and sparse layouts, and with memory."""
+"""Tensors as kernels can read them (no subclass, no wrapper of a transform, dense, with memory), and their transfer to the host."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -96,3 +99,38 @@ def unwrapped(tensor: Tensor) -> Tensor:
         inside: Tensor = functorch.get_unwrapped(tensor)
         tensor = inside.movedim(functorch.maybe_get_bdim(tensor), 0) if functorch.is_batchedtensor(tensor) else inside
     return tensor
+
+
+def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Copy the results of a step to the host, by one transfer per device.
+
+    Args:
+        shares: As :meth:`~lightning_module_monitor.kernels.table.MomentTable.collect` returns them.
+        others: Float64 tensors of any shape, on any device.
+
+    Returns:
+        The shares, and the elements of all others in order, shape ``(elements,)``, float64, on the CPU.
+    """
+    if len(shares) == 1 and not others:
+        # The usual case, a tenth of a millisecond faster.
+        return [transfer(shares[0])], torch.empty(0, dtype=torch.float64, device="cpu")
+    flat = [tensor.reshape(-1) for tensor in (*shares, *others)]
+    indices_by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(flat):
+        indices_by_device[tensor.device].append(index)
+    for indices in indices_by_device.values():
+        parcel = flat[indices[0]] if len(indices) == 1 else torch.cat([flat[index] for index in indices])
+        for index, values in zip(indices, transfer(parcel).split([flat[index].numel() for index in indices]), strict=True):
+            flat[index] = values
+    moments = [values.view(share.shape) for values, share in zip(flat, shares, strict=False)]
+    return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *flat[len(shares) :]])
+
+
+def transfer(tensor: Tensor) -> Tensor:
+    """Copy the results of a step to the host. Tests count the calls."""
+    return tensor if is_on_host(tensor) else tensor.to("cpu")
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a value is read without a transfer."""
+    return tensor.is_cpu

@@ -1,4 +1,4 @@
-"""The contract of the kernels, and the table of a step: each tensor goes to the kernel of its device; one transfer at the end."""
+"""The contract of the kernels, and the table of a step: each tensor goes to the kernel of its device."""
 
 from __future__ import annotations
 
@@ -176,38 +176,3 @@ def warm_up(device: torch.device) -> None:
     """Compile the kernel of a device, so that the first monitored step does not."""
     if device.type == "cpu":
         numba_kernel.loops()
-
-
-def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Copy the results of a step to the host, by one transfer per device.
-
-    Args:
-        shares: As :meth:`MomentTable.collect` returns them.
-        others: Float64 tensors of any shape, on any device.
-
-    Returns:
-        The shares, and the elements of all others in order, shape ``(elements,)``, float64, on the CPU.
-    """
-    if len(shares) == 1 and not others:
-        # The usual case, a tenth of a millisecond faster.
-        return [transfer(shares[0])], torch.empty(0, dtype=torch.float64, device="cpu")
-    flat = [tensor.reshape(-1) for tensor in (*shares, *others)]
-    indices_by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
-    for index, tensor in enumerate(flat):
-        indices_by_device[tensor.device].append(index)
-    for indices in indices_by_device.values():
-        parcel = flat[indices[0]] if len(indices) == 1 else torch.cat([flat[index] for index in indices])
-        for index, values in zip(indices, transfer(parcel).split([flat[index].numel() for index in indices]), strict=True):
-            flat[index] = values
-    moments = [values.view(share.shape) for values, share in zip(flat, shares, strict=False)]
-    return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *flat[len(shares) :]])
-
-
-def transfer(tensor: Tensor) -> Tensor:
-    """Copy the results of a step to the host. Tests count the calls."""
-    return tensor if is_on_host(tensor) else tensor.to("cpu")
-
-
-def is_on_host(tensor: Tensor) -> bool:
-    """Whether a value is read without a transfer."""
-    return tensor.is_cpu

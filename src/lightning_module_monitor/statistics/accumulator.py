@@ -19,9 +19,9 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.reduce import reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
-from lightning_module_monitor.kernels.elements import strided
+from lightning_module_monitor.kernels.elements import strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
-from lightning_module_monitor.kernels.table import MomentTable, to_host
+from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.statistics.finish import Finisher
 from lightning_module_monitor.statistics.functions import Aggregate, Function, Results, Value, by_part, undisturbed, wide_of
