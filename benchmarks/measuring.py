@@ -20,7 +20,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from lanes import CPU, NUM_BATCHES, SEED, Lane, LoopLane, make_batches
-from lightning_module_monitor.kernels import transfer
+from lightning_module_monitor.kernels import elements
 from observers import Engine, Observer
 from variants import OURS, PLAIN, TIMED, Variant
 from workloads import G1, Batch, Workload
@@ -80,7 +80,7 @@ class Counts:
 def count(lane: Lane, batch: Batch, device: torch.device = CPU) -> Counts:
     """Take one step under torch's profiler and count; under a dispatch mode nothing would be observed."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with mock.patch.object(transfer, "transfer", wraps=transfer.transfer) as transfers, profile(activities=activities) as recorded:
+    with mock.patch.object(elements, "transfer", wraps=elements.transfer) as transfers, profile(activities=activities) as recorded:
         values = lane.train_step(batch)
     events = recorded.events() or []
     operations = [event for event in events if event.name.startswith("aten::")]

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
 from lightning_module_monitor.config.rules import GradientFlow, attention_rules
-from lightning_module_monitor.kernels import numba_kernel, transfer, triton_kernel
+from lightning_module_monitor.kernels import elements, numba_kernel, triton_kernel
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.unchanged import RandomStates
 from lightning_module_monitor.probes.nonfinite import FiniteStep
@@ -133,7 +133,7 @@ class Floor(Observer):
 
     def end(self) -> int:
         # Through the engine's own function, where transfers are counted.
-        values = transfer.transfer(torch.stack(self.norms)).tolist()
+        values = elements.transfer(torch.stack(self.norms)).tolist()
         self.norms.clear()
         return len(values)
 

@@ -155,12 +155,12 @@ SCENARIOS = {
 
 def both(name: str, folder: Path) -> list[dict[str, Any]]:
     """The same training without a monitor and with one."""
-    found = []
+    results = []
     for monitored in (False, True):
         torch._dynamo.reset()
         seed()
-        found.append(SCENARIOS[name](folder, monitored))
-    return found
+        results.append(SCENARIOS[name](folder, monitored))
+    return results
 
 
 if __name__ == "__main__":
@@ -170,7 +170,7 @@ if __name__ == "__main__":
     for scenario in SCENARIOS:
         try:
             results[scenario] = both(scenario, Path(sys.argv[1]))
-        except Exception as error:  # told to the test
+        except Exception as error:  # returned to the test
             results[scenario] = f"{type(error).__name__}: {error}"
     torch.save(results, Path(sys.argv[1]) / f"compiled.{RANK}.pt")
     distributed.destroy_process_group()

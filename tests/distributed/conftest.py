@@ -18,25 +18,25 @@ SCRIPT = Path(__file__).with_name("scenarios.py")
 @pytest.fixture(scope="session")
 def run_scenarios(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list[Any]]:
     """Gives what one scenario returned on each rank; the first to ask runs all that are run together."""
-    own = tmp_path_factory.getbasetemp()
-    # Workers share the parent of their own folders; without workers that belongs to all runs.
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    base = tmp_path_factory.getbasetemp()
+    # Workers share the parent of their base folders; without workers that belongs to all runs.
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def run(num_ranks: int, scenario: str) -> list[Any]:
         folder = shared / f"ranks_{num_ranks}"
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 folder.mkdir()
-                said = finish(start(SCRIPT, num_ranks, folder, *TOGETHER[num_ranks]))
-                (folder / "said.txt").write_text("\n\n".join(said))
-        said_text = (folder / "said.txt").read_text()
+                messages = finish(start(SCRIPT, num_ranks, folder, *TOGETHER[num_ranks]))
+                (folder / "output.txt").write_text("\n\n".join(messages))
+        text = (folder / "output.txt").read_text()
         try:
-            found = results(folder, scenario, num_ranks)
+            outcomes = results(folder, scenario, num_ranks)
         except FileNotFoundError:
-            pytest.fail(said_text[-6000:])
-        for one in found:
-            if isinstance(one, Exception):
-                pytest.fail(f"{one!r}\n{said_text[-6000:]}")
-        return found
+            pytest.fail(text[-6000:])
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                pytest.fail(f"{outcome!r}\n{text[-6000:]}")
+        return outcomes
 
     return run

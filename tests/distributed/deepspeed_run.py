@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from helpers.lightning_package import CPUAccelerator, DeepSpeedStrategy, LightningModule
-from helpers.lightning_package import deepspeed as of_lightning
+from helpers.lightning_package import deepspeed as lightning_deepspeed
 from helpers.training import trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,8 +30,8 @@ class OnCPU(DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         with (
-            mock.patch.object(of_lightning, "CUDAAccelerator", CPUAccelerator),
-            mock.patch.object(of_lightning, "_validate_device_index_selection"),
+            mock.patch.object(lightning_deepspeed, "CUDAAccelerator", CPUAccelerator),
+            mock.patch.object(lightning_deepspeed, "_validate_device_index_selection"),
         ):
             super().setup_environment()
 
@@ -66,7 +66,7 @@ class Frozen(LightningModule):
         return DataLoader(data_set, BATCH // ranks, sampler=DistributedSampler(data_set, ranks, self.global_rank, shuffle=False))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
+        return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.1, momentum=0.9)
 
 
 def main() -> None:

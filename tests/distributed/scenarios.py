@@ -1,4 +1,4 @@
-"""Training runs over several processes, one after the other: each of these runs all that it is told to, and keeps what they return.
+"""Training runs over several processes, one after the other: each process runs the scenarios of its arguments, and saves the results.
 
 Run as a script, by every rank: ``scenarios.py FOLDER NAME...``
 """
@@ -58,7 +58,7 @@ from lightning_module_monitor.distributed import ranks
 from lightning_module_monitor.distributed.shards import is_flattened, is_laid_out, is_sharded
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import ConfigError, RanksLostError
-from lightning_module_monitor.kernels import transfer as kernel_transfer
+from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -89,8 +89,8 @@ class Keep(Callback):
     on_validation_epoch_end = on_train_batch_end
 
 
-class Said(logging.Handler):
-    """Keeps what the monitor says."""
+class Messages(logging.Handler):
+    """Keeps the messages of the monitor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,13 +102,13 @@ class Said(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """What the monitor says within the block."""
-    said, logger = Said(), logging.getLogger(LOGGER)
-    logger.addHandler(said)
+    """The messages of the monitor within the block."""
+    handler, logger = Messages(), logging.getLogger(LOGGER)
+    logger.addHandler(handler)
     try:
-        yield said.messages
+        yield handler.messages
     finally:
-        logger.removeHandler(said)
+        logger.removeHandler(handler)
 
 
 @contextmanager
@@ -172,13 +172,13 @@ def fit(
     defaults: dict[str, Any] = {"devices": WORLD, "strategy": DDPStrategy(find_unused_parameters=True), "use_distributed_sampler": False}
     run = trainer(folder / f"rank_{RANK}", [callback, keep, *more], **(defaults | options))
     batches_of_rank: DataLoader[Any] = DataLoader(data(RANK, WORLD) if micro_batches is None else micro_batches, batch_size=None)
-    with listening() as said:
+    with listening() as messages:
         run.fit(module, batches_of_rank, batches_of_rank if is_overridden("validation_step", module) else None)
     return {
         "folder": folder,
         "records": keep.records,
         "states": keep.states,
-        "said": said,
+        "messages": messages,
         "files": sorted(str(path.relative_to(folder)) for path in (folder / f"rank_{RANK}").rglob("*") if path.is_file()),
         "state": _whole_state(module),
     }
@@ -186,7 +186,7 @@ def fit(
 
 def _whole_state(module: LightningModule) -> dict[str, Tensor]:
     """All weights; none of those of FSDP1, of which a unit alone has no state."""
-    state = {} if any(is_flattened(one) for one in module.parameters()) else module.state_dict()
+    state = {} if any(is_flattened(parameter) for parameter in module.parameters()) else module.state_dict()
     return {name: value.full_tensor() if is_sharded(value) else value.clone() for name, value in state.items()}
 
 
@@ -325,7 +325,7 @@ def counting_transfers() -> Iterator[list[int]]:
         return tensor.to("cpu")
 
     with ExitStack() as stack:
-        for module in (kernel_transfer, magnitudes):
+        for module in (elements, magnitudes):
             stack.enter_context(patch.object(module, "transfer", transfer))
             stack.enter_context(patch.object(module, "is_on_host", lambda _tensor: False))
         stack.enter_context(patch.object(nonfinite, "marks_steps", lambda run: run.options.health.nonfinite == "warn"))
@@ -334,15 +334,15 @@ def counting_transfers() -> Iterator[list[int]]:
 
 def transfers(folder: Path) -> dict[str, Any]:
     """What is brought to the host in each step, by the default callback and by one that records all kinds there are."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, callback in {"default": ModuleMonitorCallback(2), "everything": everything()}.items():
         torch.manual_seed(0)
         module = Classifier(Attending(), torch.optim.SGD, lr=0.1)
         strategy = DDPStrategy() if WORLD > 1 else "auto"
         with counting_transfers() as sizes:
             result = fit(folder / name, module, callback, even_data(RANK, WORLD, 6), strategy=strategy, max_epochs=1, limit_val_batches=0)
-        found[name] = sizes, [len(record.values) for record in result["records"]]
-    return found
+        results[name] = sizes, [len(record.values) for record in result["records"]]
+    return results
 
 
 class OwnDDPStrategy(DDPStrategy):
@@ -392,12 +392,12 @@ def of_a_subclass(folder: Path) -> dict[str, Any]:
     """DDP and FSDP2 by strategies that a user has derived from Lightning's, and by these: the values of both."""
     values: dict[str, list[list[dict[str, float]]]] = {}
     for classes in ([DDPStrategy, OwnDDPStrategy], [ModelParallelStrategy, OwnModelParallelStrategy]):
-        for one in classes:
+        for kind in classes:
             torch.manual_seed(0)
-            is_ddp = issubclass(one, DDPStrategy)
+            is_ddp = issubclass(kind, DDPStrategy)
             module = Classifier("mlp", torch.optim.SGD) if is_ddp else Laid(fully_sharded)
             callback = ModuleMonitorCallback(1, rules=_rules(are_sharded=not is_ddp), on_error="raise")
-            strategy = one() if is_ddp else one(WORLD, 1)
+            strategy = kind() if is_ddp else kind(WORLD, 1)
             result = fit(folder, module, callback, even_data(RANK, WORLD), strategy=strategy, limit_val_batches=0)
             values.setdefault(classes[0].__name__, []).append([dict(record.values) for record in result["records"]])
     return {"values": values}
@@ -430,7 +430,7 @@ def unchanged(folder: Path) -> dict[str, Any]:
         options: dict[str, Any] = {"devices": WORLD, "strategy": "ddp", "use_distributed_sampler": False, "accumulate_grad_batches": 2}
         trainer(folder, [callback] if monitored else [], **options).fit(module, DataLoader(data(RANK, WORLD, steps=6), batch_size=None))
         states.append({name: value.clone() for name, value in module.state_dict().items()} | {"random": torch.get_rng_state()})
-    return {"states": states, "seen": len(callback.last_record.values) if callback.last_record is not None else 0}
+    return {"states": states, "num_values": len(callback.last_record.values) if callback.last_record is not None else 0}
 
 
 def unchanged_with_parts(folder: Path) -> dict[str, Any]:
@@ -448,7 +448,7 @@ def unchanged_with_parts(folder: Path) -> dict[str, Any]:
             module = Laid(lay)
             micro_batches: DataLoader[Any] = DataLoader(even_data(RANK // num_sharing, WORLD // num_sharing), batch_size=None)
             trainer(folder, [callback] if monitored else [], **options).fit(module, micro_batches)
-            weights = {name: one.full_tensor() if is_sharded(one) else one.clone() for name, one in module.state_dict().items()}
+            weights = {name: tensor.full_tensor() if is_sharded(tensor) else tensor.clone() for name, tensor in module.state_dict().items()}
             states.setdefault(way, []).append(weights | {"random": torch.get_rng_state()})
     return states
 
@@ -689,11 +689,11 @@ def by_the_clock(folder: Path) -> dict[str, Any]:
 
 
 class OnPurposeError(Exception):
-    """What the user's own code catches."""
+    """An error that user code catches."""
 
 
 def own_loop(folder: Path) -> dict[str, Any]:
-    """DDP without Lightning: values of the user's own, and errors on the last rank that it catches and goes on after."""
+    """DDP without Lightning: logged values, and errors on the last rank that the loop catches."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     parallel = nn.parallel.DistributedDataParallel(model)
@@ -774,7 +774,7 @@ def local_steps(folder: Path) -> dict[str, Any]:
             F.cross_entropy(model(x), y).backward()
             monitor.monitor_gradients()
             monitor.monitor_parameters()
-            states.append({name: (one.detach().clone(), one.grad) for name, one in model.named_parameters()})
+            states.append({name: (parameter.detach().clone(), parameter.grad) for name, parameter in model.named_parameters()})
             optimizer.step()
             records.append(monitor.end_step())
     return {"records": records, "states": states}
@@ -800,7 +800,7 @@ def join(folder: Path) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         logger = logging.getLogger(LOGGER)
         monitor = ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm"), distributed=monitored, logger=logger)
-        with waiting_for(3), listening() as said, monitor:
+        with waiting_for(3), listening() as messages, monitor:
             monitor.set_module(model)
             with Join([parallel]):
                 for step, (x, y) in enumerate(data(RANK, WORLD, micro_batches=1, steps=6)[: 2 if RANK == WORLD - 1 else 6]):
@@ -810,7 +810,7 @@ def join(folder: Path) -> dict[str, Any]:
                     F.cross_entropy(parallel(x), y).backward()
                     optimizer.step()
                     monitor.end_step()
-            results.append({"state": model.state_dict(), "values": monitor.get_all_metrics(), "said": said})
+            results.append({"state": model.state_dict(), "values": monitor.get_all_metrics(), "messages": messages})
     return {"plain": results[0], "monitored": results[1]}
 
 
@@ -820,10 +820,10 @@ def one_rank_leaves(folder: Path) -> dict[str, Any]:
     for option in ("warn", "always"):
         count = Count()
 
-        def fails(own: ranks.Ranks, tensor: Tensor, how: Any, count: Count = count) -> Tensor:
+        def fails(process_ranks: ranks.Ranks, tensor: Tensor, how: Any, count: Count = count) -> Tensor:
             if RANK == WORLD - 1 and count.step >= 2:
                 raise RanksLostError("on purpose")
-            return all_reduce(own, tensor, how)
+            return all_reduce(process_ranks, tensor, how)
 
         torch.manual_seed(0)
         rules = [Rule(kinds=["activation", "parameter", "gradient"], statistics="norm")]
@@ -835,7 +835,7 @@ def one_rank_leaves(folder: Path) -> dict[str, Any]:
                 results[option] = fit(folder / option, module, callback, data(RANK, WORLD, micro_batches=1, steps=6), more=[count])
         finally:
             ranks.Ranks.all_reduce = all_reduce  # type: ignore[method-assign]
-        results[option]["hooks"] = sum(len(one._forward_hooks) for one in module.modules())
+        results[option]["hooks"] = sum(len(part._forward_hooks) for part in module.modules())
     return results
 
 
@@ -848,7 +848,7 @@ def other_rules(folder: Path) -> dict[str, Any]:
         {"rules": Rule(kinds="activation", statistics="norm", every_n_steps=[0, 2] if is_other else [0, 1])},
         {"rules": Rule(kinds="activation", statistics="norm"), "capture": Capture(sites="_root_", steps=[0, 2] if is_other else [0])},
     ):
-        with ModuleMonitor(**options, distributed=True) as monitor, counting_collectives() as of_ours:  # type: ignore[arg-type]
+        with ModuleMonitor(**options, distributed=True) as monitor, counting_collectives() as collectives:  # type: ignore[arg-type]
             monitor.set_module(model)
             try:
                 monitor.begin_step(0)
@@ -856,7 +856,7 @@ def other_rules(folder: Path) -> dict[str, Any]:
                 errors.append(str(error))
             model(torch.ones(2, 6))
             monitor.end_step()
-            calls.append(of_ours)
+            calls.append(collectives)
     return {"errors": errors, "collectives": calls}
 
 
@@ -974,7 +974,7 @@ def sick_with_parts(folder: Path) -> dict[str, Any]:
     callback = ModuleMonitorCallback(50, rules=rules, health=Health(nonfinite="always"), on_error="raise")
     options: dict[str, Any] = {"strategy": ModelParallelStrategy(WORLD, 1), "max_steps": 2, "limit_val_batches": 0}
     result = fit(folder, Laid(sick_and_sharded), callback, even_data(RANK, WORLD), **options)
-    return result | {"findings": [(one.name, one.site, one.step) for one in callback.findings]}
+    return result | {"findings": [(finding.name, finding.site, finding.step) for finding in callback.findings]}
 
 
 def reference_in_half_precision(folder: Path) -> dict[str, Any]:
@@ -1037,13 +1037,13 @@ def fsdp_on_a_cpu() -> Iterator[None]:
         return self
 
     with ExitStack() as stack:
-        for place, name, new in (
+        for target, name, new in (
             (_init_utils, "_init_device_handle", init_device_handle),
             (fully_sharded_data_parallel, "_init_device_handle", init_device_handle),
             (Tensor, "pin_memory", nothing),
             (torch.cpu.Stream, "synchronize", nothing),
         ):
-            stack.enter_context(patch.object(place, name, new, create=True))
+            stack.enter_context(patch.object(target, name, new, create=True))
         yield
 
 
@@ -1060,11 +1060,11 @@ class Flat(Classifier):
 
     def on_after_backward(self) -> None:
         # FSDP1 does not reduce the gradients of what it ignores.
-        for one in self.ignored.parameters():
-            assert one.grad is not None
+        for parameter in self.ignored.parameters():
+            assert parameter.grad is not None
             if WORLD > 1:
-                distributed.all_reduce(one.grad)
-                one.grad /= WORLD
+                distributed.all_reduce(parameter.grad)
+                parameter.grad /= WORLD
 
 
 class WholeParameters(Callback):
@@ -1074,13 +1074,13 @@ class WholeParameters(Callback):
         self.truth: list[dict[str, tuple[float, float]]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        of_step = {}
+        step_values = {}
         with FullyShardedDataParallel.summon_full_params(trainer.strategy.model, with_grads=True):
-            for name, one in pl_module.named_parameters():
-                for kind, tensor in (("parameter", one), ("gradient", one.grad)):
+            for name, parameter in pl_module.named_parameters():
+                for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
                     clean = name.replace("_fsdp_wrapped_module.", "")
-                    of_step[f"{kind}/{clean}"] = (float(tensor.detach().double().norm()), float(tensor.detach().double().mean()))
-        self.truth.append(of_step)
+                    step_values[f"{kind}/{clean}"] = (float(tensor.detach().double().norm()), float(tensor.detach().double().mean()))
+        self.truth.append(step_values)
 
 
 def wrapping(module: Flat) -> dict[str, Any]:
@@ -1123,7 +1123,7 @@ def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None =
             more = [truth] * options.get("use_orig_params", True)
         with fsdp_on_a_cpu():
             result = fit(folder, module, callback, even_data(RANK, WORLD, num_batches), more=more, **settings)
-        return {name: result[name] for name in ("folder", "records", "said", "files")} | {"truth": truth.truth, "collectives": counts}
+        return {name: result[name] for name in ("folder", "records", "messages", "files")} | {"truth": truth.truth, "collectives": counts}
 
     return scenario
 
@@ -1140,7 +1140,7 @@ class FlatLate(Flat):
 
 def flat_references(folder: Path) -> dict[str, Any]:
     """FSDP1: a reference of a submodule in another precision, one of a model in a single unit, and one of a model that wraps itself."""
-    found = {}
+    results = {}
     rules = [Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio"])]
     ways: dict[str, tuple[type[Flat], dict[str, Any], dict[str, Any]]] = {
         "beside": (Flat, {"module": "model"}, {"precision": "bf16-mixed"}),
@@ -1153,8 +1153,8 @@ def flat_references(folder: Path) -> dict[str, Any]:
         wrapped = wrapping(module) if name == "beside" else {"ignored_modules": [module.ignored]}
         settings["strategy"] = OwnFSDPStrategy(sharding_strategy="FULL_SHARD", **wrapped) if WORLD > 1 else "auto"
         with fsdp_on_a_cpu():
-            found[name] = fit(folder / name, module, callback, even_data(RANK, WORLD), limit_val_batches=0, **settings)["records"]
-    return found
+            results[name] = fit(folder / name, module, callback, even_data(RANK, WORLD), limit_val_batches=0, **settings)["records"]
+    return results
 
 
 class WholeWeights(Callback):
@@ -1164,12 +1164,12 @@ class WholeWeights(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with FullyShardedDataParallel.summon_full_params(trainer.strategy.model):
-            self.weights = {name: one.detach().clone() for name, one in pl_module.named_parameters()}
+            self.weights = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
 
 
 def unchanged_flat(folder: Path) -> list[dict[str, Tensor]]:
     """The weights that training by FSDP1 ends with, without the callback and with it: whole tensors are put together in every step."""
-    found = []
+    results = []
     for monitored in (False, True):
         rules = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=["norm", "hist"])]
         rules.append(Rule(kinds=["parameter", "gradient"], functions={"product": second_to_last}))
@@ -1182,8 +1182,8 @@ def unchanged_flat(folder: Path) -> list[dict[str, Tensor]]:
         micro_batches: DataLoader[Any] = DataLoader(even_data(RANK, WORLD, steps=6), batch_size=None)
         with fsdp_on_a_cpu():
             trainer(folder, [callback, end] if monitored else [end], **options).fit(module, micro_batches)
-        found.append(end.weights | {"random": torch.get_rng_state()})
-    return found
+        results.append(end.weights | {"random": torch.get_rng_state()})
+    return results
 
 
 def flat_loop(folder: Path) -> dict[str, Any]:
@@ -1358,12 +1358,12 @@ TOGETHER = {2: [*OF_ANY_NUMBER, *OF_TWO, *OF_TWO_AND_FOUR[:-1]], 3: OF_ANY_NUMBE
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Run scenarios. One that raises is told of, and the next one runs."""
+    """Run scenarios. After an error, which is saved, the next one runs."""
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in names:
         try:
             result = SCENARIOS[name](folder / name)
-        except BaseException as error:  # told to the test
+        except BaseException as error:  # returned to the test
             traceback.print_exc()
             result = error if isinstance(error, Exception) else RuntimeError(repr(error))
         try:

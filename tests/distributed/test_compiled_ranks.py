@@ -11,7 +11,7 @@ from distributed.compiled_runs import SCENARIOS, both
 from helpers.launch import finish, results, start
 
 SCRIPT = Path(__file__).with_name("compiled_runs.py")
-SEEN = {
+EXPECTED_KEYS = {
     "blocks": ("activation/model.blocks.0/norm", "activation_gradient/model.blocks.1/norm", "gradient/model.blocks.0.fc.weight/norm"),
     "DDP": ("gradient/model.blocks.0.fc.weight/norm", "update/model.head.weight/norm"),
     "Fabric": (
@@ -27,7 +27,7 @@ def assert_same(plain: dict[str, Any], monitored: dict[str, Any], expected: tupl
     """Compilations, runs, losses and weights are the same; what is outside has values, and nothing else of the modules has."""
     assert plain["counts"][0] >= 1
     assert monitored["counts"] == plain["counts"]
-    assert all(torch.equal(one, other) for one, other in zip(plain["losses"], monitored["losses"], strict=True))
+    assert all(torch.equal(loss, other) for loss, other in zip(plain["losses"], monitored["losses"], strict=True))
     assert all(torch.equal(monitored["weights"][name], value) for name, value in plain["weights"].items())
     # In a loop of one's own DDP's wrapper has a name.
     assert set(expected) <= {key.replace(".module", "") for key in monitored["values"]}
@@ -38,11 +38,11 @@ def assert_same(plain: dict[str, Any], monitored: dict[str, Any], expected: tupl
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has counted and trained."""
     folder = tmp_path_factory.mktemp("compiled")
-    said = finish(start(SCRIPT, 2, folder))
+    messages = finish(start(SCRIPT, 2, folder))
     try:
         return results(folder, "compiled", 2)
     except FileNotFoundError:
-        pytest.fail("\n\n".join(said)[-6000:])
+        pytest.fail("\n\n".join(messages)[-6000:])
 
 
 @pytest.mark.slow
@@ -50,13 +50,15 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 @pytest.mark.shows("compiled: keep, {name}", "gradients", "training unchanged")
 def test_as_many_compilations_and_runs_on_two_ranks(name: str, on_two_ranks: list[dict[str, Any]]) -> None:
     """Compiled before and after the strategy has wrapped the model."""
-    for of_rank in on_two_ranks:
-        assert isinstance(of_rank[name], list), of_rank[name]
-        assert_same(*of_rank[name], SEEN["Fabric" if "Fabric" in name else "DDP" if name in ("DDP, whole", "DDP, part") else "blocks"])
+    for rank_results in on_two_ranks:
+        assert isinstance(rank_results[name], list), rank_results[name]
+        assert_same(
+            *rank_results[name], EXPECTED_KEYS["Fabric" if "Fabric" in name else "DDP" if name in ("DDP, whole", "DDP, part") else "blocks"]
+        )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not")
 @pytest.mark.parametrize("name", ["Fabric, compiled before", "Fabric, compiled after"])
 def test_as_many_compilations_and_runs_in_a_loop_with_fabric(name: str, tmp_path: Path) -> None:
     """In one process."""
-    assert_same(*both(name, tmp_path), SEEN["Fabric"])
+    assert_same(*both(name, tmp_path), EXPECTED_KEYS["Fabric"])

@@ -33,17 +33,17 @@ def truth_of_step(model: str, step: int, result: dict[str, Any], num_ranks: int)
         for rank in range(num_ranks)
     ]
     raw: RawTensors = {}
-    for kind, site in {key: None for one in by_rank for key in one}:
-        tensors = [one[kind, site] for one in by_rank if (kind, site) in one]
+    for kind, site in {key: None for rank_tensors in by_rank for key in rank_tensors}:
+        tensors = [rank_tensors[kind, site] for rank_tensors in by_rank if (kind, site) in rank_tensors]
         name = "model" if site == "_root_" else f"model.{site}"
         if kind == "parameter":
             raw[kind, name] = tensors[0]
         elif kind == "gradient":
-            raw["gradient_before_clip", name] = [torch.stack([one[0] for one in tensors]).sum(0) / num_ranks]
+            raw["gradient_before_clip", name] = [torch.stack([gradients[0] for gradients in tensors]).sum(0) / num_ranks]
         else:
-            raw[kind, name] = [tensor for one in tensors for tensor in one]
-    gradients = {site: one[0] for (kind, site), one in raw.items() if kind == "gradient_before_clip"}
-    total = torch.cat([one.flatten() for one in gradients.values()]).norm()
+            raw[kind, name] = [tensor for outputs in tensors for tensor in outputs]
+    gradients = {site: tensors[0] for (kind, site), tensors in raw.items() if kind == "gradient_before_clip"}
+    total = torch.cat([tensors.flatten() for tensors in gradients.values()]).norm()
     after = result["states"].get(step + 1, result["state"])
     for site, gradient in gradients.items():
         raw["gradient", site] = [gradient * min(1.0, 0.5 / float(total))]
@@ -78,12 +78,15 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
     result = by_rank[0]
     assert [record.step for record in result["records"]] == [0, 1, 2]
     for other in by_rank[1:]:
-        for one, two in zip(result["records"], other["records"], strict=True):
-            np.testing.assert_equal(dict(one.values), dict(two.values))
+        for record, other_record in zip(result["records"], other["records"], strict=True):
+            np.testing.assert_equal(dict(record.values), dict(other_record.values))
     for record in result["records"]:
         raw = truth_of_step(model, record.step, result, num_ranks)
         expected = {
-            f"{kind}/{site}/{name}" for (kind, site), one in raw.items() for name in PLAIN if name in EVERYTHING and whole(one).numel()
+            f"{kind}/{site}/{name}"
+            for (kind, site), tensors in raw.items()
+            for name in PLAIN
+            if name in EVERYTHING and whole(tensors).numel()
         }
         recorded = {key for key in measured(record) if not key.startswith("monitor/") and not key.endswith("/ratio")}
         assert {key for key in recorded if ".empty/" not in key} == expected
@@ -116,9 +119,9 @@ def test_only_rank_0_writes_and_speaks(num_ranks: int, run_scenarios: RunScenari
     """The store is rank 0's; the others write no file, and say nothing that is no problem of theirs."""
     by_rank = run_scenarios(num_ranks, "zoo_outputs")
     assert by_rank[0]["files"] == ["rank_0/monitor.h5"]
-    assert any("Watching" in message for message in by_rank[0]["said"])
+    assert any("Watching" in message for message in by_rank[0]["messages"])
     for other in by_rank[1:]:
-        assert (other["files"], other["said"]) == ([], [])
+        assert (other["files"], other["messages"]) == ([], [])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -126,16 +129,16 @@ def test_what_is_wrong_is_the_same_on_every_rank(num_ranks: int, run_scenarios: 
     """A unit is dead if it is on all ranks; who made what is not finite is named with rank and micro-batch, and everywhere alike."""
     by_rank = run_scenarios(num_ranks, "sick")
     for result in by_rank:
-        [found] = result["findings"]
-        assert (found.name, found.site, found.step) == ("nonfinite", "model", 2)
-        assert f"in the forward pass of micro-batch 1 on rank {num_ranks - 1}" in found.words
-        assert found.words == by_rank[0]["findings"][0].words
+        [finding] = result["findings"]
+        assert (finding.name, finding.site, finding.step) == ("nonfinite", "model", 2)
+        assert f"in the forward pass of micro-batch 1 on rank {num_ranks - 1}" in finding.words
+        assert finding.words == by_rank[0]["findings"][0].words
         assert [record.values["activation/model.relu/dead_fraction"] for record in result["records"]] == [0.5, 0.5]
-    assert [message.partition(",")[0] for message in by_rank[0]["said"] if "in the forward pass" in message] == [
+    assert [message.partition(",")[0] for message in by_rank[0]["messages"] if "in the forward pass" in message] == [
         "[monitor] Step 2",
         "[monitor] Diagnosis 1: A value is not finite",
     ]
-    assert not any("nonfinite" in message for result in by_rank[1:] for message in result["said"])
+    assert not any("nonfinite" in message for result in by_rank[1:] for message in result["messages"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -143,9 +146,9 @@ def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run
     """Without a collective of its own: in monitored steps; the same is named as where every step is looked at."""
     by_rank, every_step = run_scenarios(num_ranks, "sick_by_default"), run_scenarios(num_ranks, "sick")
     for result, other in zip(by_rank, every_step, strict=True):
-        [found], [expected] = result["findings"], other["findings"]
-        assert (found.step, found.site, found.severity) == (expected.step, expected.site, expected.severity)
-        assert found.words == by_rank[0]["findings"][0].words == expected.words.partition(" Snapshot")[0]
+        [finding], [expected] = result["findings"], other["findings"]
+        assert (finding.step, finding.site, finding.severity) == (expected.step, expected.site, expected.severity)
+        assert finding.words == by_rank[0]["findings"][0].words == expected.words.partition(" Snapshot")[0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -161,9 +164,9 @@ def test_steps_by_the_clock_are_the_same_on_all_ranks(num_ranks: int, run_scenar
 def test_the_next_record_tells_which_step_was_the_first(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A step that is not monitored has no collective of ours; every rank gets the same finding with the next record, and no other."""
     for result in run_scenarios(num_ranks, "sick_between"):
-        [found] = result["findings"]
-        assert (found.step, found.name, found.site) == (1, "nonfinite", "_root_")
-        assert found.words.endswith("health: {nonfinite: always} names the module.")
+        [finding] = result["findings"]
+        assert (finding.step, finding.name, finding.site) == (1, "nonfinite", "_root_")
+        assert finding.words.endswith("health: {nonfinite: always} names the module.")
         assert [record.values["monitor/steps_since_nonfinite"] for record in result["records"][1:]] == [2.0]
 
 
@@ -178,7 +181,7 @@ def test_a_limit_of_the_time_leaves_the_same_steps_out_on_all_ranks(num_ranks: i
         fractions = [record.values.get("monitor/overhead_fraction") for record in result["records"]]
         assert fractions[0] is None
         assert fractions[1:] == pytest.approx([cost / (cost + 2), *[cost / (cost + gap)] * (len(fractions) - 2)])
-    about_limit = [[message for message in result["said"] if message.startswith("max_overhead")] for result in by_rank]
+    about_limit = [[message for message in result["messages"] if message.startswith("max_overhead")] for result in by_rank]
     assert [len(messages) for messages in about_limit] == [1, *[0] * (num_ranks - 1)]
 
 

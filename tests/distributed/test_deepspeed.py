@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
 
 def launch(folder: Path, *arguments: object) -> str:
     """Run the script; Lightning starts the other processes. Returns what they log."""
-    own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     command = [sys.executable, str(SCRIPT), str(folder), *map(str, arguments)]
-    result = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=400, check=False)
+    result = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stderr
 
@@ -41,26 +41,26 @@ def truth(devices: int, accumulated: int, clipped: float | None) -> list[dict[tu
     module, (x, y) = Frozen(accumulated).double(), data(accumulated)
     optimizer, steps = module.configure_optimizers(), []
     for step in range(STEPS):
-        before = {name: one.detach().clone() for name, one in module.named_parameters()}
-        place = slice(step * BATCH * accumulated, (step + 1) * BATCH * accumulated)
-        outputs, hidden = {}, x[place].double()
+        before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        rows = slice(step * BATCH * accumulated, (step + 1) * BATCH * accumulated)
+        outputs, hidden = {}, x[rows].double()
         for number, layer in enumerate(module.net):
             hidden = outputs[f"net.{number}"] = layer(hidden)
             hidden.retain_grad()
         optimizer.zero_grad()
-        (F.cross_entropy(hidden, y[place]) / accumulated).backward()
-        trained = {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
-        found = {("activation", name): one.detach() for name, one in outputs.items()}
-        found |= {("activation_gradient", name): one.grad * devices for name, one in outputs.items() if one.grad is not None}
-        found |= {("parameter", name): one for name, one in before.items()}
-        found |= {("gradient_before_clip", name): one for name, one in trained.items()}
+        (F.cross_entropy(hidden, y[rows]) / accumulated).backward()
+        trained = {name: parameter.grad.clone() for name, parameter in module.named_parameters() if parameter.grad is not None}
+        results = {("activation", name): tensor.detach() for name, tensor in outputs.items()}
+        results |= {("activation_gradient", name): tensor.grad * devices for name, tensor in outputs.items() if tensor.grad is not None}
+        results |= {("parameter", name): tensor for name, tensor in before.items()}
+        results |= {("gradient_before_clip", name): tensor for name, tensor in trained.items()}
         if clipped is None:
-            found |= {("gradient", name): one for name, one in trained.items()}
+            results |= {("gradient", name): tensor for name, tensor in trained.items()}
         else:
             torch.nn.utils.clip_grad_norm_(module.parameters(), clipped)
         optimizer.step()
-        found |= {("update", name): one.detach() - before[name] for name, one in module.named_parameters() if name in trained}
-        steps.append(found)
+        results |= {("update", name): parameter.detach() - before[name] for name, parameter in module.named_parameters() if name in trained}
+        steps.append(results)
     return steps
 
 
@@ -89,8 +89,8 @@ def test_values_are_those_of_one_process(options: str, devices: int, accumulated
     store = load_store(tmp_path / "monitor.h5")
     sites = set()
     rel, abs_ = (0.03, 1e-4) if "precision" in options else (1e-4, 1e-7)
-    for step, found in enumerate(truth(devices, accumulated, clipped)):
-        for (kind, site), tensor in found.items():
+    for step, results in enumerate(truth(devices, accumulated, clipped)):
+        for (kind, site), tensor in results.items():
             for statistic in STATISTICS:
                 steps, values = store.series(f"{kind}/{site}/{statistic}")
                 expected = textbook(statistic, tensor)
@@ -99,7 +99,7 @@ def test_values_are_those_of_one_process(options: str, devices: int, accumulated
     assert {kind for kind, _site in sites} == set(KINDS) - ({"gradient"} if clipped is not None else set())
     recorded = {(key.split("/")[0], key.split("/")[1]) for key in store.keys() if key.split("/")[0] in KINDS}  # noqa: SIM118
     still = {("update", "net.0.bias"), ("activation", "_root_"), ("activation", "net")}
-    assert {one for one in recorded - sites if one not in still and one[1] not in ("_root_", "net")} == set()
+    assert {key for key in recorded - sites if key not in still and key[1] not in ("_root_", "net")} == set()
 
 
 def test_a_step_that_overflows_is_skipped(tmp_path: Path) -> None:

@@ -34,21 +34,21 @@ LOCAL_LOSS = ("activation_gradient",)
 def assert_same(whole: dict[str, Any], result: dict[str, Any], num_shares: int) -> None:
     """The records of ranks that share out the batches are those of one process that has them whole."""
     assert len(result["records"]) == len(whole["records"])
-    for one, other in zip(whole["records"], result["records"], strict=True):
-        assert one.step == other.step
-        assert one.values.keys() == other.values.keys() - {"monitor/rank_disagreement"}
-        assert other.values.get("monitor/rank_disagreement", 0.0) == 0.0
-        for key, value in one.values.items():
+    for record, merged in zip(whole["records"], result["records"], strict=True):
+        assert record.step == merged.step
+        assert record.values.keys() == merged.values.keys() - {"monitor/rank_disagreement"}
+        assert merged.values.get("monitor/rank_disagreement", 0.0) == 0.0
+        for key, value in record.values.items():
             expected = value * expected_factor(key, num_shares)
             # What is a difference of rounded numbers is as exact as these.
             is_rounding = "difference" in key or "rcc" in key or key.startswith(("update", "gradient_before_clip", "gradient/"))
             if is_rounding and key.endswith("zero_fraction"):
                 continue
             near = 2e-5 if is_rounding else 1e-6
-            assert other.values[key] == pytest.approx(expected, rel=5e-4 if is_rounding else 1e-4, abs=near, nan_ok=True), key
-        assert one.histograms.keys() == other.histograms.keys()
-        for key, histogram in one.histograms.items():
-            assert histogram.row.sum() == other.histograms[key].row.sum(), key
+            assert merged.values[key] == pytest.approx(expected, rel=5e-4 if is_rounding else 1e-4, abs=near, nan_ok=True), key
+        assert record.histograms.keys() == merged.histograms.keys()
+        for key, histogram in record.histograms.items():
+            assert histogram.row.sum() == merged.histograms[key].row.sum(), key
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -148,7 +148,7 @@ def test_a_reference_that_computes_in_half_precision(run_scenarios: RunScenarios
 def test_flat_parameters_that_are_laid_out_over_ranks(scenario: str, num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """FSDP1: views of shards, of which some are empty, with padding and copies; what it ignores counts once; raw tensors are whole."""
     whole = scenarios.FLAT[scenario](tmp_path)
-    of_whole = load_store(whole["folder"] / "rank_0" / "monitor.h5")
+    whole_store = load_store(whole["folder"] / "rank_0" / "monitor.h5")
     by_rank = run_scenarios(num_ranks, scenario)
     for result in by_rank:
         assert_same(whole, result, num_ranks)
@@ -165,10 +165,10 @@ def test_flat_parameters_that_are_laid_out_over_ranks(scenario: str, num_ranks: 
                 assert record.values[f"{unclipped}/mean"] == pytest.approx(mean, rel=1e-5, abs=1e-8), key
     store = load_store(by_rank[0]["folder"] / "rank_0" / "monitor.h5")
     for kind in ("parameter", "gradient", "update"):
-        for name, one in scenarios.Uneven().named_parameters():
+        for name, parameter in scenarios.Uneven().named_parameters():
             tensor = store.tensor(kind, f"model.{name}", step=1)
-            assert tensor.shape == one.shape
-            torch.testing.assert_close(tensor, of_whole.tensor(kind, f"model.{name}", step=1), rtol=1e-3, atol=1e-6)
+            assert tensor.shape == parameter.shape
+            torch.testing.assert_close(tensor, whole_store.tensor(kind, f"model.{name}", step=1), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.shows("FSDP1, mixed precision", "differences", "RCC")
@@ -177,9 +177,9 @@ def test_references_that_are_laid_out_by_fsdp1(run_scenarios: RunScenarios, tmp_
     whole = scenarios.flat_references(tmp_path)
     for result in run_scenarios(2, "flat_references"):
         for name, records in result.items():
-            for one, other in zip(whole[name], records, strict=True):
-                assert one.values.keys() == other.values.keys() - {"monitor/rank_disagreement"}
-                for key, value in one.values.items():
+            for expected, other in zip(whole[name], records, strict=True):
+                assert expected.values.keys() == other.values.keys() - {"monitor/rank_disagreement"}
+                for key, value in expected.values.items():
                     if key.startswith(("activation_difference", "rcc", "parameter_difference")) and name != "beside":
                         assert other.values[key] == pytest.approx(value, rel=5e-4, abs=2e-5, nan_ok=True), (name, key)
             first, second, _third = records
@@ -221,14 +221,14 @@ def test_flat_parameters_without_names_are_left_out(run_scenarios: RunScenarios,
     """Activations and their gradients are those of all ranks together; one line names the kinds that are left out, and the way to them."""
     whole = scenarios.FLAT["flat_without_names"](tmp_path)
     for rank, result in enumerate(run_scenarios(2, "flat_without_names")):
-        for one, other in zip(whole["records"], result["records"], strict=True):
+        for expected, other in zip(whole["records"], result["records"], strict=True):
             kinds = {Key.parse(key).kind for key in other.values}
             assert kinds == {"activation", "activation_gradient", "context", "monitor"}
-            for key, value in one.values.items():
+            for key, value in expected.values.items():
                 if Key.parse(key).kind in kinds and key in other.values:
                     assert other.values[key] == pytest.approx(value * expected_factor(key, 2), rel=1e-4, abs=1e-6), key
-        said = [message for message in result["said"] if "use_orig_params" in message]
-        assert said == [
+        messages = [message for message in result["messages"] if "use_orig_params" in message]
+        assert messages == [
             "OwnFSDPStrategy with use_orig_params=False makes flat parameters without names: parameter, parameter_difference, "
             "gradient_before_clip, gradient, update are left out. use_orig_params=True gives all kinds."
         ] * (rank == 0)
@@ -313,8 +313,8 @@ def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ran
             assert values["activation_gradient/model/norm"] == pytest.approx(float(logits.grad.norm()), rel=1e-6)
             assert values["context/loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
             # The bad batch of the last rank is its own; none runs a step again without the others.
-            assert [(one.name, one.step) for one in result["findings"]] == [("nonfinite", 2)] * (rank == num_ranks - 1)
-            unknown = [message for message in result["said"] if message.startswith("UnknownStrategy")]
+            assert [(finding.name, finding.step) for finding in result["findings"]] == [("nonfinite", 2)] * (rank == num_ranks - 1)
+            unknown = [message for message in result["messages"] if message.startswith("UnknownStrategy")]
             assert unknown == [
                 "UnknownStrategy keeps parameters in a way that is not known: activation_difference, parameter, gradient are left out; "
                 "values are those of rank 0 alone. DDPStrategy, FSDPStrategy, ModelParallelStrategy and their subclasses give all kinds."
@@ -324,7 +324,7 @@ def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ran
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.shows("DDP, an error on one rank", "activations")
 def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
-    """In a step, in a loop within one, in a loop after one: those of all ranks are lost, nobody waits, and nothing mixes after it."""
+    """In a step, in a loop within one, in a loop after one: the step is lost on all ranks, no rank waits, and later steps do not mix."""
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 3).double()
     batches = [scenarios.own_data(rank, num_ranks) for rank in range(num_ranks)]
@@ -334,7 +334,7 @@ def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_s
             assert {step for step, values in result["values"].items() if key in values} == steps
             for step, values in result["values"].items():
                 if key in values:
-                    x = torch.cat([of_rank[step][0] for of_rank in batches]).double()
+                    x = torch.cat([rank_batches[step][0] for rank_batches in batches]).double()
                     assert values[key] == pytest.approx(float(model(x).detach().norm()), rel=1e-5)
                     assert values[f"{prefix}monitor/errors"] == 0
 
@@ -367,8 +367,8 @@ def test_one_weight_that_differs_on_one_rank_is_named(num_ranks: int, run_scenar
         assert finding.words.startswith(f"Ranks have different values of parameter {site}, and should have the same.")
         for step, record in enumerate(records):
             for name in result["states"][step]:
-                of_ranks = torch.stack([other["states"][step][name].double() for other in by_rank])
-                together = of_ranks if name == site and step else of_ranks[:1]
+                gathered = torch.stack([other["states"][step][name].double() for other in by_rank])
+                together = gathered if name == site and step else gathered[:1]
                 if name == site and step == 1:
                     together[-1, 0, 0] += 0.25  # which comes after the state was kept
                 assert record.values[f"parameter/{name}/norm"] == pytest.approx(float(together.norm()), rel=1e-6), name
@@ -385,7 +385,7 @@ def test_of_ranks_that_train_alone_values_are_of_all_elements_together(num_ranks
     for result in by_rank:
         for step, record in enumerate(result["records"]):
             assert record.values["monitor/rank_disagreement"] == 3.0
-            assert [(one.step, one.site) for one in record.findings] == ([(0, "0.weight")] if step == 0 else [])
+            assert [(finding.step, finding.site) for finding in record.findings] == ([(0, "0.weight")] if step == 0 else [])
             for name in result["states"][step]:
                 parameters = torch.stack([other["states"][step][name][0].double() for other in by_rank])
                 together = parameters if step and name != "0.bias" else parameters[:1]
@@ -408,7 +408,7 @@ def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run
         assert all(torch.equal(plain["state"][name], monitored["state"][name]) for name in plain["state"])
         assert list(monitored["values"]) == [0, 1]
         assert monitored["values"][0]["activation/_root_/norm"] == pytest.approx(float(model(x).detach().norm()), rel=1e-6)
-        ends = [message.startswith("Monitoring ends after the record of step 1: another rank did not") for message in monitored["said"]]
+        ends = [message.startswith("Monitoring ends after the record of step 1: another rank did not") for message in monitored["messages"]]
         assert ends == [True] * (rank < num_ranks - 1)
 
 
@@ -417,13 +417,13 @@ def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run
 def test_a_rank_that_leaves_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Whichever collective it leaves, that of a record or of the search for what is not finite: one sentence, and no hook stays."""
     for result in run_scenarios(num_ranks, "one_rank_leaves"):
-        states = [of_nonfinite["state"] for of_nonfinite in result.values()]
+        states = [outcome["state"] for outcome in result.values()]
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-        for of_nonfinite in result.values():
-            assert [record.step for record in of_nonfinite["records"]] == [0, 1]
-            assert sorted(of_nonfinite["states"]) == [0, 1, 2, 3, 4, 5]
-            assert of_nonfinite["hooks"] == 0
-            ends = [message for message in of_nonfinite["said"] if "Monitoring ends" in message or "failed" in message]
+        for outcome in result.values():
+            assert [record.step for record in outcome["records"]] == [0, 1]
+            assert sorted(outcome["states"]) == [0, 1, 2, 3, 4, 5]
+            assert outcome["hooks"] == 0
+            ends = [message for message in outcome["messages"] if "Monitoring ends" in message or "failed" in message]
             assert [message.partition(":")[0] for message in ends] == ["Monitoring ends after the record of step 1"]
 
 
@@ -475,7 +475,7 @@ def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunS
     """Promise 1 on several ranks: weights, buffers and random states are bit-identical, with reference and coordinate check."""
     for result in run_scenarios(num_ranks, "unchanged"):
         plain, monitored = result["states"]
-        assert result["seen"] > 100
+        assert result["num_values"] > 100
         assert plain.keys() == monitored.keys()
         assert all(torch.equal(plain[name], monitored[name]) for name in plain)
 
@@ -508,16 +508,16 @@ def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num
     alone = {"activation/model.only/norm", "activation/model.pair.output_1/mean", "activation/model.pair.output_1/hist"}
     for result in by_rank:
         keys = [{*record.values, *record.histograms} for record in result["records"]]
-        assert all(alone <= one for one in keys)
+        assert all(alone <= rank_keys for rank_keys in keys)
         assert "attention_entropy/model.attention.head_1/mean" not in keys[0]
-        assert all("attention_entropy/model.attention.head_1/mean" in one for one in keys[1:])
+        assert all("attention_entropy/model.attention.head_1/mean" in rank_keys for rank_keys in keys[1:])
         assert all(math.isfinite(value) for record in result["records"] for value in record.values.values())
         # Both ask torchmetrics, whose objects pay for themselves: a barrier and a gathering for each of their two states.
-        of_ours = [[call for call in calls if call == "all_reduce"] for calls in result["collectives"]]
-        assert [len(calls) for calls in of_ours] == [4, 4, 2, 2, 2, 2]
-        # What is new is told of by one more, and exchanged once again.
-        of_objects = [calls.count("all_gather_object") for calls in result["collectives"]]
-        assert of_objects == [1, 1, 0, 0, 0, 0]
+        reductions = [[call for call in calls if call == "all_reduce"] for calls in result["collectives"]]
+        assert [len(calls) for calls in reductions] == [4, 4, 2, 2, 2, 2]
+        # New streams take an exchange of names, and the step is reduced again.
+        exchanges = [calls.count("all_gather_object") for calls in result["collectives"]]
+        assert exchanges == [1, 1, 0, 0, 0, 0]
     for step, record in enumerate(by_rank[0]["records"]):
         last = scenarios.data(num_ranks - 1, num_ranks)[step]
         elements = len(last[0]) * 6
@@ -541,8 +541,8 @@ def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.shows("DDP, an error on one rank", "activations", "gradients", "functions")
-def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunScenarios) -> None:
-    """A function that raises on one rank is NaN for all; a monitor that breaks on one rank loses the step for all; nobody waits."""
+def test_an_error_on_one_rank_is_an_error_on_all(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """A function that raises on one rank is NaN for all; an error in the monitor on one rank loses the step on all; no rank waits."""
     by_rank = run_scenarios(num_ranks, "one_rank_fails")
     for result in by_rank:
         assert [record.step for record in result["records"]] == [0, 2, 4, 6]
@@ -556,10 +556,10 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
         np.testing.assert_array_equal(np.isnan(gradients), [False, True, False, False])
         assert all(record.values["monitor/rank_disagreement"] == 0 for record in result["records"])
         assert all(record.values["activation/model.layers.0/spread.low"] < 0 for record in result["records"])
-    assert not any("on purpose" in message for message in by_rank[0]["said"])
+    assert not any("on purpose" in message for message in by_rank[0]["messages"])
     # Each of them, and the function's.
-    said = [message for message in by_rank[-1]["said"] if "on purpose" in message]
-    assert len(said) == len({*scenarios.BROKEN.values()}) + 1
+    messages = [message for message in by_rank[-1]["messages"] if "on purpose" in message]
+    assert len(messages) == len({*scenarios.BROKEN.values()}) + 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -567,7 +567,7 @@ def test_an_error_on_one_rank_is_everybody_s(num_ranks: int, run_scenarios: RunS
     "FSDP2, an error on one rank", "activations", "parameters", "gradients", "functions", "raw tensors", "training unchanged"
 )
 def test_an_error_on_one_rank_keeps_no_part_from_the_others(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
-    """What is put together from all ranks' parts is so when all are known to have theirs: nobody waits, and training goes on."""
+    """Whole tensors are gathered only if all ranks have their parts: no rank waits, and training continues."""
     whole = scenarios.one_rank_fails_of_those_with_parts(tmp_path)
     by_rank = run_scenarios(num_ranks, "one_rank_fails_of_those_with_parts")
     expected = {record.step: record for record in whole["records"]}

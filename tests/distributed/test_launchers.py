@@ -25,8 +25,8 @@ SCRIPT = Path(__file__).with_name("launched.py")
 def launch(folder: Path, way: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run the script, as a user would; Lightning starts the other process."""
     cluster = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    environment = {name: value for name, value in os.environ.items() if name not in cluster} | own
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    environment = {name: value for name, value in os.environ.items() if name not in cluster} | variables
     command = [sys.executable, "-W", "error:::lightning_module_monitor", str(SCRIPT), str(folder), way]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
@@ -61,7 +61,7 @@ def test_processes_that_lightning_starts(way: str, tmp_path: Path) -> None:
 
 @pytest.mark.shows("DDP, an error on one rank", "store and loggers")
 def test_an_error_of_the_users_on_one_rank_ends_all_of_them(tmp_path: Path) -> None:
-    """Nobody waits in a collective of the monitor's, and the step before is in the store."""
+    """No rank waits in a collective of the monitor, and the previous step is in the store."""
     result = launch(tmp_path, "raises")
     assert result.returncode != 0
     assert "on purpose" in result.stderr

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.distributed.moments import Reduced, Replicas, reduce_moments
+from lightning_module_monitor.distributed.rank_moments import ReducedMoments, Replicas, reduce_moments
+from lightning_module_monitor.kernels.elements import to_host
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.statistics.finish import nan_where_empty
 
 
@@ -26,18 +26,27 @@ def moments_of(rows: list[list[Tensor]]) -> Moments:
         for tensor in tensors:
             table.add((row,), tensor, Need.EVERYTHING)
     shares = to_host(table.collect(len(rows)), [])[0]
-    return Moments(*shares[0]) if shares else Moments.of_nothing(len(rows))
+    return Moments(*shares[0]) if shares else Moments.empty(len(rows))
+
+
+def reduced_alone(moments: Moments, largest: Tensor, summed: Tensor, rank: ThreadRank) -> ReducedMoments:
+    """The reduction without replicas."""
+    none = torch.zeros(0, dtype=torch.int64)
+    item_of_number = none.new_zeros(NUM_FIELDS * len(moments.elements) + len(summed))
+    return reduce_moments(moments, largest, summed, rank, Replicas(none, none.double(), item_of_number))
 
 
 def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
     """Every rank gets, by two collectives, the textbook value of every statistic over the tensors of all."""
-    meeting: Meeting[Reduced] = Meeting(len(rows_by_rank))
+    meeting: Meeting[ReducedMoments] = Meeting(len(rows_by_rank))
     mine = torch.arange(3.0, dtype=torch.float64)
-    merged = meeting.run(lambda rank: reduce_moments(moments_of(rows_by_rank[rank.index]), mine * rank.index, mine, rank))
+    merged = meeting.run(lambda rank: reduced_alone(moments_of(rows_by_rank[rank.index]), mine * rank.index, mine, rank))
     assert meeting.calls == ["max", "sum"]
-    assert all(torch.equal(one.largest, mine * (len(merged) - 1)) and torch.equal(one.summed, mine * len(merged)) for one in merged)
-    results = [one.moments for one in merged]
-    for result in (Moments(*nan_where_empty(torch.stack(one).numpy())) for one in results):
+    assert all(
+        torch.equal(reduced.largest, mine * (len(merged) - 1)) and torch.equal(reduced.summed, mine * len(merged)) for reduced in merged
+    )
+    results = [reduced.moments for reduced in merged]
+    for result in (Moments(*nan_where_empty(torch.stack(moments).numpy())) for moments in results):
         for row in range(len(rows_by_rank[0])):
             tensors = [tensor for rows in rows_by_rank for tensor in rows[row]]
             whole = torch.cat([tensor.double().reshape(-1, 4) for tensor in tensors]) if tensors else None
@@ -50,7 +59,7 @@ def assert_merged(rows_by_rank: list[list[list[Tensor]]]) -> None:
                     assert value == 0.0 if name in ("norm", "nonfinite_count") else value != value, name  # noqa: PLR0124  # NaN
                     continue
                 assert value == pytest.approx(textbook(name, whole), rel=1e-9, abs=1e-9 * slack(name, whole), nan_ok=True), name
-    assert all(torch.equal(torch.stack(results[0]).nan_to_num(), torch.stack(one).nan_to_num()) for one in results)
+    assert all(torch.equal(torch.stack(results[0]).nan_to_num(), torch.stack(moments).nan_to_num()) for moments in results)
 
 
 def numbers(seed: int, rows: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -66,9 +75,11 @@ def test_all_ranks_get_the_statistics_of_all_elements(num_ranks: int, scale: flo
 
 
 def test_a_row_that_only_some_ranks_have() -> None:
-    """A module that runs on one rank only, an empty tensor, a row that nobody has: rows do not mix."""
-    one, two = numbers(1, 5), numbers(2, 7, scale=100.0, mean=-1e4)
-    assert_merged([[[one], [], [], [two]], [[], [two], [], [torch.empty(0, 4, dtype=torch.float64)]], [[], [], [], [one, two]]])
+    """A module that runs on one rank only, an empty tensor, a row that no rank has: rows do not mix."""
+    first, second = numbers(1, 5), numbers(2, 7, scale=100.0, mean=-1e4)
+    assert_merged(
+        [[[first], [], [], [second]], [[], [second], [], [torch.empty(0, 4, dtype=torch.float64)]], [[], [], [], [first, second]]]
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -79,8 +90,8 @@ def test_what_is_not_finite_on_one_rank_is_not_hidden(bad: float) -> None:
     clean = [[numbers(4, 5)]]
     nothing = torch.empty(0, dtype=torch.float64)
     for order in ([clean, [[spoiled]]], [[[spoiled]], clean]):
-        meeting: Meeting[Reduced] = Meeting(2)
-        for merged in meeting.run(lambda rank, rows=order: reduce_moments(moments_of(rows[rank.index]), nothing, nothing, rank)):
+        meeting: Meeting[ReducedMoments] = Meeting(2)
+        for merged in meeting.run(lambda rank, rows=order: reduced_alone(moments_of(rows[rank.index]), nothing, nothing, rank)):
             result = merged.moments
             assert float(result.nonfinite[0]) == 1
             assert not torch.stack([result.mean, result.deviations, result.squares, result.magnitude]).isfinite().any()
@@ -88,17 +99,17 @@ def test_what_is_not_finite_on_one_rank_is_not_hidden(bad: float) -> None:
             assert bool(result.maximum.isnan()) == (bad != bad)  # noqa: PLR0124  # NaN
 
 
-def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[list[float]]) -> list[Reduced]:
+def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[list[float]]) -> list[ReducedMoments]:
     """What ranks have of rows that all of them should have alike; each row is summed over ranks once more, as a number."""
     things = torch.arange(len(rows_by_rank[0]))
 
-    def work(rank: ThreadRank) -> Reduced:
+    def work(rank: ThreadRank) -> ReducedMoments:
         moments = moments_of(rows_by_rank[rank.index])
-        of_numbers = things.repeat(NUM_FIELDS + 1)
-        replicas = Replicas(things, torch.tensor(are_parts[rank.index], dtype=torch.float64), of_numbers)
-        return reduce_moments(moments, torch.empty(0, dtype=torch.float64), moments.elements, rank, replicas=replicas)
+        item_of_number = things.repeat(NUM_FIELDS + 1)
+        replicas = Replicas(things, torch.tensor(are_parts[rank.index], dtype=torch.float64), item_of_number)
+        return reduce_moments(moments, torch.empty(0, dtype=torch.float64), moments.elements, rank, replicas)
 
-    meeting: Meeting[Reduced] = Meeting(len(rows_by_rank))
+    meeting: Meeting[ReducedMoments] = Meeting(len(rows_by_rank))
     reduced = meeting.run(work)
     assert meeting.calls == ["max", "sum"]
     return reduced
@@ -107,12 +118,12 @@ def reduced_replicas(rows_by_rank: list[list[list[Tensor]]], are_parts: list[lis
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 def test_what_all_ranks_have_alike_counts_once_and_what_differs_on_all(scale: float) -> None:
     """Also where a rank has added it up in another order, has nothing of it, has zeros, or has a part of it that is like another's."""
-    one, other = numbers(1, 5000, scale), numbers(2, 3, scale)
-    changed, zeros = one.clone(), torch.zeros(3, 4, dtype=torch.float64)
+    tensor, other = numbers(1, 5000, scale), numbers(2, 3, scale)
+    changed, zeros = tensor.clone(), torch.zeros(3, 4, dtype=torch.float64)
     changed[2000, 1] += 1e-3 * scale
-    first = [[one], [one], [one], [other], [zeros], [zeros], [one]]
-    second = [[one], [*one.split(7)], [changed], [], [zeros], [], [one]]
-    expected = [[one], [one], [one, changed], [other], [zeros], [zeros], [one, one]]
+    first = [[tensor], [tensor], [tensor], [other], [zeros], [zeros], [tensor]]
+    second = [[tensor], [*tensor.split(7)], [changed], [], [zeros], [], [tensor]]
+    expected = [[tensor], [tensor], [tensor, changed], [other], [zeros], [zeros], [tensor, tensor]]
     parts = [0.0] * 6 + [1.0]
     for reduced in reduced_replicas([first, second], [parts, parts]):
         assert reduced.differ.tolist() == [False, False, True, True, False, True, False]

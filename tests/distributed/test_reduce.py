@@ -1,7 +1,8 @@
-"""Whatever each rank has seen: together it is what one process would have seen, on every rank, for two collectives."""
+"""The reduction of a step: every rank gets the values of a single process with all tensors, by two collectives."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,19 @@ from lightning_module_monitor.statistics.functions import Function, Value
 from lightning_module_monitor.statistics.registry import HistogramStatistic
 from lightning_module_monitor.statistics.stream import Output, Stream
 
-NUM_WATCHES = 5
-PLAIN = {name: one for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.paired and not one.relative}
-RELATIVE = {name: one for name, one in STATISTICS.items() if isinstance(one, Statistic) and (one.paired or one.relative)}
+NUM_STREAMS = 5
+PLAIN = {name: item for name, item in STATISTICS.items() if isinstance(item, Statistic) and not (item.paired or item.relative)}
+RELATIVE = {name: item for name, item in STATISTICS.items() if isinstance(item, Statistic) and (item.paired or item.relative)}
 HISTOGRAM: dict[str, Output] = {"hist": HistogramStatistic()}
 
 
 def quartiles(values: Tensor) -> dict[str, Tensor]:
-    """An aggregate of the user's, of all values of a step."""
+    """An aggregate function of all values of a step."""
     return {"low": values.quantile(0.25), "high": values.quantile(0.75)}
 
 
-def wishes() -> list[Stream]:
-    """The plan of a rank: every rank makes its own, alike."""
+def planned() -> list[Stream]:
+    """The planned streams; each rank makes equal ones."""
     functions: dict[str, Output] = {
         "average": Function("mean", function=torch.mean),
         "total": Function("sum", function=torch.sum),
@@ -48,134 +49,134 @@ def wishes() -> list[Stream]:
     ]
 
 
-class Seen:
-    """A tensor that a rank sees, and of what: one of the planned watches, or a further output of one."""
+class ObservedTensor:
+    """A tensor of a planned stream, or of a further output of its module."""
 
-    def __init__(self, watch: int, further: int, seed: int) -> None:
-        self.watch, self.further = watch, further
+    def __init__(self, stream: int, further: int, seed: int) -> None:
+        self.stream, self.further = stream, further
         self.tensor = torch.randn(2 + seed % 4, 3, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 5 - 2)
 
-    def show(self, observation: StepAccumulator, plan: list[Stream]) -> None:
-        watch = plan[self.watch]
-        watch = watch if not self.further else watch.at(f"{watch.site}.output_{self.further}")
-        if watch.kind == "activation_difference":
-            observation.observe_pair(watch, self.tensor, self.tensor.flip(0))
+    def observe_in(self, accumulator: StepAccumulator, plan: list[Stream]) -> None:
+        stream = plan[self.stream]
+        stream = stream if not self.further else stream.at(f"{stream.site}.output_{self.further}")
+        if stream.kind == "activation_difference":
+            accumulator.observe_pair(stream, self.tensor, self.tensor.flip(0))
         else:
-            observation.observe(watch, self.tensor)
+            accumulator.observe(stream, self.tensor)
 
 
-def no_trouble(watch: Stream, name: str, seen: str, error: Exception) -> None:
+def no_error(stream: Stream, name: str, description: str, error: Exception) -> None:
     """Nothing fails here."""
-    raise AssertionError(f"{watch.kind} {watch.site} {name}, {seen}") from error
+    raise AssertionError(f"{stream.kind} {stream.site} {name}, {description}") from error
 
 
-seen_tensors = st.builds(Seen, st.integers(0, NUM_WATCHES - 1), st.integers(0, 2), st.integers(0, 50))
+observations = st.builds(ObservedTensor, st.integers(0, NUM_STREAMS - 1), st.integers(0, 2), st.integers(0, 50))
 
 
 @settings(max_examples=10, deadline=None)
 @given(
-    st.lists(st.lists(seen_tensors, max_size=6), min_size=2, max_size=4),
-    st.lists(st.lists(seen_tensors, max_size=3), min_size=4, max_size=4),
+    st.lists(st.lists(observations, max_size=6), min_size=2, max_size=4),
+    st.lists(st.lists(observations, max_size=3), min_size=4, max_size=4),
 )
-def test_any_shares_give_what_one_process_would_have(first: list[list[Seen]], second: list[list[Seen]]) -> None:
-    """Two steps: in the second the directory has been learnt, and only what is new costs more than two collectives."""
+def test_any_shares_give_what_one_process_would_have(first: list[list[ObservedTensor]], second: list[list[ObservedTensor]]) -> None:
+    """Two steps: in the second the streams of the first are known, and only new streams need more than two collectives."""
     steps = [first, second[: len(first)]]
     expected = []
     for step in steps:
-        alone, plan = StepAccumulator(no_trouble), wishes()
-        for seen in (one for of_rank in step for one in of_rank):
-            seen.show(alone, plan)
+        alone, plan = StepAccumulator(no_error), planned()
+        for observed in itertools.chain.from_iterable(step):
+            observed.observe_in(alone, plan)
         expected.append((alone.collect(), alone.histograms))
 
     def work(rank: ThreadRank) -> list[Any]:
-        plan = wishes()
-        state, found = SeriesState(plan), []
+        plan = planned()
+        state, collected = SeriesState(plan), []
         for step in steps:
-            observation = StepAccumulator(no_trouble, state)
-            for seen in step[rank.index]:
-                seen.show(observation, plan)
-            found.append((observation.collect(rank), observation.histograms))
-        return found
+            accumulator = StepAccumulator(no_error, state)
+            for observed in step[rank.index]:
+                observed.observe_in(accumulator, plan)
+            collected.append((accumulator.collect(rank), accumulator.histograms))
+        return collected
 
     meeting: Meeting[list[Any]] = Meeting(len(first))
-    for of_rank in meeting.run(work):
-        for (values, histograms), (true_values, true_histograms) in zip(of_rank, expected, strict=True):
+    for rank_results in meeting.run(work):
+        for (values, histograms), (true_values, true_histograms) in zip(rank_results, expected, strict=True):
             assert values.keys() == true_values.keys()
             for key, value in true_values.items():
                 assert values[key] == pytest.approx(value, rel=1e-6, abs=1e-9 * abs(value) + 1e-12, nan_ok=True), key
             assert histograms == true_histograms
-    known = {(one.watch, one.further) for of_rank in first for one in of_rank if one.further}
-    new = {(one.watch, one.further) for of_rank in steps[1] for one in of_rank if one.further} - known
+    known = {(observed.stream, observed.further) for observed in itertools.chain.from_iterable(first) if observed.further}
+    new = {(observed.stream, observed.further) for observed in itertools.chain.from_iterable(steps[1]) if observed.further} - known
     maxima = meeting.calls.count("max")
     assert maxima == meeting.calls.count("sum") == 2 + bool(known) + bool(new)
 
 
-def test_what_is_not_a_number_is_not_lost_on_the_way() -> None:
+def test_non_finite_results_are_kept() -> None:
     """A NaN result of one rank is NaN in every aggregate; an infinite one is infinite."""
 
     def work(rank: ThreadRank) -> dict[str, float]:
-        observation = StepAccumulator(no_trouble, SeriesState(wishes()))
+        accumulator = StepAccumulator(no_error, SeriesState(planned()))
         value = {0: 1.0, 1: float("nan"), 2: float("inf")}[rank.index]
         for name, aggregate in (("nan", "max"), ("least", "min"), ("total", "sum"), ("average", "mean")):
             shown = value if name == "nan" or rank.index != 1 else 2.0
-            observation.add_result(Stream("own", name, {name: Value(aggregate)}), name, shown, 1)
-        return observation.collect(rank)
+            accumulator.add_result(Stream("own", name, {name: Value(aggregate)}), name, shown, 1)
+        return accumulator.collect(rank)
 
     for values in Meeting[dict[str, float]](3).run(work):
         assert np.isnan(values["own/nan/nan"])
         assert (values["own/least/least"], values["own/total/total"], values["own/average/average"]) == (1.0, np.inf, np.inf)
 
 
-def test_errors_and_lost_steps_are_everybodys() -> None:
-    """Errors add up, what failed on one rank is NaN on all, and a step that one has lost all have lost."""
+def test_errors_and_lost_steps_of_any_rank_hold_on_all() -> None:
+    """Errors are summed, a stream that failed on any rank is NaN on all, and a step that any rank loses is lost on all."""
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], int, bool, bool]:
-        plan = wishes()
-        said: list[str] = []
-        observation = StepAccumulator(lambda watch, name, seen, error: said.append(name), SeriesState(plan))
-        observation.observe(plan[0], torch.ones(2, 3))
+        plan = planned()
+        errors: list[str] = []
+        accumulator = StepAccumulator(lambda stream, name, description, error: errors.append(name), SeriesState(plan))
+        accumulator.observe(plan[0], torch.ones(2, 3))
         if rank.index == 1:
-            observation.fail(plan[0], torch.ones(2), ValueError("on purpose"))
-        values = observation.collect(rank)
-        lost = StepAccumulator(no_trouble, SeriesState(plan))
+            accumulator.fail(plan[0], torch.ones(2), ValueError("on purpose"))
+        values = accumulator.collect(rank)
+        lost = StepAccumulator(no_error, SeriesState(plan))
         lost.is_lost = rank.index == 2
         lost.collect(rank)
-        return values, observation.num_errors, bool(said), lost.is_lost
+        return values, accumulator.num_errors, bool(errors), lost.is_lost
 
-    for index, (values, num_errors, has_said, is_lost) in enumerate(Meeting[Any](3).run(work)):
+    for index, (values, num_errors, has_errors, is_lost) in enumerate(Meeting[Any](3).run(work)):
         assert all(np.isnan(values[f"activation/a/{name}"]) for name in PLAIN)
-        assert (num_errors, has_said, is_lost) == (1, index == 1, True)
+        assert (num_errors, has_errors, is_lost) == (1, index == 1, True)
 
 
 def test_an_aggregate_that_one_rank_alone_has_is_nan_elsewhere() -> None:
-    """What a user records on one rank only, with an aggregate of their own, that rank computes."""
+    """A value with an aggregate function that is logged on a single rank is computed there."""
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], list[str]]:
-        said: list[str] = []
-        observation = StepAccumulator(lambda watch, name, seen, error: said.append(str(error)), SeriesState(wishes()))
+        errors: list[str] = []
+        accumulator = StepAccumulator(lambda stream, name, description, error: errors.append(str(error)), SeriesState(planned()))
         if rank.index == 0:
             stream = Stream("own", "site", {"mine": Value(lambda values: values.max())})
-            observation.add_result(stream, "mine", torch.tensor([1.0, 5.0]), 2)
-        return observation.collect(rank), said
+            accumulator.add_result(stream, "mine", torch.tensor([1.0, 5.0]), 2)
+        return accumulator.collect(rank), errors
 
-    (first, nothing), (other, said) = Meeting[Any](2).run(work)
+    (first, nothing), (other, errors) = Meeting[Any](2).run(work)
     assert first["own/site/mine"] == 5.0
     assert nothing == []
     assert np.isnan(other["own/site/mine"])
-    assert said == ["its aggregate is not known on this rank; expected every rank to record it"]
+    assert errors == ["its aggregate is not known on this rank; expected every rank to record it"]
 
 
 def test_values_of_one_site_that_come_in_different_steps() -> None:
-    """Each is told of when it comes."""
+    """Each is sent to the other ranks in the step in which it is first observed."""
 
     def work(rank: ThreadRank) -> list[dict[str, float]]:
-        state, found = SeriesState(wishes()), []
+        state, collected = SeriesState(planned()), []
         for step in range(3):
-            observation = StepAccumulator(no_trouble, state)
+            accumulator = StepAccumulator(no_error, state)
             for name in ("early", "late")[: 1 + (step > 0)]:
-                observation.add_result(Stream("own", "site", {name: Value("sum")}), name, float(rank.index + step), 1)
-            found.append(observation.collect(rank))
-        return found
+                accumulator.add_result(Stream("own", "site", {name: Value("sum")}), name, float(rank.index + step), 1)
+            collected.append(accumulator.collect(rank))
+        return collected
 
     for values in Meeting[Any](2).run(work):
         assert values == [
@@ -186,11 +187,11 @@ def test_values_of_one_site_that_come_in_different_steps() -> None:
 
 
 def test_a_stream_that_other_ranks_cannot_make_is_reported_and_left_out() -> None:
-    """A statistic of the user's that is in no rule: its rank records NaN, and the streams beside it reach all."""
+    """An unregistered statistic in no rule: its rank records NaN, and all ranks get the other streams."""
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], list[str]]:
         failed: list[str] = []
-        accumulator = StepAccumulator(lambda stream, name, seen, error: failed.append(stream.site), SeriesState(wishes()))
+        accumulator = StepAccumulator(lambda stream, name, description, error: failed.append(stream.site), SeriesState(planned()))
         if rank.index == 1:
             odd = Statistic(PLAIN["norm"].needs, lambda moments: moments.mean)
             accumulator.observe(Stream("own", "a", {"odd": odd}), torch.ones(2))
@@ -205,10 +206,10 @@ def test_a_stream_that_other_ranks_cannot_make_is_reported_and_left_out() -> Non
 
 
 def compared() -> list[Stream]:
-    """What a rank of those that share their input wants: of some sites nothing that tells parts of a tensor apart."""
+    """Streams of ranks that share their input; some have no output that differs between parts of a tensor."""
     positive = Function("sum", function=lambda x: (x > 0).sum())
     everything = Function(lambda values: {"sum": values.sum(), "count": values.numel()}, function=torch.flatten)
-    wishes: list[dict[str, Output]] = [
+    alternatives: list[dict[str, Output]] = [
         HISTOGRAM,
         {"positive": positive},
         {"all": everything},
@@ -216,55 +217,55 @@ def compared() -> list[Stream]:
         {**PLAIN, **HISTOGRAM, "positive": positive},
     ]
     return [
-        Stream("activation", f"{site}_{number}", wish, is_compared=True)
+        Stream("activation", f"{site}_{number}", outputs, is_compared=True)
         for site in ("copied", "sliced")
-        for number, wish in enumerate(wishes)
+        for number, outputs in enumerate(alternatives)
     ]
 
 
-def test_of_ranks_that_share_their_input_copies_count_once_and_parts_all() -> None:
+def test_copies_on_ranks_that_share_their_input_count_once() -> None:
     """Two groups of two: a replicated tensor, with NaN, once for each group; parts with one histogram and one count, all of them."""
     copies = [torch.randn(4, 6, generator=torch.Generator().manual_seed(group)) for group in range(2)]
     copies[1][2, 3] = torch.nan
     parts = [torch.tensor([[1.0 + rank / 8, 1.5 + rank / 16, torch.inf, -0.25 - rank / 64]] * 2) for rank in range(4)]
 
-    def show(observation: StepAccumulator, plan: list[Stream], copied: Tensor | None, part: Tensor) -> None:
-        for watch in plan:
-            tensor = copied if watch.site.startswith("copied") else part
+    def observe_in(accumulator: StepAccumulator, plan: list[Stream], copied: Tensor | None, part: Tensor) -> None:
+        for stream in plan:
+            tensor = copied if stream.site.startswith("copied") else part
             if tensor is not None:
-                observation.observe(watch, tensor)
+                accumulator.observe(stream, tensor)
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], dict[str, Any]]:
         plan = compared()
-        observation = StepAccumulator(no_trouble, SeriesState(plan))
-        show(observation, plan, copies[rank.index // 2], parts[rank.index])
-        return observation.collect(rank), observation.histograms
+        accumulator = StepAccumulator(no_error, SeriesState(plan))
+        observe_in(accumulator, plan, copies[rank.index // 2], parts[rank.index])
+        return accumulator.collect(rank), accumulator.histograms
 
-    alone, plan = StepAccumulator(no_trouble), compared()
+    alone, plan = StepAccumulator(no_error), compared()
     for index, part in enumerate(parts):
-        show(alone, plan, copies[index // 2] if index % 2 == 0 else None, part)
+        observe_in(alone, plan, copies[index // 2] if index % 2 == 0 else None, part)
     expected = alone.collect()
     meeting: Meeting[Any] = Meeting(4, num_sharing=2)
     for values, histograms in meeting.run(work):
         assert values == pytest.approx(expected, rel=1e-9, nan_ok=True)
         assert histograms == alone.histograms
     assert meeting.calls == ["max", "sum", "gather"]
-    assert expected["activation/copied_1/positive"] == float(sum((one > 0).sum() for one in copies))
+    assert expected["activation/copied_1/positive"] == float(sum((copied > 0).sum() for copied in copies))
     assert expected["activation/sliced_1/positive"] == 24
     assert expected["activation/sliced_2/all.count"] == 32
 
 
-def test_what_failed_on_one_rank_is_asked_of_none() -> None:
-    """Results that an aggregate of the user's cannot have together; the ranks that have others do not wait for them."""
+def test_results_that_failed_on_a_rank_are_not_gathered() -> None:
+    """Results that cannot be concatenated for an aggregate function are NaN on all ranks, and no rank waits for them."""
 
     def work(rank: ThreadRank) -> dict[str, float]:
-        plan = wishes()
-        observation = StepAccumulator(lambda watch, name, seen, error: None, SeriesState(plan))
-        observation.observe(plan[2], torch.arange(4.0))
+        plan = planned()
+        accumulator = StepAccumulator(lambda stream, name, description, error: None, SeriesState(plan))
+        accumulator.observe(plan[2], torch.arange(4.0))
         if rank.index == 1:
-            results = observation._results["activation/c/spread"][2]
+            results = accumulator._results["activation/c/spread"][2]
             results.values.append("no tensor")  # type: ignore[arg-type]
-        return observation.collect(rank)
+        return accumulator.collect(rank)
 
     first, second = Meeting[Any](2).run(work)
     assert np.isnan(first["activation/c/spread"])
@@ -272,36 +273,36 @@ def test_what_failed_on_one_rank_is_asked_of_none() -> None:
     assert first["activation/c/total"] == second["activation/c/total"] == 12.0
 
 
-def test_a_rank_that_cannot_say_what_it_has_seen_keeps_nobody_waiting() -> None:
-    """Its error is its own, and the step is lost on all; nobody goes on to what takes more collectives."""
+def test_a_rank_that_cannot_collect_does_not_block_the_others() -> None:
+    """It raises its error, and the step is lost on all; no rank begins further collectives."""
 
     def work(rank: ThreadRank) -> tuple[dict[str, float], bool, str]:
-        plan, error = wishes(), ""
-        observation = StepAccumulator(no_trouble, SeriesState(plan))
-        observation.observe(plan[2], torch.arange(4.0))
+        plan, error = planned(), ""
+        accumulator = StepAccumulator(no_error, SeriesState(plan))
+        accumulator.observe(plan[2], torch.arange(4.0))
         if rank.index == 1:
-            observation._table.collect = lambda num_rows: 1 // 0  # type: ignore[assignment,method-assign,return-value]
+            accumulator._table.collect = lambda num_rows: 1 // 0  # type: ignore[assignment,method-assign,return-value]
         values: dict[str, float] = {}
         try:
-            values = observation.collect(rank)
+            values = accumulator.collect(rank)
         except ZeroDivisionError as caught:
             error = str(caught)
-        return values, observation.is_lost, error
+        return values, accumulator.is_lost, error
 
     meeting: Meeting[Any] = Meeting(3)
-    found = meeting.run(work)
-    assert [(values, is_lost, bool(error)) for values, is_lost, error in found] == [({}, True, index == 1) for index in range(3)]
+    collected = meeting.run(work)
+    assert [(values, is_lost, bool(error)) for values, is_lost, error in collected] == [({}, True, index == 1) for index in range(3)]
     assert meeting.calls == ["max", "sum"]
 
 
-def test_an_error_in_sending_comes_after_what_the_others_wait_for() -> None:
-    """Where errors are raised, the rank with the stream that cannot be sent raises its own; the others go on."""
+def test_an_error_in_sending_is_raised_after_the_collectives() -> None:
+    """With `on_error: raise`, the rank whose stream cannot be sent raises; the other ranks continue."""
 
-    def raises(stream: Stream, _name: str, _seen: str, error: Exception) -> None:
+    def raises(stream: Stream, _name: str, _description: str, error: Exception) -> None:
         raise MonitorError(stream.site) from error
 
     def work(rank: ThreadRank) -> str:
-        accumulator = StepAccumulator(raises, SeriesState(wishes()))
+        accumulator = StepAccumulator(raises, SeriesState(planned()))
         if rank.index == 1:
             odd = Statistic(PLAIN["norm"].needs, lambda moments: moments.mean)
             accumulator.observe(Stream("own", "odd", {"odd": odd}), torch.ones(2))

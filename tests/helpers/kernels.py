@@ -103,7 +103,7 @@ def measured(implementation: Implementation, tensors: Sequence[Tensor], needs: i
 def merge(*several: Moments) -> Moments:
     """Moments of the same rows, merged."""
     shares = [torch.stack(tuple(one)) for one in several]
-    return Moments(*merged(shares, shares[0].shape[1], CPU))
+    return Moments(*merged(shares, shares[0].shape[1]))
 
 
 def finished(name: str, moments: Moments, row: int = 0) -> float:

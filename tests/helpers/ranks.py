@@ -66,7 +66,7 @@ class ThreadRank:
     def __init__(self, meeting: Meeting[Any], index: int) -> None:
         self.index = index
         self.group = None
-        self.place = index % meeting.num_sharing
+        self.sharing_index = index % meeting.num_sharing
         self.num_sharing = meeting.num_sharing
         self._meeting = meeting
 
@@ -74,8 +74,8 @@ class ThreadRank:
         stacked = torch.stack(self._meeting.exchange(self.index, how, tensor.clone()))
         return stacked.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0) if how == "max" else stacked.sum(0)
 
-    def gather(self, one: Any) -> list[Any]:
-        return self._meeting.exchange(self.index, "gather", one)
+    def gather(self, value: Any) -> list[Any]:
+        return self._meeting.exchange(self.index, "gather", value)
 
     def close(self) -> None:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers.kernels import (
@@ -21,7 +22,7 @@ from helpers.kernels import (
     over_implementations,
     views,
 )
-from helpers.textbook import PLAIN, textbook
+from helpers.textbook import PLAIN, histogram, textbook
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Need
@@ -251,11 +252,13 @@ def test_any_view_is_read_right(implementation: Implementation, dtype: torch.dty
     if not implementation.takes(tensor):
         assert name in WITHOUT_ELEMENTS_OF_ITS_OWN
         return
-    assert_textbook(measured(implementation, [tensor]), plain, implementation.rtol)
     kernel = implementation.make()
-    kernel.add_all([0, 1, 0], [tensor, tensor, tensor], [Need.EVERYTHING] * 3)
-    assert_textbook(collected(kernel, 2), torch.stack([plain, plain]), implementation.rtol)
-    assert_textbook(collected(kernel, 2), plain, implementation.rtol, row=1)
+    kernel.add((2,), tensor, Need.EVERYTHING | Need.HISTOGRAM)
+    kernel.add_all([0, 1, 0], [tensor, tensor, tensor], [Need.EVERYTHING | Need.HISTOGRAM] * 3)
+    moments, counts = collected(kernel, 3), kernel.counts([0, 1, 2]).cpu().long().numpy()
+    for row, expected in enumerate([torch.stack([plain, plain]), plain, plain]):
+        assert_textbook(moments, expected, implementation.rtol, row=row)
+        np.testing.assert_array_equal(counts[row], histogram(expected).row)
 
 
 @over_dtypes
@@ -300,10 +303,11 @@ def test_one_tensor_in_several_rows(implementation: Implementation, dtype: torch
     """It is measured once, and merged into what each row has."""
     first, second = normal(50, 30).to(dtype), (normal(20, 30, seed=1) * 3 + 1).to(dtype)
     kernel = implementation.make()
-    kernel.add((4,), first, Need.EVERYTHING)
-    kernel.add((0, 4, 2), second, Need.EVERYTHING)
-    kernel.add((2,), first, Need.EVERYTHING)
+    kernel.add((4,), first, Need.EVERYTHING | Need.HISTOGRAM)
+    kernel.add((0, 4, 2), second, Need.EVERYTHING | Need.HISTOGRAM)
+    kernel.add((2,), first, Need.EVERYTHING | Need.HISTOGRAM)
     moments = collected(kernel, 5)
+    assert kernel.counts([0, 2, 4, 1000]).sum(1).tolist() == [600, 2100, 2100, 0]
     for row, parts in {0: [second], 2: [second, first], 4: [first, second]}.items():
         assert_textbook(moments, torch.cat(parts), implementation.rtol, row=row)
     assert moments.elements[[1, 3]].tolist() == [0, 0]
@@ -324,9 +328,9 @@ def test_many_tensors_at_once_are_as_one_by_one(implementation: Implementation, 
     moments, others = collected(together, 30), collected(one_by_one, 30)
     for row in range(30):
         mine = torch.cat([tensor.double().reshape(-1) for tensor, at in zip(tensors, rows, strict=True) if at == row])
-        for found in (moments, others):
+        for actual in (moments, others):
             names = ["mean", "rms"] if row % 3 == 2 else ["mean", "std", "skewness", "kurtosis", "min", "max", "abs_mean", "zero_fraction"]
-            assert_textbook(found, mine, max(implementation.rtol, 1e-11), names, row=row)
+            assert_textbook(actual, mine, max(implementation.rtol, 1e-11), names, row=row)
         assert float(moments.tokens[row]) == float(others.tokens[row]) or row % 3 == 2
 
 
@@ -358,7 +362,7 @@ def test_collecting_changes_nothing(implementation: Implementation) -> None:
     assert_textbook(collected(kernel, 2), x.repeat(2, 1), implementation.rtol, row=1)
 
 
-@pytest.mark.parametrize("implementation", [pytest.param(one, id=name) for name, one in IMPLEMENTATIONS.items() if "small" not in name])
+@pytest.mark.parametrize("implementation", [pytest.param(item, id=name) for name, item in IMPLEMENTATIONS.items() if "small" not in name])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_of_half_precision_is_widened_exactly(implementation: Implementation, dtype: torch.dtype) -> None:
     """All 65,536: largest and smallest, and the mean of several of them, to the last bit."""
@@ -371,9 +375,9 @@ def test_every_number_of_half_precision_is_widened_exactly(implementation: Imple
     is_normal = torch.ones_like(expected, dtype=torch.bool) if implementation.rtol < 1e-9 else ~(expected.abs() < 2.0**-126)
     assert torch.equal(moments.mean[is_normal].nan_to_num(7.0), expected[is_normal].nan_to_num(7.0))
     is_number = ~expected.isnan()
-    for found in (moments.maximum, moments.minimum):
-        assert bool(found[~is_number].isnan().all())
-        assert torch.equal(found[is_number], expected[is_number])
+    for actual in (moments.maximum, moments.minimum):
+        assert bool(actual[~is_number].isnan().all())
+        assert torch.equal(actual[is_number], expected[is_number])
 
 
 @over_exact_ones

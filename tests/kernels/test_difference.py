@@ -21,10 +21,10 @@ SHARED_CHUNK_ELEMENTS = 1024
 NAMES = ["rms", "norm", "mean", "std", "abs_max", "token_norm"]
 
 
-def watch(site: str, *names: str) -> Stream:
-    """A watch for statistics."""
-    found = {name: one for name in names if isinstance(one := STATISTICS[name], Statistic)}
-    return Stream("activation_difference", site, dict(found))
+def stream(site: str, *names: str) -> Stream:
+    """A stream of differences with some statistics."""
+    statistics = {name: item for name in names if isinstance(item := STATISTICS[name], Statistic)}
+    return Stream("activation_difference", site, dict(statistics))
 
 
 def forms(dtype: torch.dtype) -> dict[str, Difference]:
@@ -55,11 +55,11 @@ def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype, has_numba: b
     difference = forms(dtype)[form]
     parts = [part.double() for part in (difference.tensor, difference.other, difference.shift) if part is not None]
     expected: Tensor = parts[0] - sum(parts[1:])
-    observation = StepAccumulator(lambda *_trouble: None)
-    squares, everything = watch("squares", "rms"), watch("everything", *NAMES)
+    accumulator = StepAccumulator(lambda *_error: None)
+    squares, everything = stream("squares", "rms"), stream("everything", *NAMES)
     for _micro_batch in range(2):
-        observation.observe_for([(difference, [(squares, OWN)]), (difference, [(everything, OWN)])])
-    values = observation.collect()
+        accumulator.observe_for([(difference, [(squares, OWN)]), (difference, [(everything, OWN)])])
+    values = accumulator.collect()
     twice = torch.cat([expected, expected])
     for key, value in values.items():
         name = key.rpartition("/")[2]
@@ -72,14 +72,14 @@ def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype, has_numba: b
 def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those that need more get their own; functions get the difference itself."""
     difference = forms(torch.float32)["of two"]
-    observation = StepAccumulator(lambda *_trouble: None)
+    accumulator = StepAccumulator(lambda *_error: None)
     added: list[object] = []
-    original = observation._table.add
-    monkeypatch.setattr(observation._table, "add", lambda *args: (added.append(args), original(*args))[1])
-    first, same, relative = watch("a", "rms"), watch("b", "norm"), watch("c", "ratio")
-    more = Stream("activation_difference", "d", {**watch("d", "mean").outputs, "total": Function("sum", function=torch.sum)})
-    observation.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
-    values = observation.collect()
+    original = accumulator._table.add
+    monkeypatch.setattr(accumulator._table, "add", lambda *args: (added.append(args), original(*args))[1])
+    first, same, relative = stream("a", "rms"), stream("b", "norm"), stream("c", "ratio")
+    more = Stream("activation_difference", "d", {**stream("d", "mean").outputs, "total": Function("sum", function=torch.sum)})
+    accumulator.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
+    values = accumulator.collect()
     assert len(added) == 2
     computed = difference.computed()
     assert values["activation_difference/b/norm"] == pytest.approx(textbook("norm", computed), rel=1e-6)
@@ -99,11 +99,11 @@ def test_squares_that_leave_float32_are_taken_in_float64_chunk_by_chunk() -> Non
     scale = torch.tensor([1e-30, 1.0, 0.0, 1e-19, 1e-3, 1e-14, 1.0, 1e-25]).view(-1, 1, 1)
     for factor in (1.0, 1e30):
         difference = Difference(x * scale * factor, x * -scale * factor)
-        observation = StepAccumulator(lambda *_trouble: None)
+        accumulator = StepAccumulator(lambda *_error: None)
         chunks = [Difference(difference.tensor[i], -difference.tensor[i]) for i in range(8)]
-        observation.observe_for((chunk, [(watch(f"chunk_{i}", "norm"), OWN)]) for i, chunk in enumerate(chunks))
-        observation.observe_for([(difference, [(watch("all", "norm"), OWN)])])
-        values = observation.collect()
+        accumulator.observe_for((chunk, [(stream(f"chunk_{i}", "norm"), OWN)]) for i, chunk in enumerate(chunks))
+        accumulator.observe_for([(difference, [(stream("all", "norm"), OWN)])])
+        values = accumulator.collect()
         for i, chunk in enumerate(chunks):
             assert values[f"activation_difference/chunk_{i}/norm"] == pytest.approx(textbook("norm", chunk.computed()), rel=1e-6, abs=0)
         assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", difference.computed()), rel=1e-6, abs=0)

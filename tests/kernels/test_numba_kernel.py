@@ -43,7 +43,7 @@ def test_the_loops_numbers_are_those_of_moments_and_needs() -> None:
 def test_each_need_is_a_bit_of_its_own() -> None:
     """Everything is all of them but the histogram."""
     bits = [value for name, value in vars(Need).items() if name.isupper() and name not in ("NOTHING", "EVERYTHING")]
-    assert sorted(bits) == [1 << place for place in range(len(bits))]
+    assert sorted(bits) == [1 << bit for bit in range(len(bits))]
     assert sum(bits) == Need.EVERYTHING | Need.HISTOGRAM
     assert not Need.EVERYTHING & Need.HISTOGRAM
 
@@ -61,17 +61,17 @@ def test_a_compiled_merge_is_that_of_the_moments() -> None:
         rows.append(row)
     rows[3][[numba_loops.MAXIMUM, numba_loops.MINIMUM, numba_loops.MEAN]] = np.nan
     rows[5][numba_loops.MAXIMUM] = rows[5][numba_loops.MEAN] = np.inf
-    nothing = np.array([float(field) for field in Moments.of_nothing(1)])
+    nothing = np.array([float(field) for field in Moments.empty(1)])
     rows[7] = nothing.copy()
-    for one, other in zip(rows, [*rows[1:], nothing], strict=True):
-        found = one.copy()
-        numba_loops.merge(other, found)
-        pair = Moments(*torch.from_numpy(np.stack([one, other], axis=1)))
+    for row, other in zip(rows, [*rows[1:], nothing], strict=True):
+        actual = row.copy()
+        numba_loops.merge(other, actual)
+        pair = Moments(*torch.from_numpy(np.stack([row, other], axis=1)))
         expected = torch.stack(tuple(pair.merge(torch.zeros(2, dtype=torch.int64), 1)))[:, 0].numpy()
         scale = np.nan_to_num(np.abs(expected).max(), nan=1.0, posinf=1.0)
         is_finite = np.isfinite(expected)
-        assert (np.isfinite(found) == is_finite).all()
-        np.testing.assert_allclose(found[is_finite], expected[is_finite], rtol=1e-9, atol=1e-12 * scale)
+        assert (np.isfinite(actual) == is_finite).all()
+        np.testing.assert_allclose(actual[is_finite], expected[is_finite], rtol=1e-9, atol=1e-12 * scale)
 
 
 class Operations(TorchDispatchMode):
@@ -134,7 +134,7 @@ def assert_same(values: dict[str, float], others: dict[str, float]) -> None:
 
 
 def test_without_numba_the_values_are_the_same(fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The extra makes it faster, not other; nothing is said where it is not installed."""
+    """The extra makes it faster, not other; nothing is logged where it is not installed."""
     with_numba = observed()
     assert numba_kernel.loops() is not None
     numba_kernel.loops.cache_clear()
@@ -149,7 +149,7 @@ def test_without_numba_the_values_are_the_same(fresh: pytest.MonkeyPatch, caplog
 
 
 @pytest.mark.parametrize("reason", ["another numpy", "cannot be compiled"])
-def test_a_numba_that_does_not_work_is_said_once(reason: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_numba_that_does_not_work_is_logged_once(reason: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It does not go with the installed numpy, say; monitoring goes on, and the values are the same."""
     with_numba = observed()
     numba_kernel.loops.cache_clear()
@@ -179,8 +179,8 @@ def test_a_numba_that_does_not_work_is_said_once(reason: str, fresh: pytest.Monk
     assert [record.getMessage() for record in caplog.records] == [
         f"The compiled kernel is not used ({message}); monitoring costs more without it."
     ]
-    for one in values:
-        assert_same(one, with_numba)
+    for result in values:
+        assert_same(result, with_numba)
 
 
 def test_a_switched_off_compiler_changes_no_value(fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,13 +225,13 @@ def test_a_damaged_cache_is_no_error(tmp_path: Path) -> None:
     assert run(tmp_path) == "found 10.0 2.0 60.0 True\n"
     files = [path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc")]
     assert len(files) > 5
-    for place, path in enumerate(sorted(files)):
+    for index, path in enumerate(sorted(files)):
         content = path.read_bytes()
-        path.write_bytes((content[: len(content) // 2], b"\\x80garbage" * 50, b"")[place % 3])
-    *said, found = run(tmp_path).splitlines()
-    assert found.startswith("found 10.0 2.0 60.0 ")
-    assert len(said) <= 1
-    assert not said or said[0].startswith("The compiled kernel is not used (")
+        path.write_bytes((content[: len(content) // 2], b"\\x80garbage" * 50, b"")[index % 3])
+    *messages, actual = run(tmp_path).splitlines()
+    assert actual.startswith("found 10.0 2.0 60.0 ")
+    assert len(messages) <= 1
+    assert not messages or messages[0].startswith("The compiled kernel is not used (")
 
 
 @pytest.mark.slow
@@ -243,10 +243,10 @@ def test_a_cache_that_cannot_be_written_is_no_error(folder: str, tmp_path: Path)
         cache.mkdir(mode=0o500)
     else:
         cache.write_text("")
-    *said, found = run(cache).splitlines()
-    assert found.startswith("found 10.0 2.0 60.0 ")
-    assert len(said) <= 1
-    assert not said or said[0].startswith("The compiled kernel is not used (")
+    *messages, actual = run(cache).splitlines()
+    assert actual.startswith("found 10.0 2.0 60.0 ")
+    assert len(messages) <= 1
+    assert not messages or messages[0].startswith("The compiled kernel is not used (")
 
 
 def test_every_combination_of_needs_is_measured_as_everything_is() -> None:
@@ -255,12 +255,12 @@ def test_every_combination_of_needs_is_measured_as_everything_is() -> None:
     x[0, :3] = 0
     everything = moments_of(x, Need.EVERYTHING)
     for needs in range(1, Need.EVERYTHING + 1):
-        found = moments_of(x, needs)
+        actual = moments_of(x, needs)
         for need, fields in FIELDS_OF_NEED.items():
             for field in fields if needs & need else ():
                 expected = float(getattr(everything, field))
-                assert float(getattr(found, field)) == pytest.approx(expected, rel=1e-12, abs=1e-9), (field, f"{needs:b}")
-        assert float(found.elements) == x.numel()
+                assert float(getattr(actual, field)) == pytest.approx(expected, rel=1e-12, abs=1e-9), (field, f"{needs:b}")
+        assert float(actual.elements) == x.numel()
 
 
 def moments_of(tensor: Tensor, needs: int) -> Moments:

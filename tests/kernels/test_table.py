@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers.kernels import CPU, assert_textbook, views, without_numba
+from helpers.kernels import assert_textbook, views, without_numba
 from helpers.textbook import histogram
 from torch import Tensor, nn
 
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.kernels import bins_of_floats, numba_kernel
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
@@ -42,7 +42,7 @@ def collected(table: MomentTable, num_rows: int = 1) -> Moments:
     """The moments of the rows."""
     shares = table.collect(num_rows)
     assert all(share.shape == (NUM_FIELDS, num_rows) and share.dtype == torch.float64 for share in shares)
-    return Moments(*merged(shares, num_rows, CPU))
+    return Moments(*merged(shares, num_rows))
 
 
 def counted(table: MomentTable, row: int = 0) -> Histogram:
@@ -89,10 +89,12 @@ def test_precisions_of_one_row_merge() -> None:
     parts = [(normal(40, 30, seed=seed) * (seed + 1) + seed).to(dtype) for seed, dtype in enumerate(DTYPES)]
     one_by_one, together = MomentTable(), MomentTable()
     for part in parts:
-        one_by_one.add((0,), part, Need.EVERYTHING)
-    assert not together.add_all([0] * len(parts), parts, [Need.EVERYTHING] * len(parts))
+        one_by_one.add((0,), part, Need.EVERYTHING | Need.HISTOGRAM)
+    assert not together.add_all([0] * len(parts), parts, [Need.EVERYTHING | Need.HISTOGRAM] * len(parts))
+    whole = torch.cat([part.double() for part in parts])
     for table in (one_by_one, together):
-        assert_textbook(collected(table), torch.cat([part.double() for part in parts]), 1e-12)
+        assert_textbook(collected(table), whole, 1e-12)
+        assert counted(table) == histogram(whole)
 
 
 def test_an_empty_tensor_changes_nothing() -> None:
@@ -107,7 +109,7 @@ def test_an_empty_tensor_changes_nothing() -> None:
     table.add((0,), empty, Need.EVERYTHING | Need.HISTOGRAM, empty)
     assert all(torch.equal(*pair) for pair in zip(collected(table), collected(alone), strict=True))
     assert counted(table) == counted(alone)
-    assert all(torch.equal(*pair) for pair in zip(collected(MomentTable()), Moments.of_nothing(1), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(collected(MomentTable()), Moments.empty(1), strict=True))
 
 
 def test_moments_that_were_taken_elsewhere() -> None:
@@ -129,10 +131,10 @@ def test_a_table_can_be_copied() -> None:
     table = MomentTable()
     table.add((0,), torch.ones(5), Need.EVERYTHING | Need.HISTOGRAM)
     twin, other = copy.deepcopy(table), pickle.loads(pickle.dumps(table))
-    for one, size in ((table, 7), (twin, 11), (other, 13)):
-        one.add((0,), torch.ones(size), Need.EVERYTHING | Need.HISTOGRAM)
-    assert [float(collected(one).elements[0]) for one in (table, twin, other)] == [12, 16, 18]
-    assert [int(counted(one).row.sum()) for one in (table, twin, other)] == [12, 16, 18]
+    for target, size in ((table, 7), (twin, 11), (other, 13)):
+        target.add((0,), torch.ones(size), Need.EVERYTHING | Need.HISTOGRAM)
+    assert [float(collected(target).elements[0]) for target in (table, twin, other)] == [12, 16, 18]
+    assert [int(counted(target).row.sum()) for target in (table, twin, other)] == [12, 16, 18]
 
 
 def test_the_first_tensor_may_come_within_a_transform() -> None:
@@ -163,7 +165,7 @@ def test_what_a_transform_wraps_is_not_read_as_memory() -> None:
     torch.func.grad(lambda x: noted(x).sum())(torch.ones(3))
     torch.func.functionalize(noted)(torch.ones(3))
     assert taken == [False] * 3
-    assert [numba_kernel.takes(one) for one in outlived] == [False] * 3
+    assert [numba_kernel.takes(tensor) for tensor in outlived] == [False] * 3
 
 
 class Elsewhere(Tensor):
@@ -191,23 +193,23 @@ def test_memory_that_was_given_back_is_not_read() -> None:
     for tensor in given_back():
         table = MomentTable()
         for add in (
-            lambda one, table=table: table.add((0,), one, Need.EVERYTHING),
-            lambda one, table=table: table.add((0,), one, Need.EVERYTHING, None, torch.ones(1)),
-            lambda one, table=table: table.add((0,), torch.ones(one.shape), Need.EVERYTHING, one),
+            lambda x, table=table: table.add((0,), x, Need.EVERYTHING),
+            lambda x, table=table: table.add((0,), x, Need.EVERYTHING, None, torch.ones(1)),
+            lambda x, table=table: table.add((0,), torch.ones(x.shape), Need.EVERYTHING, x),
             in_memory,
             Magnitudes().add,
-            lambda one: unscaled(one, torch.tensor(2.0)),
+            lambda x: unscaled(x, torch.tensor(2.0)),
         ):
             with pytest.raises(ValueError, match="its memory was given back"):
                 add(tensor)
-        ((place, error),) = table.add_all([0, 0], [torch.ones(3), tensor], [Need.EVERYTHING] * 2)
-        assert place == 1
+        ((index, error),) = table.add_all([0, 0], [torch.ones(3), tensor], [Need.EVERYTHING] * 2)
+        assert index == 1
         assert "its memory was given back" in str(error)
         assert collected(table).elements.tolist() == [3]
 
 
 def test_what_has_no_elements_of_its_own() -> None:
-    """The meta device has none: it is said. A subclass without operations of its own, sparse and nested tensors have theirs."""
+    """The meta device has none, which is an error. A subclass without operations of its own, sparse and nested tensors have theirs."""
     table = MomentTable()
     with pytest.raises(ValueError, match="it is on the meta device, and has no data"):
         table.add((0,), torch.ones(3, device="meta"), Need.EVERYTHING)
@@ -239,15 +241,17 @@ def test_only_real_memory_of_a_cpu_is_read_by_compiled_loops() -> None:
         nn.UninitializedParameter(),
     ]
     not_memory += [torch._to_functional_tensor(torch.ones(3)), torch._neg_view(torch.ones(3)), None, 3, *given_back()]
-    for one in not_memory:
-        assert not numba_kernel.takes(one)
+    for value in not_memory:
+        assert not numba_kernel.takes(value)
 
 
 def test_a_table_under_inference_mode_and_after_it() -> None:
     """A step may begin in a validation loop, and go on outside of it."""
+    bins_of_floats._bin_of_code_on.cache_clear()
     table, x = MomentTable(), normal(10, 6)
     with torch.inference_mode():
-        table.add((0,), x.clone(), Need.EVERYTHING)
+        table.add((0,), x.clone(), Need.EVERYTHING | Need.HISTOGRAM)
         table.add_moments([0], collected(table))
-    table.add((0,), x.clone().requires_grad_(), Need.EVERYTHING)
+    table.add((0,), x.clone().requires_grad_(), Need.EVERYTHING | Need.HISTOGRAM)
     assert_textbook(collected(table), x.repeat(3, 1), 1e-12)
+    assert counted(table) == histogram(x.repeat(2, 1))

@@ -50,7 +50,9 @@ class Dtypes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.num_operations += 1
         self.names.add(func.__name__.partition(".")[0])
-        self.dtypes |= {one.dtype for one in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(one, torch.Tensor)}
+        self.dtypes |= {
+            value.dtype for value in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(value, torch.Tensor)
+        }
         return result
 
 
@@ -61,21 +63,21 @@ HOST_READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal", "
 def test_measuring_reads_nothing_on_the_host(wide: torch.dtype) -> None:
     """And makes no float64 where the device has none."""
     kernel, x = torch_kernel(wide=wide), torch.randn(70, 300)
-    with Dtypes() as found:
+    with Dtypes() as actual:
         kernel.add((0, 1), x, Need.EVERYTHING)
         kernel.add_all([2, 3, 4], [x, x, x.bfloat16()], [Need.EVERYTHING] * 3)
         kernel.add((5,), x, Need.EVERYTHING, x + 1, x[0])
-    assert not found.names & HOST_READS
-    assert (torch.float64 in found.dtypes) == (wide == torch.float64)
+    assert not actual.names & HOST_READS
+    assert (torch.float64 in actual.dtypes) == (wide == torch.float64)
 
 
 @pytest.mark.parametrize(("size", "most"), [(1, 20), (1 << 17, 20), (1 << 20, 160)])
 def test_a_portion_takes_few_operations(size: int, most: int) -> None:
     """On an accelerator each is a launch at least, and on a CPU it costs more than to read ten thousand elements."""
     kernel, x = torch_kernel(), torch.randn(size)
-    with Dtypes() as found:
+    with Dtypes() as actual:
         kernel.add((0,), x, Need.MEAN | Need.DEVIATIONS | Need.SQUARES | Need.MAGNITUDE | Need.EXTREMES)
-    assert found.num_operations <= most
+    assert actual.num_operations <= most
 
 
 def test_where_there_is_no_float64_pieces_are_scaled_into_float32() -> None:

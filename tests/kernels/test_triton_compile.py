@@ -58,7 +58,7 @@ def compiled(launched: Callable[[TritonKernel], Any], target: tuple[str, int | s
     launched(TritonKernel(torch.device("cpu")))
     ((function, arguments, constants),) = launches
     signature, constexprs, attributes = {}, dict[str, Any](constants), {}
-    for place, (parameter, argument) in enumerate(zip(function.params, arguments, strict=False)):
+    for index, (parameter, argument) in enumerate(zip(function.params, arguments, strict=False)):
         # As Triton's launcher does: None and 1 become constants, and what 16 divides is known to be so.
         if argument is None or (isinstance(argument, int) and argument == 1 and not parameter.do_not_specialize):
             signature[parameter.name], constexprs[parameter.name] = "constexpr", argument
@@ -67,7 +67,7 @@ def compiled(launched: Callable[[TritonKernel], Any], target: tuple[str, int | s
         signature[parameter.name] = f"*{TYPES[argument.dtype]}" if isinstance(argument, Tensor) else integer
         number = argument.data_ptr() if isinstance(argument, Tensor) else argument
         if number % 16 == 0 and not parameter.do_not_specialize:
-            attributes[place,] = [["tt.divisibility", 16]]
+            attributes[index,] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(function, signature, constexprs, attributes)
     return triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options={"num_warps": WARPS})

@@ -31,7 +31,7 @@ def asked_three_times(device: torch.device, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning tells that Triton is not installed, and what happens instead."""
+    """A single warning reports that Triton is not installed, and what happens instead."""
     monkeypatch.setitem(sys.modules, "lightning_module_monitor.kernels.triton_loops", None)
     (warning,) = asked_three_times(torch.device("cuda", 0), caplog)
     assert warning.startswith("Triton does not work on cuda:0 (ModuleNotFoundError: ")
@@ -61,7 +61,7 @@ class Fails(TritonKernel):
     add_all = add  # type: ignore[assignment]
 
     def collect(self, num_rows: int) -> Tensor:
-        return torch.stack(Moments.of_nothing(num_rows))
+        return torch.stack(Moments.empty(num_rows))
 
 
 X, Y = torch.arange(8.0, dtype=torch.float64).view(1, 8), torch.full((1, 8), 3.0, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_where_a_later_launch_fails(
         add(rows)
         add(rows)
     assert not triton_kernel.works(X.device)
-    assert_textbook(Moments(*merged(rows.collect(1), 1, X.device)), torch.cat([expected, expected]), 1e-12)
+    assert_textbook(Moments(*merged(rows.collect(1), 1)), torch.cat([expected, expected]), 1e-12)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith("Triton does not work on cpu (RuntimeError: out of resource: shared memory)")
 

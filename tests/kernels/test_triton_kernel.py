@@ -97,26 +97,26 @@ def test_a_first_element_far_from_the_others() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("values", [["nan"], ["inf"], ["-inf"], ["inf", "-inf"], ["nan", "inf"], ["0"], ["-0.0"]], ids=str)
-@pytest.mark.parametrize("place", [0, 1500])
-def test_elements_that_are_not_finite(values: list[str], place: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("start", [0, 1500])
+def test_elements_that_are_not_finite(values: list[str], start: int, dtype: torch.dtype) -> None:
     """They are counted, and never hidden: NaN makes the extremes NaN, and an infinity the squares infinite."""
     x = random(1700, dtype=dtype)
-    x[place : place + len(values)] = torch.tensor([float(value) for value in values], dtype=dtype, device=DEVICE)
-    found = Moments(*measured(lambda kernel: kernel.add((0,), x, Need.EVERYTHING)).tolist())
+    x[start : start + len(values)] = torch.tensor([float(value) for value in values], dtype=dtype, device=DEVICE)
+    actual = Moments(*measured(lambda kernel: kernel.add((0,), x, Need.EVERYTHING)).tolist())
     expected = textbook_moments([x])
     exact = ["nonfinite", "zeros", "maximum", "minimum", "squares", "magnitude", "token_norm"]
     for name in exact:
-        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-12, nan_ok=True), name
+        assert getattr(actual, name) == pytest.approx(expected[name], rel=1e-12, nan_ok=True), name
     if expected["nonfinite"]:
-        assert not np.isfinite(found.mean)
-        assert not np.isfinite(found.deviations)
+        assert not np.isfinite(actual.mean)
+        assert not np.isfinite(actual.deviations)
 
 
 def test_nothing_but_nan() -> None:
     """All is NaN, and counted."""
-    found = Moments(*measured(lambda kernel: kernel.add((0,), torch.full((9,), torch.nan, device=DEVICE), Need.EVERYTHING)).tolist())
-    assert found.nonfinite == 9
-    assert all(np.isnan(value) for value in (found.maximum, found.minimum, found.mean, found.squares))
+    actual = Moments(*measured(lambda kernel: kernel.add((0,), torch.full((9,), torch.nan, device=DEVICE), Need.EVERYTHING)).tolist())
+    assert actual.nonfinite == 9
+    assert all(np.isnan(value) for value in (actual.maximum, actual.minimum, actual.mean, actual.squares))
 
 
 def test_several_tensors_in_several_rows() -> None:
@@ -126,14 +126,14 @@ def test_several_tensors_in_several_rows() -> None:
     kernel.add((0, 3), first, Need.EVERYTHING)
     kernel.add((3,), second, Need.EVERYTHING)
     kernel.add((1, 3), third, Need.EVERYTHING)
-    found = kernel.collect(5)
-    assert found.shape == (NUM_FIELDS, 5)
-    assert (found.dtype, found.device) == (torch.float64, DEVICE)
-    assert_moments(found[:, 0], [first])
-    assert_moments(found[:, 1], [third])
-    assert_moments(found[:, 3], [first, second, third])
-    nothing = torch.stack(Moments.of_nothing(2)).to(DEVICE)
-    assert torch.equal(found[:, [2, 4]], nothing)
+    actual = kernel.collect(5)
+    assert actual.shape == (NUM_FIELDS, 5)
+    assert (actual.dtype, actual.device) == (torch.float64, DEVICE)
+    assert_moments(actual[:, 0], [first])
+    assert_moments(actual[:, 1], [third])
+    assert_moments(actual[:, 3], [first, second, third])
+    nothing = torch.stack(Moments.empty(2)).to(DEVICE)
+    assert torch.equal(actual[:, [2, 4]], nothing)
     assert torch.equal(TritonKernel(DEVICE).collect(2), nothing)
 
 
@@ -215,8 +215,8 @@ def test_differences(shift: str, has_other: bool, dtype: torch.dtype, needs: int
     x, taken = random(4, 3, 70, dtype=dtype), SHIFTS[shift]()
     other = random(4, 3, 70, dtype=torch.float32, seed=1, mean=3.0) if has_other else None
     expected = x if dtype == torch.float64 else x.float()
-    for one in (other, taken):
-        expected = expected if one is None else expected - one
+    for operand in (other, taken):
+        expected = expected if operand is None else expected - operand
     kernel = TritonKernel(DEVICE)
     kernel.add((0,), x, needs, other, taken)
     assert_moments(kernel.collect(1)[:, 0], [expected], needs)
@@ -254,12 +254,12 @@ def test_many_tensors_at_once(spans: str, needs: int, request: pytest.FixtureReq
     kernel = TritonKernel(DEVICE)
     kernel.add((0,), tensors[1], needs)
     kernel.add_all(range(len(tensors)), tensors, [needs] * len(tensors))
-    found = kernel.collect(len(tensors))
+    actual = kernel.collect(len(tensors))
     for row, tensor in enumerate(tensors):
         added = [tensor] if row else [tensor, tensors[1]]
-        assert_moments(found[:, row], added, needs)
+        assert_moments(actual[:, row], added, needs)
         if needs & Need.HISTOGRAM:
-            assert row_of_counts(kernel, row) == histogram(torch.cat([one.cpu().double().reshape(-1) for one in added]))
+            assert row_of_counts(kernel, row) == histogram(torch.cat([x.cpu().double().reshape(-1) for x in added]))
 
 
 def test_tensors_with_different_needs() -> None:
@@ -267,9 +267,9 @@ def test_tensors_with_different_needs() -> None:
     tensors, needs = [random(50, 3), random(60, 7), random(70)], [Need.TOKENS, Need.SQUARES, Need.HISTOGRAM | Need.POWERS]
     kernel = TritonKernel(DEVICE)
     kernel.add_all([2, 0, 1], tensors, needs)
-    found = kernel.collect(3)
+    actual = kernel.collect(3)
     for row, tensor, need in zip([2, 0, 1], tensors, needs, strict=True):
-        assert_moments(found[:, row], [tensor], need)
+        assert_moments(actual[:, row], [tensor], need)
     assert kernel.counts([0, 1, 2]).sum(1).tolist() == [0, 70, 0]
 
 
@@ -307,8 +307,8 @@ def test_counts_add_up() -> None:
         kernel.add((5, seed % 2), tensor, Need.HISTOGRAM)
     for row, members in ((5, tensors), (0, tensors[::2]), (1, tensors[1::2])):
         assert row_of_counts(kernel, row) == histogram(torch.cat([tensor.double().cpu() for tensor in members]))
-    found = kernel.counts([7, 1, 5])
-    assert (found.dtype, found.device, found.sum(1).tolist()) == (torch.float64, DEVICE, [0, 350, 700])
+    actual = kernel.counts([7, 1, 5])
+    assert (actual.dtype, actual.device, actual.sum(1).tolist()) == (torch.float64, DEVICE, [0, 350, 700])
 
 
 def test_a_step_that_begins_under_inference_mode() -> None:
@@ -318,6 +318,6 @@ def test_a_step_that_begins_under_inference_mode() -> None:
         kernel.add((0,), x, needs)
     kernel.add((0,), x, needs)
     with torch.inference_mode():
-        found = kernel.collect(1)
-        assert_moments(found[:, 0], [x, x])
+        actual = kernel.collect(1)
+        assert_moments(actual[:, 0], [x, x])
         assert row_of_counts(kernel) == histogram(torch.cat([x, x]).cpu())

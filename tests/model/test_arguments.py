@@ -43,9 +43,9 @@ class Batch(Generic[Content]):
 
 def batch(x: Tensor) -> Batch[list[int]]:
     """One that is made without its own code, too."""
-    one: Batch[list[int]] = object.__new__(Batch)
-    vars(one).update(x=x, labels=[1, 2], note="a")
-    return one
+    batch: Batch[list[int]] = object.__new__(Batch)
+    vars(batch).update(x=x, labels=[1, 2], note="a")
+    return batch
 
 
 class Color(enum.Enum):
@@ -70,9 +70,9 @@ def test_tensors_are_copied_and_all_else_is_equal() -> None:
     assert twin["tuple"][1:] == value["tuple"][1:]
     assert twin["constants"] == value["constants"]
     assert [type(twin[name]) for name in value if name != "parameter"] == [type(value[name]) for name in value if name != "parameter"]
-    own, originals = (list(named_tensors(one)) for one in (twin, value))
-    assert [path for path, _tensor in own] == [path for path, _tensor in originals]
-    for (_path, tensor), (_same, original) in zip(own, originals, strict=True):
+    copies, originals = (list(named_tensors(container)) for container in (twin, value))
+    assert [path for path, _tensor in copies] == [path for path, _tensor in originals]
+    for (_path, tensor), (_same, original) in zip(copies, originals, strict=True):
         assert torch.equal(tensor, original)
         assert tensor.data_ptr() != original.data_ptr()
     assert twin["tuple"][0] is twin["named"].first is twin["named"].second[0] is twin["dataclass"].x

@@ -42,16 +42,16 @@ class Output(OrderedDict):  # type: ignore[type-arg]
 
 
 HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "itself": (lambda one: one, lambda held: held),
-    "containers": (lambda one: [({"a": one},)], lambda held: held[0][0]["a"]),
+    "itself": (lambda tensor: tensor, lambda held: held),
+    "containers": (lambda tensor: [({"a": tensor},)], lambda held: held[0][0]["a"]),
     "object": (Cache, lambda held: held.layers[0]["keys"]),
     "slots": (Slots, lambda held: held.tensor),
-    "deque": (lambda one: deque([one]), lambda held: held[0]),
-    "set": (lambda one: {one}, lambda held: next(iter(held))),
-    "user dict": (lambda one: UserDict(a=one), lambda held: held["a"]),
-    "output": (lambda one: Output(a=one), lambda held: held["a"]),
-    "partial": (lambda one: functools.partial(torch.add, one), lambda held: held.args[0]),
-    "module": (lambda one: [_with(nn.Identity(), one)], lambda held: held[0].held),
+    "deque": (lambda tensor: deque([tensor]), lambda held: held[0]),
+    "set": (lambda tensor: {tensor}, lambda held: next(iter(held))),
+    "user dict": (lambda tensor: UserDict(a=tensor), lambda held: held["a"]),
+    "output": (lambda tensor: Output(a=tensor), lambda held: held["a"]),
+    "partial": (lambda tensor: functools.partial(torch.add, tensor), lambda held: held.args[0]),
+    "module": (lambda tensor: [_with(nn.Identity(), tensor)], lambda held: held[0].held),
 }
 
 
@@ -79,7 +79,7 @@ def test_what_copies_itself_is_not_searched() -> None:
     held = Cache(linear(torch.ones(1, 2)))
     linear.register_forward_hook(UncopiedHook(lambda *_args: print(held)))
     linear.register_forward_hook(UncopiedHook(functools.partial(print, held)))
-    assert {id(one) for one in tensors_within(linear)} == {id(one) for one in linear.parameters()}
+    assert set(map(id, tensors_within(linear))) == set(map(id, linear.parameters()))
 
 
 class Shape(tuple):  # type: ignore[type-arg]
@@ -105,8 +105,8 @@ class Net(nn.Module):
         self.register_buffer("mask", torch.ones(3))
         self.kept = [torch.zeros(2)]
         self.computed = self.scale * 2
-        for number, one in enumerate((*self.parameters(), self.mask, *self.kept, self.computed)):
-            one.shape_of_base = Shape(([number], [4]))
+        for number, tensor in enumerate((*self.parameters(), self.mask, *self.kept, self.computed)):
+            tensor.shape_of_base = Shape(([number], [4]))
 
 
 def test_tensors_of_a_copy_have_the_attributes_of_their_originals() -> None:
@@ -116,12 +116,12 @@ def test_tensors_of_a_copy_have_the_attributes_of_their_originals() -> None:
     assert clone.readout.weight is clone.embedding.weight
     assert type(clone.scale) is Rescaled
     pairs = [*zip((*net.parameters(), *net.buffers()), (*clone.parameters(), *clone.buffers()), strict=True)]
-    for one, other in (*pairs, (net.kept[0], clone.kept[0]), (net.computed, clone.computed)):
-        assert one is not other
-        assert vars(other) == vars(one)
-        assert type(other.shape_of_base) is Shape
-        assert other.shape_of_base[0] is not one.shape_of_base[0]
-        assert other.shape_of_base.main is other.shape_of_base[-1]
+    for original, copied in (*pairs, (net.kept[0], clone.kept[0]), (net.computed, clone.computed)):
+        assert original is not copied
+        assert vars(copied) == vars(original)
+        assert type(copied.shape_of_base) is Shape
+        assert copied.shape_of_base[0] is not original.shape_of_base[0]
+        assert copied.shape_of_base.main is copied.shape_of_base[-1]
 
 
 def test_an_attribute_of_a_parameter_may_refer_to_the_model() -> None:

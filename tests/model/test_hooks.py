@@ -62,17 +62,17 @@ def test_a_hook_may_see_keyword_arguments_too() -> None:
 def test_no_hook_takes_the_place_of_another() -> None:
     """Two sets, one set twice, and handles of torch's that are made in between."""
     module, called = nn.Identity(), []
-    one, other = HookSet(), HookSet()
-    for number, hooks in enumerate((one, other, one)):
+    first, second = HookSet(), HookSet()
+    for number, hooks in enumerate((first, second, first)):
         hooks.add_forward(module, UncopiedHook(lambda *_args, number=number: called.append(number)))
         module.register_forward_hook(lambda *_args, number=number: called.append(10 + number))
     module(torch.ones(1))
     assert called == [0, 10, 1, 11, 2, 12]
-    one.close()
+    first.close()
     called.clear()
     module(torch.ones(1))
     assert called == [10, 1, 11, 12]
-    other.close()
+    second.close()
     assert len(module._forward_hooks) == 3
 
 
@@ -87,19 +87,19 @@ def test_hooks_of_many_modules_do_not_mix(before: str) -> None:
             self.num_registered += 1
             return super().register_forward_hook(*args, **options)
 
-    of_others, called, hooks = [], [], HookSet()
+    other_calls, called, hooks = [], [], HookSet()
     modules = [nn.Identity(), nn.ReLU(), Counting() if before.startswith("a class") else nn.Identity()]
     for module in modules:
-        module.register_forward_hook(lambda module, _args, _output: of_others.append(module))
+        module.register_forward_hook(lambda module, _args, _output: other_calls.append(module))
     if before == "a hook":
         hooks.add_forward(modules[1], UncopiedHook(lambda *_args: called.append("alone")))
-    functions = [UncopiedHook(lambda module, _args, _output, place=place: called.append((place, module))) for place in range(3)]
+    functions = [UncopiedHook(lambda module, _args, _output, index=index: called.append((index, module))) for index in range(3)]
     for module, function in zip(modules, functions, strict=True):
         hooks.add_forward(module, function)
     x = nn.Sequential(*modules)(torch.ones(1))
-    expected = [(place, module) for place, module in enumerate(modules)]
+    expected = [(index, module) for index, module in enumerate(modules)]
     assert called == (expected if before != "a hook" else [expected[0], "alone", *expected[1:]])
-    assert of_others == modules
+    assert other_calls == modules
     assert len(hooks) == (4 if before == "a hook" else 3)
     assert [module.num_registered for module in modules if isinstance(module, Counting)] == [2] * before.startswith("a class")
     hooks.close()
@@ -121,8 +121,8 @@ def test_a_set_is_used_again_after_it_was_closed() -> None:
     assert called == [1, 1, 1]
 
 
-def test_hooks_that_were_put_aside_come_back_without_ours() -> None:
-    """Somebody runs a module without its hooks, as the step ends, and gives it all of them back."""
+def test_hooks_that_the_user_restores_are_without_ours() -> None:
+    """User code runs a module without its hooks while the step ends, and restores all of them."""
     module, hooks = nn.Identity(), HookSet()
     module.register_forward_hook(lambda *_args: None)
     hooks.add_forward(module, UncopiedHook(lambda *_args: None))

@@ -42,14 +42,14 @@ def test_parameters_are_what_they_are_now() -> None:
     model["c"].bias = None
     model["d"]._parameters["weight"] = nn.UninitializedParameter()
     model["e"]._parameters["weight"] = Own(torch.ones(2, 2))
-    found = {site.name: site.tensor() for site in sites}
-    assert {name for name, tensor in found.items() if tensor is None} == {"b.weight", "c.bias", "d.weight"}
-    assert found["a.weight"] is model["a"].weight
-    assert type(found["e.weight"]) is Own
+    actual = {site.name: site.tensor() for site in sites}
+    assert {name for name, tensor in actual.items() if tensor is None} == {"b.weight", "c.bias", "d.weight"}
+    assert actual["a.weight"] is model["a"].weight
+    assert type(actual["e.weight"]) is Own
 
 
 def test_types_may_be_named_as_in_the_model() -> None:
-    """By the name of a class, the user's own too, or of a class that it is derived from; as by the class itself."""
+    """By the name of a class, also of the user, or of a base class; as by the class itself."""
 
     class MyBlock(nn.Linear):
         pass

@@ -1,4 +1,4 @@
-"""What is said of names that keys cannot have."""
+"""Messages about names that are not valid in keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from lightning_module_monitor import ModuleMonitor, Rule
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The messages about names."""
     return [message for message in caplog.messages if "in keys" in message]
 
@@ -22,18 +22,18 @@ def test_any_number_of_odd_names_takes_one_line(caplog: pytest.LogCaptureFixture
         monitor.set_module(model)
         sites = {key.split("/")[1] for key in monitor.planner.planned_keys()} - {"errors"}
     assert len(sites) == 1500
-    (message,) = said(caplog)
+    (message,) = messages(caplog)
     examples = ", ".join(f"'layer {number}' is called 'layer_{number}' in keys" for number in range(3))
     assert message.startswith(f"1500 names differ from those of the model: {examples}. Loggers take letters")
 
 
-def test_names_that_are_in_no_key_are_not_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_that_are_in_no_key_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Until a rule is added that has them in keys."""
     model = nn.ModuleDict({"a b": nn.Linear(1, 1), "c": nn.Linear(1, 1)})
     with caplog.at_level(logging.INFO), ModuleMonitor(rules=Rule(kinds="parameter", sites="c.*", statistics="norm")) as monitor:
         monitor.set_module(model)
-        assert said(caplog) == []
+        assert messages(caplog) == []
         monitor.add_rules(Rule(kinds="parameter", sites="a b.weight", statistics="norm"))
         monitor.add_rules(Rule(kinds="parameter", sites="c.weight", statistics="max"))
-    (message,) = said(caplog)
+    (message,) = messages(caplog)
     assert message.startswith("1 name differs from those of the model: 'a b.weight' is called 'a_b.weight' in keys. Loggers take letters")

@@ -81,6 +81,6 @@ def test_the_summary_of_nothing_and_of_what_is_not_finite() -> None:
 
 def test_norms_of_an_empty_gradient_are_zero() -> None:
     """As those of a sum without terms are."""
-    nothing = Moments(*torch.stack(Moments.of_nothing(3)).numpy())
+    nothing = Moments(*torch.stack(Moments.empty(3)).numpy())
     for name, norm in NORMS.items():
         assert norm.finish(nothing).tolist() == [0.0, 0.0, 0.0], name

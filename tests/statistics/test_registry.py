@@ -15,7 +15,7 @@ from lightning_module_monitor.record import is_undefined
 
 def test_of_nothing_there_is_no_mean() -> None:
     """The identity of merging: a norm of 0, no mean, no spread, no extremes."""
-    nothing = Moments.of_nothing(1)
+    nothing = Moments.empty(1)
     assert finished("norm", nothing) == 0.0
     assert finished("nonfinite_count", nothing) == 0.0
     for name in (

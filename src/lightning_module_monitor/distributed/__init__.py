@@ -1,1 +1,1 @@
-"""Communication with other ranks: reduction of what each has observed, sharded parameters, agreement on what is recorded."""
+"""Communication with other ranks: reduction of statistics, sharded parameters, and the check that all ranks record the same."""

@@ -1,8 +1,8 @@
-"""From what each rank has observed to what all ranks have together: one transfer, and with other ranks two collectives a step.
+"""Reduce the numbers of a step over ranks: one transfer, and with several ranks two collectives.
 
-Streams are in an order that all ranks have alike: those of the rules (which are checked to be the same), and those that turned up later (a
-further output, a head of attention) on any of them. When one turns up for the first time, its rank names it to the others, and that step is
-reduced once more. One process is one rank: its numbers are those of all.
+All ranks keep streams in the same order: those of the rules, which are checked to be equal, then those that were first observed during
+training (a further output, a head of attention) on any rank. A rank that observes a new stream sends its name to the others, and that step
+is reduced again. A single process needs no collectives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.distributed.moments import Fingerprints, Replicas, fingerprints_of, reduce_moments
+from lightning_module_monitor.distributed.rank_moments import Fingerprints, Replicas, fingerprints_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Array, Moments
@@ -28,26 +28,26 @@ OnError = Callable[[Stream, Exception], None]
 
 
 class Reduced(NamedTuple):
-    """What all ranks have observed in a step, the same on every rank."""
+    """The numbers of a step over all ranks, equal on every rank."""
 
     observed: Observed
-    """What this rank has observed."""
+    """The observations of this rank."""
     numbers: Numbers
     copied: frozenset[Identity] = frozenset()
-    """Streams that ranks which share their input have alike, and that count once."""
+    """Streams that are equal on ranks that share their input, and count once."""
     differing: Sequence[Stream] = ()
-    """Streams that every rank is expected to have alike, and that differ between ranks."""
+    """Replicated streams whose values differ between ranks."""
 
 
 def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks | None, on_error: OnError) -> Reduced:
-    """Reduce a step over ranks; ``layout`` gets the streams that it lacks.
+    """Reduce a step over ranks, and add new streams to ``layout``.
 
     Args:
-        observe: Returns what this rank has observed. Where that fails, the step is lost on every rank, and the error is raised when
-            they know: they wait for this one.
-        layout: The streams that are known on every rank.
-        ranks: The processes that train together; ``None`` for a single one.
-        on_error: Receives a stream that cannot be named to other ranks.
+        observe: Returns the observations of this rank. If it fails, the step is lost on every rank; the error is raised after the
+            collectives that the other ranks wait for.
+        layout: The streams that all ranks know.
+        ranks: The ranks that train together; ``None`` for a single process.
+        on_error: Receives a stream whose name cannot be sent to other ranks.
     """
     if ranks is None:
         observed = observe()
@@ -76,45 +76,43 @@ def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks | 
                 unsent.add(stream.identity)
                 try:
                     on_error(stream, caught)
-                except Exception as raised:  # not before the other ranks have what they wait for
+                except Exception as raised:  # after the collectives that other ranks wait for
                     error = error or raised
-        learn(layout, ranks.gather(named), unknown)
+        _learn(layout, ranks.gather(named), unknown)
     if error is not None:
         raise error
     return reduced
 
 
-def _reduced(observed: Observed, own: Numbers, layout: Layout, ranks: Ranks) -> Reduced:
+def _reduced(observed: Observed, numbers: Numbers, layout: Layout, ranks: Ranks) -> Reduced:
     """The numbers of all ranks, by two collectives."""
-    largest = _joined(own, LARGEST)
-    summed = _joined(own, SUMMED)
-    fingerprints = None if ranks.num_sharing == 1 else _fingerprints(own, layout)
-    result = reduce_moments(
-        Moments(*torch.from_numpy(own.moments)), largest, summed, ranks, fingerprints, replicas=_replicas(observed, layout)
-    )
-    fields = _parted(result.largest, own, LARGEST) | _parted(result.summed, own, SUMMED)
-    numbers = Numbers(moments=torch.stack(result.moments).numpy(), **fields)
-    failed = {*itertools.compress(layout.streams, numbers.failed)}
+    largest, summed = _joined(numbers, LARGEST), _joined(numbers, SUMMED)
+    fingerprints = None if ranks.num_sharing == 1 else _fingerprints(numbers, layout)
+    moments = Moments(*torch.from_numpy(numbers.moments))
+    result = reduce_moments(moments, largest, summed, ranks, _replicas(observed, layout), fingerprints=fingerprints)
+    fields = _parted(result.largest, numbers, LARGEST) | _parted(result.summed, numbers, SUMMED)
+    total = Numbers(moments=torch.stack(result.moments).numpy(), **fields)
+    failed = {*itertools.compress(layout.streams, total.failed)}
     differing = [stream for stream in itertools.compress(layout.replicated, result.differ.tolist()) if stream not in failed]
-    return Reduced(observed, numbers, frozenset(itertools.compress(layout.places, result.are_copies.tolist())), differing)
+    return Reduced(observed, total, frozenset(itertools.compress(layout.places, result.are_copies.tolist())), differing)
 
 
 class _Name(NamedTuple):
-    """A stream as it is named to other ranks, which make their own of it."""
+    """The name of a stream, from which other ranks make the stream."""
 
     identity: Identity
     origin: Identity | None
     """The stream that it is a further site of."""
     aggregates: dict[str, str | None]
-    """Of values by name; ``None`` for a function of the user's."""
+    """Aggregate of each value; ``None`` for a function of the user."""
     is_compared: bool
 
 
 def _name_of(stream: Stream) -> _Name:
-    """What names a stream to other ranks.
+    """The name to send to other ranks.
 
     Raises:
-        ValueError: If an output is one that other ranks do not know.
+        ValueError: If other ranks cannot make one of its outputs.
     """
     if stream.origin is None:
         for name, output in stream.outputs.items():
@@ -124,12 +122,12 @@ def _name_of(stream: Stream) -> _Name:
     return _Name(stream.identity, None if stream.origin is None else stream.origin.identity, aggregates, stream.is_compared)
 
 
-def learn(layout: Layout, names: Iterable[Iterable[_Name]], own: Iterable[Stream]) -> None:
-    """Add the streams that all ranks have named, in their order; ``own`` are those of this rank."""
-    of_this_rank = {stream.identity: stream for stream in own}
+def _learn(layout: Layout, names: Iterable[Iterable[_Name]], streams: Iterable[Stream]) -> None:
+    """Add the streams that any rank has named, in the order of the names; ``streams`` are those of this rank."""
+    stream_by_identity = {stream.identity: stream for stream in streams}
     for name in itertools.chain.from_iterable(names):
         origin = None if name.origin not in layout.places else layout.streams[layout.places[name.origin]]
-        known = of_this_rank.get(name.identity)
+        known = stream_by_identity.get(name.identity)
         layout.add([known or (_made_of(name) if origin is None else origin.at(name.identity[1]))])
 
 
@@ -138,62 +136,67 @@ def _made_of(name: _Name) -> Stream:
     kind, site, stage, prefix, *names = name.identity
     outputs: dict[str, Output] = {}
     for output in names:
-        aggregate: Aggregate = name.aggregates.get(output) or _unknown_here
+        aggregate: Aggregate = name.aggregates.get(output) or _unknown_aggregate
         known = STATISTICS.get(output)
         outputs[output] = Value(aggregate) if output in name.aggregates or known is None or callable(known) else known
     return Stream(kind, site, outputs, stage, prefix, is_compared=name.is_compared)
 
 
-def _unknown_here(_values: Tensor) -> float:
-    """Stands for an aggregate of the user's that only other ranks have."""
+def _unknown_aggregate(_values: Tensor) -> float:
+    """Stands for an aggregate function that only other ranks have."""
     raise ValueError("its aggregate is not known on this rank; expected every rank to record it")
 
 
-def _fingerprints(own: Numbers, layout: Layout) -> Fingerprints:
-    """Fingerprints of everything that is known of each stream: parts of a tensor may well have one histogram.
+def _fingerprints(numbers: Numbers, layout: Layout) -> Fingerprints:
+    """Fingerprints from all numbers of each stream, because different parts of a tensor may have equal histograms.
 
-    Parameters and values of the user's own are left out: there each rank observes its own part, and parts of a constant are alike.
+    Without parameters and logged values, of which each rank observes a part: parts of a constant are equal.
     """
-    none = len(layout.streams)
-    items = _items(layout, {stream: place for place, stream in enumerate(layout.streams) if stream.is_compared}, none)
-    results = np.stack([own.extremes, own.has_nan, own.totals, own.weights])
-    columns = [(own.moments, items.rows), (own.counts.T, items.counted), (results, items.values)]
-    known = torch.from_numpy(np.concatenate([values.ravel() for values, _items in columns]))
-    of_known = torch.cat([of_columns.repeat(len(values)) for values, of_columns in columns])
-    return Fingerprints(fingerprints_of(known, of_known, none), items.of_summed(none))
+    num_items = len(layout.streams)
+    items = _items(layout, {stream: index for index, stream in enumerate(layout.streams) if stream.is_compared}, num_items)
+    results = np.stack([numbers.extremes, numbers.has_nan, numbers.totals, numbers.weights])
+    columns = [(numbers.moments, items.rows), (numbers.counts.T, items.counted), (results, items.values)]
+    values = torch.from_numpy(np.concatenate([matrix.ravel() for matrix, _items in columns]))
+    item_of_value = torch.cat([item_of_column.repeat(len(matrix)) for matrix, item_of_column in columns])
+    return Fingerprints(fingerprints_of(values, item_of_value, num_items), items.item_of_summed(num_items))
 
 
 def _replicas(observed: Observed, layout: Layout) -> Replicas:
-    """The streams that every rank is expected to have alike, and those that this one has a part of."""
-    none = len(layout.replicated)
-    items = _items(layout, {stream: place for place, stream in enumerate(layout.replicated)}, none)
+    """The streams that must be equal on all ranks, and those of which this rank holds a part."""
+    num_items = len(layout.replicated)
+    items = _items(layout, {stream: index for index, stream in enumerate(layout.replicated)}, num_items)
     identities = [stream.identity for stream in layout.replicated]
     return Replicas(
-        first_rows=torch.tensor([layout.first_rows[layout.places[one]] for one in identities], dtype=torch.int64, device="cpu"),
-        are_parts=torch.tensor([one in observed.parts for one in identities], dtype=torch.float64, device="cpu"),
-        of_numbers=items.of_summed(none),
+        first_rows=_indices(layout.first_rows[layout.places[identity]] for identity in identities),
+        are_parts=_indices(identity in observed.parts for identity in identities).double(),
+        item_of_number=items.item_of_summed(num_items),
     )
 
 
 class _Items(NamedTuple):
-    """The item that each row, each histogram and each value is of, int64."""
+    """The item of each row, of each histogram and of each value, int64."""
 
     rows: Tensor
     counted: Tensor
     values: Tensor
 
-    def of_summed(self, none: int) -> Tensor:
-        """The item of each number that is summed, in their order: of all fields of the moments, then of ``SUMMED``."""
-        of_results = [self.values] * (len(SUMMED) - 2)
+    def item_of_summed(self, none: int) -> Tensor:
+        """The item of each number that is summed: of all fields of the moments, then of ``SUMMED``."""
+        results = [self.values] * (len(SUMMED) - 2)
         counts = self.counted.repeat_interleave(NUM_COUNTS)
-        return torch.cat([self.rows.repeat(NUM_FIELDS), counts, *of_results, self.values.new_full((1,), none)])
+        return torch.cat([self.rows.repeat(NUM_FIELDS), counts, *results, self.values.new_full((1,), none)])
 
 
 def _items(layout: Layout, items: dict[Stream, int], none: int) -> _Items:
-    rows = [items.get(stream, none) for stream in layout.streams for _row in range(stream.num_rows)]
-    counted = [items.get(stream, none) for stream in layout.counted]
-    values = [items.get(stream, none) for stream, _name, _value in layout.values]
-    return _Items(*(torch.tensor(one, dtype=torch.int64, device="cpu") for one in (rows, counted, values)))
+    return _Items(
+        rows=_indices(items.get(stream, none) for stream in layout.streams for _row in range(stream.num_rows)),
+        counted=_indices(items.get(stream, none) for stream in layout.counted),
+        values=_indices(items.get(stream, none) for stream, _name, _value in layout.values),
+    )
+
+
+def _indices(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
 
 
 def _joined(numbers: Numbers, fields: Sequence[str]) -> Tensor:

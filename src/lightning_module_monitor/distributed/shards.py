@@ -1,7 +1,7 @@
-"""The part of a tensor that this rank counts, where a tensor is laid out over ranks: every element counts once.
+"""The part of a sharded tensor that this rank counts, so that each element counts once.
 
-Torch lays parameters out over ranks in two ways. FSDP2 and tensor parallel training make DTensors of them. FSDP1 makes views of this rank's
-shard of a flat parameter: plain tensors of one dimension, of which only the wrapper knows.
+FSDP2 and tensor parallel training turn parameters into DTensors. FSDP1 turns them into views of this rank's shard of a flat parameter:
+plain tensors of one dimension, whose layout only the wrapper knows.
 """
 
 from __future__ import annotations
@@ -25,47 +25,45 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is laid out over ranks by torch (FSDP2, tensor parallel)."""
-    # By what it can do: to import its class takes half a second, and before torch 2.5 the module was a private one.
+    """Whether a tensor is a DTensor (FSDP2, tensor parallel)."""
+    # By its method: the import of the class takes half a second, and its module was private before torch 2.5.
     kind = type(tensor)
     return kind not in PLAIN and hasattr(kind, "full_tensor")
 
 
 class FlatShard(NamedTuple):
-    """Layout of a parameter of FSDP1. On this rank it is a plain tensor of one dimension, which may be empty."""
+    """Layout of a parameter of FSDP1, which is on this rank a plain tensor of one dimension, possibly empty."""
 
     shape: torch.Size
     """Shape of the whole parameter."""
     is_copy: bool
-    """Whether another rank has the same part, and counts it (``HYBRID_SHARD``)."""
+    """Whether another rank counts the same part (``HYBRID_SHARD``)."""
 
 
 def flat_shards_by_name(parameters: Mapping[str, Tensor | None], wrapper: nn.Module | None) -> dict[str, FlatShard]:
-    """The parameters that FSDP1 has laid out over ranks, by name.
+    """The parameters that FSDP1 has sharded, by name.
 
     Args:
-        parameters: By name; ``None``: it was removed.
-        wrapper: A module that has FSDP1's wrappers in it, or is one.
+        parameters: By name; ``None`` for a removed parameter.
+        wrapper: A module that contains FSDP1's wrappers or is one.
 
     Raises:
         ConfigError: If a parameter belongs to another wrapper.
     """
-    flattened = {name: id(one) for name, one in parameters.items() if one is not None and is_flattened(one)}
-    shards = _flat_shards(wrapper) if flattened and wrapper is not None else {}
-    unknown = [name for name, one in flattened.items() if one not in shards]
+    ids = {name: id(tensor) for name, tensor in parameters.items() if tensor is not None and is_flattened(tensor)}
+    shards = _flat_shards(wrapper) if ids and wrapper is not None else {}
+    unknown = [name for name, identity in ids.items() if identity not in shards]
     if unknown:
         expected = "expected set_module(what FullyShardedDataParallel returns), and use_orig_params=True"
         raise ConfigError(f"{shortened(unknown)}: FSDP has it in a unit that is not known here; {expected}.")
-    found = {name: shards[one] for name, one in flattened.items()}
-    return {name: shard for name, shard in found.items() if shard is not None}
+    return {name: shard for name, identity in ids.items() if (shard := shards[identity]) is not None}
 
 
 def _flat_shards(wrapper: nn.Module) -> dict[int, FlatShard | None]:
-    """The parameters of FSDP1's units in a module, by ``id``; ``None`` for one that is not laid out over ranks (``NO_SHARD``)."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    """The parameters of FSDP1's units in a module, by ``id``; ``None`` for an unsharded one (``NO_SHARD``)."""
     shards: dict[int, FlatShard | None] = {}
-    for unit in () if fsdp is None else fsdp.FullyShardedDataParallel.fsdp_modules(wrapper):
-        handle = unit._handle  # which parameters are in a unit, and of what shape, is in no public interface
+    for unit in _fsdp1_units(wrapper):
+        handle = unit._handle  # there is no public interface to the parameters of a unit and their shapes
         if handle is not None and handle.flat_param._params is not None:
             replicas = getattr(unit, "_inter_node_pg", None)
             is_copy = replicas is not None and distributed.get_rank(replicas) > 0
@@ -76,28 +74,28 @@ def _flat_shards(wrapper: nn.Module) -> dict[int, FlatShard | None]:
 
 def is_flattened(parameter: Tensor) -> bool:
     """Whether a parameter belongs to a unit of FSDP1."""
-    return getattr(parameter, "_fsdp_flattened", False)  # FSDP's own mark, by which it leaves out what an inner unit has
+    return getattr(parameter, "_fsdp_flattened", False)  # FSDP's mark, by which a unit skips the parameters of an inner unit
 
 
 def is_laid_out(module: nn.Module) -> bool:
-    """Whether any parameter of a module is, or may be, laid out over ranks: such a module cannot be copied."""
-    return any(is_sharded(one) or is_flattened(one) for one in module.parameters())
+    """Whether any parameter of a module is a DTensor or belongs to FSDP1: such a module cannot be copied."""
+    return any(is_sharded(parameter) or is_flattened(parameter) for parameter in module.parameters())
 
 
 def own_part(tensor: DTensor) -> Tensor | None:
-    """The elements that this rank counts of a tensor that is laid out over ranks.
+    """The elements of a DTensor that this rank counts.
 
     Returns:
-        The local shard; where it is also replicated, on the first of the ranks that have it. ``None``: another rank counts them.
+        The local shard; ``None`` if another rank counts the same elements: the first of the ranks that hold them.
 
     Raises:
         ValueError: If its values are still to be reduced over ranks.
     """
     _check_reduced(tensor)
-    # If several groups of ranks have the same tensor, the group with rank 0 counts it.
-    is_elsewhere = _is_copy(tensor) or not (tensor.device_mesh.mesh == 0).any()
+    # If several groups of ranks hold the same tensor, the group with rank 0 counts it.
+    is_counted_elsewhere = _is_copy(tensor) or not (tensor.device_mesh.mesh == 0).any()
     part: Tensor = tensor.to_local()
-    return None if is_elsewhere else part
+    return None if is_counted_elsewhere else part
 
 
 def fsdp2_units(module: nn.Module) -> list[Any]:
@@ -107,8 +105,8 @@ def fsdp2_units(module: nn.Module) -> list[Any]:
 
 
 def fsdp1_units(root: nn.Module) -> dict[nn.Module, Any]:
-    """The innermost unit of FSDP1 around each module that is in one."""
-    # This decides which units are the outermost ones: the first that is gathered would take itself for one.
+    """The innermost unit of FSDP1 around each module that is in a unit."""
+    # The call determines the outermost units; without it the first unit that is gathered would become one.
     _fsdp1_units(root, root_only=True)
     return {module: unit for unit in _fsdp1_units(root) for module in unit.modules()}  # an outer unit comes before its inner ones
 
@@ -121,43 +119,43 @@ def _fsdp1_units(root: nn.Module, *, root_only: bool = False) -> list[Any]:
 
 
 def gathered(unit: Any) -> AbstractContextManager[None]:  # noqa: ANN401  # FSDP1 may never have been imported
-    """Within the block the parameters of a unit of FSDP1 are whole, but not those of units in it: by a collective of all ranks."""
+    """Within the block the parameters of a unit of FSDP1 are whole, but not those of units in it. A collective of all ranks."""
     block: AbstractContextManager[None] = unit.summon_full_params(unit, recurse=False, writeback=False)
     return block
 
 
 def reshard(module: nn.Module) -> None:
-    """Give up the whole parameters that FSDP keeps after a forward pass, for the backward pass that follows it in training."""
+    """Free the whole parameters that FSDP keeps after a forward pass for the backward pass of training."""
     for unit in fsdp2_units(module):
         unit.reshard()
     for unit in _fsdp1_units(module, root_only=True):
         with gathered(unit):
-            pass  # after it the parameters are shards; those that are whole need no collective
+            pass  # afterwards the parameters are shards; whole parameters need no collective
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be laid out over ranks: then by a collective, in which all of them take part."""
+    """The whole tensor; of a DTensor by a collective of all its ranks."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def whole_of_flat(part: Tensor, shard: FlatShard, ranks: Ranks) -> Tensor:
-    """All of a parameter of FSDP1, or of what belongs to it, by a collective, in which all ranks take part."""
+    """A whole parameter of FSDP1, or its whole gradient or update, by a collective of all ranks."""
     parts = ranks.gather(None if shard.is_copy else part.to("cpu"))
-    return torch.cat([one for one in parts if one is not None]).view(shard.shape).to(part.device)
+    return torch.cat([tensor for tensor in parts if tensor is not None]).view(shard.shape).to(part.device)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter, of which a part without elements has an empty one: FSDP1 leaves that out."""
+    """The gradient of a parameter. FSDP1 sets none for an empty shard, which gets an empty one here."""
     is_empty = parameter.grad is None and parameter.requires_grad and not parameter.numel() and is_flattened(parameter)
     return torch.empty_like(parameter) if is_empty else parameter.grad
 
 
 def _is_copy(tensor: DTensor) -> bool:
-    """Whether this rank's elements are those of the first of the ranks that have them all."""
+    """Whether another rank counts the same elements."""
     coordinate = tensor.device_mesh.get_coordinate()
-    # No coordinate: this rank has no part of it.
+    # No coordinate: the tensor is on other ranks.
     return coordinate is None or any(
-        placement.is_replicate() and place > 0 for placement, place in zip(tensor.placements, coordinate, strict=True)
+        placement.is_replicate() and index > 0 for placement, index in zip(tensor.placements, coordinate, strict=True)
     )
 
 
@@ -167,14 +165,14 @@ def _check_reduced(tensor: DTensor) -> None:
 
 
 def local_part(tensor: Tensor, *, is_reduced: bool = True) -> Tensor:
-    """This rank's part of an activation that may be laid out over the ranks of a mesh.
+    """This rank's part of an activation, which may be a DTensor.
 
     Args:
         tensor: Any tensor; a plain one is returned whole. Waits for a collective that still computes it.
-        is_reduced: Whether it has to be reduced over ranks; if not, a part of a sum will do.
+        is_reduced: Whether values that are still to be reduced over ranks are an error.
 
     Returns:
-        A plain tensor: the local shard, which is empty where the same elements are the first rank's to count.
+        A plain tensor: the local shard, or an empty tensor if another rank counts the same elements.
 
     Raises:
         ValueError: If its values are still to be reduced over ranks.

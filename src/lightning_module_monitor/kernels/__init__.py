@@ -1,4 +1,4 @@
-"""How a tensor becomes moments: one contract (:class:`.table.Kernel`), three implementations.
+"""From tensors to moments: one contract (:class:`.table.Kernel`), three implementations.
 
 ========================  ==========================================================================================
 :mod:`.torch_kernel`      any device and dtype, by torch operations; the reference implementation

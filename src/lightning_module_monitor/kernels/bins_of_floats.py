@@ -1,4 +1,4 @@
-"""The bin of a float is in its bits: sign, exponent, and whether the mantissa is zero. Integer arithmetic finds it, without rounding."""
+"""Histogram bins of floats, from their bits (sign, exponent, whether the mantissa is zero): integer arithmetic, without rounding."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from torch import Tensor
 
 from lightning_module_monitor.histogram import HIGHEST_EXPONENT, LOWEST_EXPONENT, NUM_BINS, NUM_COUNTS
 
-ZERO_PLACE = 1 + NUM_BINS // 2
-"""Place of the zeros in a row of counts."""
+ZERO_BIN = 1 + NUM_BINS // 2
+"""Index of the zeros in a row of counts."""
 
 SPREAD = 64
-"""Rows that the counts of a tensor are spread over on an accelerator: elements that are counted at once seldom wait for one another."""
-
+"""Rows that the counts of a tensor are spread over on an accelerator, so that atomic additions seldom collide."""
 
 FORMATS = {torch.float32: (torch.int32, 8, 23), torch.float64: (torch.int64, 11, 52)}
-"""Of a float (IEEE 754): the integer of its size, and how many bits its exponent and its mantissa have."""
+"""IEEE 754 formats: the integer dtype of the same size, and the bits of the exponent and of the mantissa."""
 
 
-def places_of_codes(exponent_bits: int) -> NDArray[np.int64]:
-    """The place of a float in a row of counts, by its code: whether the mantissa is not zero, whether it is negative, exponent's bits.
+def bin_of_code(exponent_bits: int) -> NDArray[np.int64]:
+    """Index in a row of counts by the code of a float: whether its mantissa is not zero, whether it is negative, exponent bits.
 
     Returns:
         Shape ``(2, 2, 2**exponent_bits)``.
     """
     num_exponents = 2**exponent_bits
     exponent = np.arange(num_exponents) - (num_exponents // 2 - 1)
-    # 1: smaller than any power of two that has a bin; subnormal numbers of every dtype here are among them.
+    # 1: smaller than any power of two that has a bin, as subnormal numbers of every dtype here are.
     distance = np.clip(exponent, LOWEST_EXPONENT - 1, HIGHEST_EXPONENT + 1) - LOWEST_EXPONENT + 2
-    places = np.array([[ZERO_PLACE + distance, ZERO_PLACE - distance]] * 2, dtype=np.int64)
-    places[0, :, 0] = ZERO_PLACE
-    places[0, :, -1] = NUM_COUNTS - 2, 0  # infinities
-    places[1, :, -1] = NUM_COUNTS - 1  # NaN
-    return places
+    bins = np.array([[ZERO_BIN + distance, ZERO_BIN - distance]] * 2, dtype=np.int64)
+    bins[0, :, 0] = ZERO_BIN
+    bins[0, :, -1] = NUM_COUNTS - 2, 0  # infinities
+    bins[1, :, -1] = NUM_COUNTS - 1  # NaN
+    return bins
 
 
 def counts_of(tensor: Tensor) -> Tensor:
-    """The row of counts of a tensor, by torch operations, none of which waits for the device.
+    """The row of counts of a tensor, by torch operations that do not synchronize with the device.
 
     Args:
         tensor: Any shape, any real floating dtype, strided, without a graph.
@@ -56,20 +55,20 @@ def counts_of(tensor: Tensor) -> Tensor:
     # Bit `mantissa_bits` of the sum is set if any bit of the mantissa is: moved to the left of sign and exponent.
     codes = (bits & mantissa).add_(mantissa).bitwise_right_shift_(mantissa_bits).bitwise_left_shift_(exponent_bits + 1)
     codes |= (bits >> mantissa_bits).bitwise_and_((1 << (exponent_bits + 1)) - 1)
-    places = _places_on(tensor.device, exponent_bits).index_select(0, codes)
-    return torch.bincount(places, minlength=NUM_COUNTS) if places.is_cpu else scattered_counts(places)
+    bins = _bin_of_code_on(tensor.device, exponent_bits).index_select(0, codes)
+    return torch.bincount(bins, minlength=NUM_COUNTS) if bins.is_cpu else scattered_counts(bins)
 
 
-def scattered_counts(places: Tensor) -> Tensor:
-    """The number of elements at each place, int64, shape ``(NUM_COUNTS,)``; ``torch.bincount`` would read a value on the host."""
-    spread = torch.arange(len(places), device=places.device).remainder_(SPREAD).mul_(NUM_COUNTS).add_(places)
-    spread_counts = torch.zeros(SPREAD * NUM_COUNTS, dtype=torch.int64, device=places.device)
+def scattered_counts(bins: Tensor) -> Tensor:
+    """The number of elements in each bin, int64, shape ``(NUM_COUNTS,)``; ``torch.bincount`` would read a value on the host."""
+    spread = torch.arange(len(bins), device=bins.device).remainder_(SPREAD).mul_(NUM_COUNTS).add_(bins)
+    spread_counts = torch.zeros(SPREAD * NUM_COUNTS, dtype=torch.int64, device=bins.device)
     spread_counts.scatter_add_(0, spread, torch.ones_like(spread))
     return spread_counts.view(SPREAD, NUM_COUNTS).sum(0)
 
 
 @functools.lru_cache(maxsize=32)
-def _places_on(device: torch.device, exponent_bits: int) -> Tensor:
+def _bin_of_code_on(device: torch.device, exponent_bits: int) -> Tensor:
     # It may be called first under inference mode.
     with torch.inference_mode(mode=False):
-        return torch.from_numpy(places_of_codes(exponent_bits).reshape(-1)).to(device)
+        return torch.from_numpy(bin_of_code(exponent_bits).reshape(-1)).to(device)

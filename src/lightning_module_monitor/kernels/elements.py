@@ -1,35 +1,38 @@
-"""Whether and where a tensor has elements that can be read."""
+"""Tensors as kernels can read them (no subclass, no wrapper of a transform, dense, with memory), and their transfer to the host."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 PLAIN = (Tensor, nn.Parameter)
-"""The types whose elements are where their storage is."""
+"""Types whose elements lie in their storage."""
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor without the class that a program gave it, e.g. for metadata, whose code every operation on it would run.
+    """The tensor without a subclass such as one for metadata, whose ``__torch_function__`` would run in every operation.
 
     Args:
-        tensor: Any tensor. One of a class with operations of its own (``__torch_dispatch__``), or without values yet, is returned as it is.
+        tensor: Any tensor. A subclass with ``__torch_dispatch__`` and a lazy parameter are returned unchanged.
 
     Returns:
-        A tensor with the same elements, and without a graph if it is another.
+        A tensor with the same elements; a new one has no graph.
     """
     kind = type(tensor)
     if kind in PLAIN or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or nn.parameter.is_lazy(tensor):
         return tensor
     with torch.no_grad():
-        return Tensor.as_subclass(tensor, Tensor)  # which no class can override
+        return Tensor.as_subclass(tensor, Tensor)  # not the method, which a subclass may override
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The :func:`plain` tensor, to be read by operations of torch, which would end the process where a program gave its memory back.
+    """The :func:`plain` tensor after a check of its memory: torch operations on a storage that was shrunk crash the process.
 
     Raises:
-        ValueError: If not all of its elements lie in its storage: a program that streams weights may have shrunk it.
+        ValueError: If not all elements lie in the storage.
     """
     if type(tensor) not in PLAIN:
         tensor = plain(tensor)
@@ -40,7 +43,7 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def own_elements(tensor: Tensor) -> Tensor:
-    """The tensor itself; of one that wraps another (of a class with operations of its own, or functional), the plain one it stands for.
+    """The tensor, or the plain tensor that a wrapper (a subclass with ``__torch_dispatch__``, a functional tensor) computes.
 
     Raises:
         ValueError: If operations on it return no plain tensor.
@@ -58,7 +61,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether all elements of a plain tensor lie in its storage: a program that streams weights may have shrunk it."""
+    """Whether all elements of a plain tensor lie in its storage, which a program that streams weights may have shrunk."""
     if tensor.is_contiguous():
         last = tensor.numel()
     else:
@@ -67,10 +70,10 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The tensor with the zeros that a sparse one leaves out; of a nested one the elements of all parts.
+    """The tensor as a dense one: a sparse tensor with its zeros, or the elements of all parts of a nested tensor.
 
     Raises:
-        ValueError: If it has no data, or no elements of its own.
+        ValueError: If it has no data, or its elements cannot be read.
     """
     tensor = plain(tensor)
     if tensor.is_meta:
@@ -83,13 +86,11 @@ def strided(tensor: Tensor) -> Tensor:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The :func:`plain` tensor that functorch transforms wrap, which outlives them: of one that ``vmap`` maps over, that of all samples.
-
-    Args:
-        tensor: Any tensor; a plain one that is not wrapped is returned as it is.
+    """The :func:`plain` tensor inside the wrappers of functorch transforms, which it outlives.
 
     Returns:
-        Shape ``(samples, ...)`` for each ``vmap``, the outermost first, then the shape that the tensor seems to have.
+        The tensor itself if it is not wrapped. Under ``vmap`` the tensor of all samples, shape ``(samples, ...)`` for each ``vmap``,
+        the outermost first.
     """
     if type(tensor) is not Tensor:
         tensor = plain(tensor)
@@ -98,3 +99,38 @@ def unwrapped(tensor: Tensor) -> Tensor:
         inside: Tensor = functorch.get_unwrapped(tensor)
         tensor = inside.movedim(functorch.maybe_get_bdim(tensor), 0) if functorch.is_batchedtensor(tensor) else inside
     return tensor
+
+
+def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Copy the results of a step to the host, by one transfer per device.
+
+    Args:
+        shares: As :meth:`~lightning_module_monitor.kernels.table.MomentTable.collect` returns them.
+        others: Float64 tensors of any shape, on any device.
+
+    Returns:
+        The shares, and the elements of all others in order, shape ``(elements,)``, float64, on the CPU.
+    """
+    if len(shares) == 1 and not others:
+        # The usual case, a tenth of a millisecond faster.
+        return [transfer(shares[0])], torch.empty(0, dtype=torch.float64, device="cpu")
+    flat = [tensor.reshape(-1) for tensor in (*shares, *others)]
+    indices_by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(flat):
+        indices_by_device[tensor.device].append(index)
+    for indices in indices_by_device.values():
+        parcel = flat[indices[0]] if len(indices) == 1 else torch.cat([flat[index] for index in indices])
+        for index, values in zip(indices, transfer(parcel).split([flat[index].numel() for index in indices]), strict=True):
+            flat[index] = values
+    moments = [values.view(share.shape) for values, share in zip(flat, shares, strict=False)]
+    return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *flat[len(shares) :]])
+
+
+def transfer(tensor: Tensor) -> Tensor:
+    """Copy the results of a step to the host. Tests count the calls."""
+    return tensor if is_on_host(tensor) else tensor.to("cpu")
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a value is read without a transfer."""
+    return tensor.is_cpu

@@ -20,10 +20,9 @@ Array = npt.NDArray[np.float64]
 
 
 class Need:
-    """The moments that a statistic is finished from, as bits of an integer.
+    """Bits of the moments that a statistic is computed from. A moment without its bit is not computed and must not be read.
 
-    A moment that no statistic needs is not computed, and must not be read. Integers and not an ``enum.IntFlag``, whose ``&``
-    costs as much as a small kernel.
+    Integers and not an ``enum.IntFlag``, whose ``&`` costs as much as a small kernel.
     """
 
     NOTHING = 0
@@ -48,7 +47,7 @@ class Need:
 class Moments(NamedTuple):
     """Moments of the rows of a table, each float64, shape ``(rows,)``.
 
-    The fields are tensors on one device while a step runs, and numpy arrays when statistics are finished. ``n`` is the number of
+    The fields are tensors on one device while a step runs, and numpy arrays when statistics are computed. ``n`` is the number of
     elements ``x``, and ``m`` their mean.
     """
 
@@ -68,37 +67,33 @@ class Moments(NamedTuple):
     maximum: Any
     minimum: Any
     zeros: Any
-    """Number of elements that are zero."""
+    """Number of zeros."""
     nonfinite: Any
-    """Number of elements that are NaN or infinite."""
+    """Number of NaN and infinite elements."""
     tokens: Any
-    """Number of tokens: elements over the size of the last dimension."""
+    """Number of tokens: elements divided by :func:`num_features`."""
     token_norm: Any
-    """Sum over the tokens of their Euclidean norm."""
+    """Sum of the Euclidean norms of the tokens."""
     token_rms: Any
-    """Sum over the tokens of their root mean square."""
+    """Sum of the root mean squares of the tokens."""
 
     @classmethod
-    def of_nothing(cls, num_rows: int) -> Moments:
-        """Moments of empty tensors, on the host: the identity of :meth:`merge`."""
-        zeros = torch.zeros(num_rows, dtype=torch.float64, device="cpu")
+    def empty(cls, num_rows: int, device: torch.device | str = "cpu") -> Moments:
+        """Moments of empty tensors: the identity of :meth:`merge`."""
+        zeros = torch.zeros(num_rows, dtype=torch.float64, device=device)
         return cls(*[zeros] * len(cls._fields))._replace(maximum=zeros - torch.inf, minimum=zeros + torch.inf)
 
     @classmethod
     def joined(cls, parts: Iterable[Moments]) -> Moments:
-        """The rows of several, one after the other."""
+        """Concatenate the rows of several."""
         return cls(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
 
-    def to(self, device: torch.device) -> Moments:
-        """The same on a device."""
-        return Moments(*(field.to(device) for field in self))
-
     def rows(self, index: Tensor) -> Moments:
-        """The rows that ``index``, int64 of shape ``(selected,)``, names, in its order."""
+        """Select rows by ``index``, int64 of shape ``(selected,)``, in its order."""
         return Moments(*(field[index] for field in self))
 
     def about(self, center: Tensor) -> Moments:
-        """The same with sums about a center, shape ``(rows,)``, which add up: ``mean`` becomes the sum of ``x - center``."""
+        """Sums about a center, shape ``(rows,)``, which can be added: ``mean`` becomes the sum of ``x - center``."""
         n, d = self.elements, self.mean - center
         return self._replace(
             mean=n * d,
@@ -108,7 +103,7 @@ class Moments(NamedTuple):
         )
 
     def about_mean(self, center: Tensor) -> Moments:
-        """The inverse of :meth:`about`, of added sums: ``deviations``, ``third`` and ``fourth`` are about the mean again."""
+        """The inverse of :meth:`about`, also after addition: ``deviations``, ``third`` and ``fourth`` are about the mean again."""
         n = self.elements
         d = self.mean / n.clamp(min=1.0)
         return self._replace(
@@ -119,15 +114,15 @@ class Moments(NamedTuple):
         )
 
     def merge(self, index: Tensor, num_rows: int) -> Moments:
-        """Merge rows that belong together.
+        """Merge groups of rows.
 
         Args:
-            index: For each of these rows the row it is merged into, int64, shape ``(rows,)``.
-            num_rows: Number of rows of the result. A row that nothing is merged into is the moments of an empty tensor.
+            index: Row of the result that each row is merged into, int64, shape ``(rows,)``.
+            num_rows: Number of rows of the result. A row without a source has the moments of an empty tensor.
         """
         elements = _total(self.elements, index, num_rows)
-        # The mean of means and not the sum over the count, whose rounding the squares of the spread would show. A row
-        # alone in its group keeps its mean to the last bit: its share is 1.
+        # Weighted means, because the rounding error of a total divided by the count would show in the deviations. A row that is alone in
+        # its group keeps its mean to the last bit: its weight is 1.
         mean = _total(self.mean * (self.elements / elements.clamp(min=1.0)[index]), index, num_rows)
         about = self.about(mean[index])
         return Moments(*(_total(field, index, num_rows) for field in about))._replace(
@@ -149,27 +144,26 @@ def _extreme(values: Tensor, index: Tensor, num_rows: int, reduce: str, identity
     return start.scatter_reduce_(0, index, values, reduce)
 
 
-def merged(shares: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
-    """Merge shares of the same rows.
+def num_features(tensor: Tensor) -> int:
+    """Elements of a token: the size of the last dimension; 1 for a tensor without dimensions."""
+    return tensor.shape[-1] if tensor.dim() else 1
 
-    Args:
-        shares: Each of shape ``(fields, num_rows)``, float64, on the device, as is the result. No share is the moments of empty tensors.
-        num_rows: Number of rows of each.
-        device: Where they are.
-    """
+
+def merged(shares: list[Tensor], num_rows: int) -> Tensor:
+    """Merge shares of the same rows, each float64 on the host, of shape ``(fields, num_rows)``, as is the result."""
     if len(shares) == 1:
         return shares[0]
-    parts = [*(Moments(*share) for share in shares), Moments.of_nothing(num_rows).to(device)]
-    return torch.stack(Moments.joined(parts).merge(torch.arange(num_rows, device=device).repeat(len(parts)), num_rows))
+    parts = [*(Moments(*share) for share in shares), Moments.empty(num_rows)]
+    return torch.stack(Moments.joined(parts).merge(torch.arange(num_rows, device="cpu").repeat(len(parts)), num_rows))
 
 
 def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:
-    """Moments of the rows of a matrix, without the elements that do not count; of many short rows at once, in float64 where needed.
+    """Moments of each row of a matrix, of the elements that count: for many short rows.
 
     Args:
-        values: Shape ``(rows, elements)``, any real floating dtype. Every element is a token of its own.
-        counts: Which elements count, of the same shape.
-        needs: Which moments to take, bits of :class:`Need`. The others are zero.
+        values: Shape ``(rows, elements)``, any real floating dtype. Every element is a token.
+        counts: Which elements count, boolean, of the same shape.
+        needs: Bits of :class:`Need`. The other moments are zero.
 
     Returns:
         Moments of shape ``(rows,)``, on the device of ``values``.
@@ -178,22 +172,21 @@ def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:
         values = values.double()
     kept = torch.where(counts, values, 0.0)
     elements = counts.sum(1, dtype=torch.float64)
-    nothing = torch.zeros_like(elements)
-    found = dict.fromkeys(Moments._fields, nothing) | {"elements": elements, "tokens": elements}
+    fields = dict.fromkeys(Moments._fields, torch.zeros_like(elements)) | {"elements": elements, "tokens": elements}
     if needs & (Need.MEAN | Need.DEVIATIONS | Need.POWERS):
-        found["mean"] = kept.sum(1, dtype=torch.float64) / elements.clamp(min=1.0)
+        fields["mean"] = kept.sum(1, dtype=torch.float64) / elements.clamp(min=1.0)
     if needs & (Need.DEVIATIONS | Need.POWERS):
-        d = torch.where(counts, values - found["mean"].unsqueeze(1), 0.0)
-        found["deviations"], found["third"], found["fourth"] = d.square().sum(1), d.pow(3).sum(1), d.pow(4).sum(1)
+        d = torch.where(counts, values - fields["mean"].unsqueeze(1), 0.0)
+        fields["deviations"], fields["third"], fields["fourth"] = d.square().sum(1), d.pow(3).sum(1), d.pow(4).sum(1)
     if needs & Need.SQUARES:
-        found["squares"] = kept.square().sum(1)
+        fields["squares"] = kept.square().sum(1)
     if needs & (Need.MAGNITUDE | Need.TOKENS):
-        found["magnitude"] = found["token_norm"] = found["token_rms"] = kept.abs().sum(1)
+        fields["magnitude"] = fields["token_norm"] = fields["token_rms"] = kept.abs().sum(1)
     if needs & Need.EXTREMES:
-        found["maximum"] = torch.where(counts, values, -torch.inf).amax(1).double()
-        found["minimum"] = torch.where(counts, values, torch.inf).amin(1).double()
+        fields["maximum"] = torch.where(counts, values, -torch.inf).amax(1).double()
+        fields["minimum"] = torch.where(counts, values, torch.inf).amin(1).double()
     if needs & Need.ZEROS:
-        found["zeros"] = (counts & (values == 0)).sum(1).double()
+        fields["zeros"] = (counts & (values == 0)).sum(1).double()
     if needs & Need.NONFINITE:
-        found["nonfinite"] = (counts & ~values.isfinite()).sum(1).double()
-    return Moments(**found)
+        fields["nonfinite"] = (counts & ~values.isfinite()).sum(1).double()
+    return Moments(**fields)

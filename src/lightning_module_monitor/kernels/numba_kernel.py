@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.kernels.bins_of_floats import places_of_codes
+from lightning_module_monitor.kernels.bins_of_floats import bin_of_code
 from lightning_module_monitor.kernels.elements import PLAIN, has_memory
-from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, num_features
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FIRST_ROWS = 256
-"""Rows that there is room for at first."""
+"""Initial capacity of a table."""
 _HOST = (int(dlpack.DLDeviceType.kDLCPU), 0)
 NOTICEABLE_S = 1.0
 """Compiling for longer than this is logged."""
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def loops() -> Any:  # noqa: ANN401  # a module, whose compiled functions have no types
-    """The compiled loops; ``None`` where numba is not installed, or does not work."""
+    """The compiled loops; ``None`` where numba is not installed or does not work. The first call compiles them or reads numba's cache."""
     numba_log = logging.getLogger("numba")
     level = numba_log.level
     if level == logging.NOTSET:
@@ -55,7 +55,7 @@ def loops() -> Any:  # noqa: ANN401  # a module, whose compiled functions have n
 
 
 def _compile(numba_loops: ModuleType) -> bool:
-    """Run every loop once, which compiles it or reads numba's cache; returns whether one was compiled."""
+    """Run every loop once, which compiles it or reads numba's cache; returns whether any was compiled."""
     row, wide, halves = np.zeros(NUM_FIELDS), np.ones(1, np.float32), np.ones(1, np.uint16)
     wide.flags.writeable = halves.flags.writeable = False  # as the memory of a tensor is
     numba_loops.add(wide, 1, Need.EVERYTHING, row)
@@ -67,21 +67,21 @@ def _compile(numba_loops: ModuleType) -> bool:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether the kernel reads a tensor: one whose elements lie in host memory, in a dtype whose squares float64 holds."""
+    """Whether the kernel reads a tensor: its elements must lie in host memory, in a dtype whose squares fit into float64."""
     if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.dtype not in DTYPES or loops() is None:
         return False
     try:
         has_address = tensor.untyped_storage().data_ptr() != 0
     except RuntimeError:  # it is sparse, or a transform of torch.func wraps it
         return False
-    # A functional tensor and zeros without memory have no address, and a nested one or one that is to be negated has other elements there.
+    # Functional tensors and zero tensors have no address; the memory of nested and lazily negated tensors holds other elements.
     return has_address and not (tensor.is_nested or tensor.is_neg()) and has_memory(tensor)
 
 
 class _Exported:
-    """Gives numpy a tensor's memory, also of one that needs a gradient, and to be read only.
+    """Exports a tensor's memory to numpy for reading, also if it requires a gradient.
 
-    After ``Tensor.numpy()`` the program could never again resize the tensor's storage, as one that streams weights does.
+    ``Tensor.numpy()`` would forbid later resizing of the storage, which programs that stream weights do.
     """
 
     __slots__ = ("_tensor",)
@@ -97,7 +97,7 @@ class _Exported:
 
 
 def array_of(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
-    """The elements of a tensor that :func:`takes` is true of, in order: float32, or the bits of bfloat16 as uint16."""
+    """The elements in order, of a tensor for which :func:`takes` is true: float32, or the bits of bfloat16 as uint16."""
     if tensor.dtype is torch.float32:
         array: Any = np.from_dlpack(_Exported(tensor))
         floats: NDArray[np.float32] = array.ravel()
@@ -111,7 +111,8 @@ class NumbaKernel:
     """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.table.Kernel`."""
 
     def __init__(self, _device: torch.device) -> None:
-        self._table = np.tile(_NOTHING, (FIRST_ROWS, 1))
+
+        self._table = np.tile(_EMPTY_ROW, (FIRST_ROWS, 1))
         """Moments of the rows, shape ``(rows, NUM_FIELDS)``."""
         self._counts: dict[int, NDArray[np.int64]] = {}
 
@@ -123,8 +124,8 @@ class NumbaKernel:
         array = array_of(tensor)
         is_float32 = array.dtype == np.float32
         if needs & Need.EVERYTHING:
-            features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
-            target = self._row(rows[0]) if len(rows) == 1 else _NOTHING.copy()
+            features = num_features(tensor) if needs & Need.TOKENS else 1
+            target = self._row(rows[0]) if len(rows) == 1 else _EMPTY_ROW.copy()
             (loops().add if is_float32 else loops().add_bfloat16)(array, features, needs, target)
             if len(rows) > 1:
                 self._merge(target, rows)
@@ -138,12 +139,12 @@ class NumbaKernel:
             self.add((row,), tensor, need)
 
     def collect(self, num_rows: int) -> Tensor:
-        """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``."""
+        """Moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``."""
         self._grow(num_rows)
         return torch.from_numpy(self._table[:num_rows].T.copy())
 
     def counts(self, rows: Sequence[int]) -> Tensor:
-        """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
+        """Counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
         nothing = np.zeros(NUM_COUNTS, np.int64)
         return torch.from_numpy(np.stack([self._counts.get(row, nothing) for row in rows])).double()
 
@@ -153,10 +154,9 @@ class NumbaKernel:
             difference = tensor.float() if other is None else tensor.float() - other.float()
             self.add(rows, difference if shift is None else difference - shift.float(), needs)
             return
-        features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
-        target = _NOTHING.copy()
-        arrays = [_EMPTY if one is None else array_of(one.float()) for one in (tensor, other, shift)]
-        loops().add_difference(*arrays, features, needs, target)
+        target = _EMPTY_ROW.copy()
+        arrays = [_NO_ELEMENTS if operand is None else array_of(operand.float()) for operand in (tensor, other, shift)]
+        loops().add_difference(*arrays, num_features(tensor), needs, target)
         self._merge(target, rows)
 
     def _row(self, row: int) -> NDArray[np.float64]:
@@ -167,7 +167,7 @@ class NumbaKernel:
 
     def _grow(self, num_rows: int) -> None:
         if num_rows > len(self._table):
-            self._table = np.concatenate([self._table, np.tile(_NOTHING, (num_rows - len(self._table), 1))])
+            self._table = np.concatenate([self._table, np.tile(_EMPTY_ROW, (num_rows - len(self._table), 1))])
 
     def _merge(self, moments: NDArray[np.float64], rows: Sequence[int]) -> None:
         for row in rows:
@@ -175,15 +175,15 @@ class NumbaKernel:
 
     def _count(self, rows: Sequence[int], bits: NDArray[np.uint32]) -> None:
         counts = np.zeros(NUM_COUNTS, np.int64)
-        loops().count(bits, _PLACE_OF_CODE, counts)
+        loops().count(bits, _BIN_OF_CODE, counts)
         for row in rows:
             self._counts[row] = self._counts[row] + counts if row in self._counts else counts
 
 
-_EMPTY: NDArray[np.float32] = np.empty(0, np.float32)
-_EMPTY.flags.writeable = False  # as the others are: the loops are compiled for that
+_NO_ELEMENTS: NDArray[np.float32] = np.empty(0, np.float32)
+_NO_ELEMENTS.flags.writeable = False  # the loops are compiled for read-only arrays
 
-# Made here: within a transform of torch.func a new tensor has no memory that numpy could read.
-_NOTHING: NDArray[np.float64] = np.array([float(field) for field in Moments.of_nothing(1)])
+# A constant, because within a transform of torch.func a new tensor has no memory that numpy could read.
+_EMPTY_ROW: NDArray[np.float64] = np.array([float(field) for field in Moments.empty(1)])
 
-_PLACE_OF_CODE: NDArray[np.int64] = np.ascontiguousarray(places_of_codes(8).reshape(-1))
+_BIN_OF_CODE: NDArray[np.int64] = np.ascontiguousarray(bin_of_code(8).reshape(-1))

@@ -16,9 +16,9 @@ CHUNK = 4096
 """Elements of a chunk: 16 KiB of float32."""
 
 FAR = 32.0
-"""Squares about a center that are so many times those about the mean have lost digits, and are taken again about the mean."""
+"""If the squares about a center are larger than those about the mean by this factor, they have lost digits and are summed again."""
 
-# The fields of `Moments` and the bits of `Need`, as numbers: the cache of numba looks at this file alone. A test compares them.
+# The fields of `Moments` and the bits of `Need`, as numbers, because numba's cache depends on this file alone. A test compares them.
 ELEMENTS, MEAN, DEVIATIONS, THIRD, FOURTH, SQUARES, MAGNITUDE = range(7)
 MAXIMUM, MINIMUM, ZEROS, NONFINITE, TOKENS, TOKEN_NORM, TOKEN_RMS = range(7, 14)
 NUM_FIELDS = 14
@@ -31,10 +31,10 @@ INFINITY, MINUS_INFINITY = np.int32(0x7F800000), np.uint32(0xFF800000)
 """Bits of float32's infinities. Those of a NaN of the same sign are larger."""
 
 READ_ONLY = Array(float32, 1, "C", readonly=True)
-"""Elements of a tensor. An array that can be written to is taken for it, so that what measures a chunk is compiled once."""
+"""Elements of a tensor. Writable arrays are cast to this type, so that a chunk's loops are compiled once."""
 
 ANY_ORDER = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be taken in any order, several at a time. NaN and infinity keep their meaning."""
+"""Sums may be reordered and vectorized. NaN and infinity keep their meaning."""
 
 
 @njit(cache=True, fastmath=ANY_ORDER)
@@ -70,8 +70,8 @@ def _squares(chunk: Any, start: int, stop: int) -> float:  # noqa: ANN401
 def _order(bits: Any) -> Any:  # noqa: ANN401
     """The largest and the smallest bits as signed integers, and the largest as unsigned ones.
 
-    Comparisons of integers are vector instructions, and those of floats that must mind NaN are not. Positive floats have the order
-    of their bits, negative ones the opposite order.
+    Comparisons of integers are vectorized, those of floats that may be NaN are not. Positive floats have the order of their bits,
+    negative ones the opposite order.
     """
     largest, smallest, unsigned = np.int32(-(2**31)), MAGNITUDE_BITS, np.uint32(0)
     for i in range(bits.size):
@@ -97,7 +97,7 @@ def _measure_order(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401
     bits = chunk.view(np.int32)
     largest, smallest, unsigned = _order(bits)
     has_nan = largest > INFINITY or unsigned > MINUS_INFINITY
-    # Of negative elements alone the largest has the smallest bits.
+    # If all elements are negative, the largest has the smallest bits.
     maximum, minimum = largest if largest >= 0 else smallest, smallest if unsigned < SIGN else np.int32(unsigned)
     row[MAXIMUM] = np.nan if has_nan else np.int32(maximum).view(np.float32)
     row[MINIMUM] = np.nan if has_nan else np.int32(minimum).view(np.float32)
@@ -108,7 +108,7 @@ def _measure_order(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401
 @njit(cache=True)
 def _measure_sums(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401
     size = chunk.size
-    # The element in the middle of three: one alone may be far away from all others.
+    # The median of three elements, because a single one may be an outlier.
     first, second, third = chunk[0], chunk[size // 2], chunk[size - 1]
     center = np.float64(max(min(first, second), min(max(first, second), third)))
     center = center if np.isfinite(center) else 0.0
@@ -133,20 +133,20 @@ def _measure(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401
         _measure_sums(chunk, needs, row)
     if needs & NEED_ORDER:
         _measure_order(chunk, needs, row)
-    # Of an infinite element the deviations are not a number, and the squares are infinite.
+    # With an infinite element the deviations are NaN, but the sum of squares is infinite.
     if needs & NEED_SQUARES and not (needs & NEED_SUMS and np.isfinite(row[SQUARES])):
         row[SQUARES] = _squares(chunk, 0, chunk.size)
 
 
 @njit(cache=True)
 def _measure_tokens(chunk: Any, start: int, features: int, squares: float, row: Any) -> float:  # noqa: ANN401
-    """Sum the norms of the tokens that end in a chunk; returns the squares of the token that the next chunk goes on with."""
-    place, missing = 0, features - start % features
-    while place < chunk.size:
-        end = min(place + missing, chunk.size)
-        squares += _squares(chunk, place, end)
-        missing -= end - place
-        place = end
+    """Sum the norms of the tokens that end in a chunk; returns the sum of squares of the token that the next chunk continues."""
+    position, missing = 0, features - start % features
+    while position < chunk.size:
+        end = min(position + missing, chunk.size)
+        squares += _squares(chunk, position, end)
+        missing -= end - position
+        position = end
         if missing == 0:
             row[TOKENS] += 1.0
             row[TOKEN_NORM] += np.sqrt(squares)
@@ -159,9 +159,8 @@ def _measure_tokens(chunk: Any, start: int, features: int, squares: float, row: 
 def merge(other: Any, row: Any) -> None:  # noqa: ANN401
     """Merge moments into a row, as ``Moments.merge`` does."""
     n, m = row[ELEMENTS], other[ELEMENTS]
-    share, own_share = m / (n + m), n / (n + m)
-    # Each mean times its share, and not a mean plus a part of their distance: one that is infinite stays so.
-    mean = other[MEAN] if n == 0.0 else row[MEAN] * own_share + other[MEAN] * share
+    # A weighted sum, and not a mean plus a part of the distance, so that an infinite mean stays infinite.
+    mean = other[MEAN] if n == 0.0 else row[MEAN] * (n / (n + m)) + other[MEAN] * (m / (n + m))
     d, e = 0.0 if n == 0.0 else row[MEAN] - mean, other[MEAN] - mean
     d2, e2 = d * d, e * e
     fourth = 4.0 * (d * row[THIRD] + e * other[THIRD]) + 6.0 * (d2 * row[DEVIATIONS] + e2 * other[DEVIATIONS])
@@ -180,7 +179,7 @@ def merge(other: Any, row: Any) -> None:  # noqa: ANN401
 
 @njit(cache=True)
 def _widen(halves: Any, chunk: Any) -> None:  # noqa: ANN401
-    """A bfloat16 is the upper half of a float32."""
+    """Convert bfloat16 to float32, of which it is the upper half."""
     bits = chunk.view(np.uint32)
     for i in range(halves.size):
         bits[i] = np.uint32(halves[i]) << np.uint32(16)
@@ -194,12 +193,12 @@ def _subtract(difference: Any, other: Any) -> None:  # noqa: ANN401
 
 @njit(cache=True)
 def _subtract_repeated(difference: Any, shift: Any, start: int) -> None:  # noqa: ANN401
-    """Subtract ``shift`` from each row of a tensor, of which ``difference`` begins at element ``start``."""
-    place, offset = 0, start % shift.size
-    while place < difference.size:
-        end = min(place + shift.size - offset, difference.size)
-        _subtract(difference[place:end], shift[offset:])
-        place, offset = end, 0
+    """Subtract ``shift`` from each row of a tensor; ``difference`` begins at the tensor's element ``start``."""
+    position, offset = 0, start % shift.size
+    while position < difference.size:
+        end = min(position + shift.size - offset, difference.size)
+        _subtract(difference[position:end], shift[offset:])
+        position, offset = end, 0
 
 
 @njit(float64(READ_ONLY, int64, int64, int64, float64, float64[::1]), cache=True)
@@ -254,14 +253,14 @@ def add_difference(elements: Any, other: Any, shift: Any, features: int, needs: 
 
 
 @njit(cache=True)
-def count(bits: Any, place_of_code: Any, counts: Any) -> None:  # noqa: ANN401
+def count(bits: Any, bin_of_code: Any, counts: Any) -> None:  # noqa: ANN401
     """Count elements in the bins of a histogram.
 
     Args:
-        bits: Of float32, uint32.
-        place_of_code: Place in a row of counts by whether the mantissa is not zero, sign and exponent, shape ``(1024,)``.
+        bits: The bits of float32, uint32.
+        bin_of_code: Index in ``counts`` by whether the mantissa is not zero, sign and exponent, shape ``(1024,)``.
         counts: A row of counts, int64.
     """
     for i in range(bits.size):
         has_mantissa = np.uint32(512) if bits[i] & np.uint32(0x7FFFFF) else np.uint32(0)
-        counts[place_of_code[has_mantissa | (bits[i] >> np.uint32(23))]] += 1
+        counts[bin_of_code[has_mantissa | (bits[i] >> np.uint32(23))]] += 1

@@ -1,7 +1,7 @@
 """Moments by torch operations: any device and floating dtype. The reference implementation.
 
 A tensor is measured in large portions, each a *piece*, or a matrix whose rows are pieces: about ten vectorized operations, without a
-host read and without a copy beyond the portion. Sums are about a center; the moments of all pieces are finished at once, at the end.
+host read and without a copy beyond the portion. Sums are about a center; the moments of all pieces are computed at once, at the end.
 
 Elements are widened to float64, which holds the square of every float32. A device without float64 measures short pieces in float32,
 each scaled by a power of two, and merges them in float64 on the host: accurate to 1e-5.
@@ -19,32 +19,32 @@ from torch import Tensor
 from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.bins_of_floats import counts_of
 from lightning_module_monitor.kernels.elements import unwrapped
-from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.kernels.moments import Moments, Need, num_features
 
 CPU_PORTION = 1 << 17
-"""Elements that are widened at once on a CPU: a MiB of float64, which stays in the cache, and is worth the operations."""
+"""Elements that are widened at once on a CPU: a MiB of float64, which stays in the cache, and outweighs the overhead of an operation."""
 
 PORTION = 1 << 22
-"""The same on an accelerator: enough to be worth the launches, 32 MiB of float64."""
+"""The same on an accelerator: 32 MiB of float64, which outweigh the overhead of a launch."""
 
 FLOAT32_PIECE = 4096
-"""Elements of a piece on a device without float64: what float32 rounds away in a pairwise sum of so many is below 1e-6."""
+"""Elements of a piece on a device without float64: the rounding error of such a pairwise sum in float32 is below 1e-6."""
 
 CENTER_SHARE = 8
-"""The center of a piece is the mean of the first of so many parts. The squares about it are at most about as many times those about the
-mean, a digit of float64's, where the mean itself would cost one more pass."""
+"""The center of a piece is the mean of its first eighth. The sum of squares about it is at most about 8 times that about the mean, one
+digit of float64; the mean itself would cost one more pass."""
 
 _SPREAD = Need.DEVIATIONS | Need.POWERS
 
 
-class _Part(NamedTuple):
-    """Figures of the pieces of one matrix."""
+class _Pieces(NamedTuple):
+    """Figures of the pieces of a matrix."""
 
     names: Sequence[str]
     figures: Tensor
     """The fields of these names, shape ``(fields, pieces)``."""
     rows: Sequence[int]
-    """The rows that every piece belongs to; or the row of each piece."""
+    """The rows of every piece; or the row of each piece, if ``is_row_a_piece``."""
     is_row_a_piece: bool
     elements: int
     """Number of elements of a piece."""
@@ -63,20 +63,20 @@ class TorchKernel:
         self._device = device
         self._wide = torch.float64 if has_float64(device) else torch.float32
         self._portion = CPU_PORTION if device.type == "cpu" else PORTION
-        self._parts: defaultdict[int, list[_Part]] = defaultdict(list)
+        self._pieces: defaultdict[int, list[_Pieces]] = defaultdict(list)
         """By needs."""
         self._counts: dict[int, Tensor] = {}
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
-        """Measure ``tensor - other - shift`` once, as float32 or float64 has it, and merge it into rows."""
-        for one in (other, shift):
-            if one is not None:
-                tensor = _widened(tensor) - _widened(one)
+        """Measure ``tensor - other - shift`` once, in float32 or float64, and merge it into rows."""
+        for operand in (other, shift):
+            if operand is not None:
+                tensor = _widened(tensor) - _widened(operand)
         if needs & Need.HISTOGRAM:
             self._add_counts(rows, unwrapped(counts_of(tensor)))
         if not needs & Need.EVERYTHING:
             return
-        features = tensor.shape[-1] if needs & Need.TOKENS and tensor.dim() else 1
+        features = num_features(tensor) if needs & Need.TOKENS else 1
         flat = tensor.reshape(-1)
         length = self._piece_length(flat.numel(), features)
         per_portion = max(1, self._portion // length) * length
@@ -96,53 +96,52 @@ class TorchKernel:
             alike[tensor.shape, tensor.dtype, need].append((row, tensor))
         for (shape, _dtype, need), members in alike.items():
             size = shape.numel()
-            at_once = 1 if need & Need.HISTOGRAM or self._piece_length(size, 1) < size else self._portion // size
-            features = shape[-1] if need & Need.TOKENS and shape else 1
-            for start in range(0, len(members), max(at_once, 1)):
-                part = members[start : start + max(at_once, 1)]
-                if len(part) == 1:
-                    self.add((part[0][0],), part[0][1], need)
+            at_once = 1 if need & Need.HISTOGRAM or self._piece_length(size, 1) < size else max(1, self._portion // size)
+            features = num_features(members[0][1]) if need & Need.TOKENS else 1
+            for start in range(0, len(members), at_once):
+                stacked_rows, stacked = zip(*members[start : start + at_once], strict=True)
+                if len(stacked) == 1:
+                    self.add(stacked_rows, stacked[0], need)
                 else:
-                    pieces = torch.stack([tensor for _row, tensor in part]).reshape(len(part), -1)
-                    self._measure([row for row, _tensor in part], pieces, features, need, is_row_a_piece=True)
+                    self._measure(stacked_rows, torch.stack(stacked).reshape(len(stacked), -1), features, need, is_row_a_piece=True)
 
     def add_counted(self, row: int, tensor: Tensor, counting: Tensor) -> None:
         """Count the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
         counts = counts_of(torch.where(counting, tensor, torch.nan))
-        counts[-1] -= counting.logical_not().sum()  # those that do not count are among the NaN
+        counts[-1] -= counting.logical_not().sum()  # elements that do not count are among the NaN
         self._add_counts((row,), counts)
 
     def collect(self, num_rows: int) -> Tensor:
-        """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``; on the host for a device without float64."""
+        """Moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``; on the host for a device without float64."""
         device = self._device if self._wide == torch.float64 else torch.device("cpu")
-        merged = [Moments.of_nothing(1).to(device)]
+        groups = [Moments.empty(1, device)]
         index = [0]
-        for parts in self._parts.values():
-            moments = _moments(parts, device)
+        for matrices in self._pieces.values():
+            moments = _moments(matrices, device)
             order: list[int] = []
             start = 0
-            for part in parts:
-                pieces = range(start, start + part.figures.shape[1])
-                if part.is_row_a_piece:
+            for matrix in matrices:
+                pieces = range(start, start + matrix.figures.shape[1])
+                if matrix.is_row_a_piece:
                     order += pieces
-                    index += part.rows
+                    index += matrix.rows
                 else:
-                    for row in part.rows:
+                    for row in matrix.rows:
                         order += pieces
                         index += [row] * len(pieces)
                 start += len(pieces)
-            merged.append(moments if len(order) == start else moments.rows(torch.tensor(order, device=device)))
-        return torch.stack(Moments.joined(merged).merge(torch.tensor(index, device=device), num_rows))
+            groups.append(moments if len(order) == start else moments.rows(torch.tensor(order, device=device)))
+        return torch.stack(Moments.joined(groups).merge(torch.tensor(index, device=device), num_rows))
 
     def counts(self, rows: Sequence[int]) -> Tensor:
-        """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
+        """Counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
         nothing = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=self._device)
         counts = torch.stack([self._counts.get(row, nothing) for row in rows])
         return counts.double() if self._wide == torch.float64 else counts.cpu().double()
 
     def _add_counts(self, rows: Sequence[int], counts: Tensor) -> None:
         for row in rows:
-            # Not in place: a step may begin in a validation loop under inference mode, and go on outside of it.
+            # Not in place: a step may begin in a validation loop under inference mode and continue outside of it.
             self._counts[row] = self._counts[row] + counts if row in self._counts else counts
 
     def _piece_length(self, num_elements: int, features: int) -> int:
@@ -154,89 +153,90 @@ class TorchKernel:
         x = pieces.to(self._wide)
         scale = {}
         if self._wide == torch.float32:
-            # As rows, whose products are summed in pairs; those of a vector are summed one after another.
+            # As rows: torch sums the products of rows in pairs, those of a vector sequentially.
             pieces, x = torch.atleast_2d(pieces, x)
             factor = _normalizing_power_of_two(torch.maximum(x.amax(-1), x.amin(-1).neg()))
             x = x * factor.unsqueeze(-1)
             scale = {"scale": factor.reciprocal()}
         figures = _figures(x, pieces, needs, features) | scale
-        # Within a transform of torch.func what an operation returns is wrapped, and would not outlive it.
+        # Within a transform of torch.func results are wrapped; the wrapper would not outlive the transform.
         stacked = unwrapped(torch.stack(list(figures.values()))).view(len(figures), -1)
-        self._parts[needs & Need.EVERYTHING].append(_Part(tuple(figures), stacked, rows, is_row_a_piece, pieces.shape[-1], features))
+        self._pieces[needs & Need.EVERYTHING].append(_Pieces(tuple(figures), stacked, rows, is_row_a_piece, pieces.shape[-1], features))
 
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _moments(parts: Sequence[_Part], device: torch.device) -> Moments:
-    """The moments of all pieces of parts with the same needs."""
-    figures = torch.cat([part.figures for part in parts], dim=1).to(device).double()
-    each = [(part.figures.shape[1], (part.elements, part.elements / part.features, part.features**0.5)) for part in parts]
-    sizes = [of_piece for num_pieces, of_piece in each for _piece in range(num_pieces)]
+def _moments(matrices: Sequence[_Pieces], device: torch.device) -> Moments:
+    """The moments of all pieces of matrices with the same needs."""
+    figures = torch.cat([matrix.figures for matrix in matrices], dim=1).to(device).double()
+    sizes: list[tuple[float, float, float]] = []
+    for matrix in matrices:
+        sizes += [(matrix.elements, matrix.elements / matrix.features, matrix.features**0.5)] * matrix.figures.shape[1]
     elements, tokens, root = torch.tensor(sizes, dtype=torch.float64).to(device).T
-    found = dict.fromkeys(("center", *Moments._fields), torch.zeros_like(elements)) | {"elements": elements, "tokens": tokens}
-    found |= {"maximum": torch.full_like(elements, -torch.inf), "minimum": torch.full_like(elements, torch.inf)}
-    found |= dict(zip(parts[0].names, figures, strict=True))
-    if "scale" in found:
+    fields = dict.fromkeys(("center", *Moments._fields), torch.zeros_like(elements)) | {"elements": elements, "tokens": tokens}
+    fields |= {"maximum": torch.full_like(elements, -torch.inf), "minimum": torch.full_like(elements, torch.inf)}
+    fields |= dict(zip(matrices[0].names, figures, strict=True))
+    if "scale" in fields:
         for name, power in _POWER_OF_SCALE.items():
-            found[name] = found[name] * found["scale"] ** power
-    moments = Moments(**{name: found[name] for name in Moments._fields}).about_mean(found["center"])
-    # The deviations from an infinite mean are not a number, and the squares are infinite.
-    squares = torch.where(found["deviations"].isposinf(), torch.inf, moments.deviations + elements * moments.mean**2)
-    return moments._replace(squares=squares, token_rms=found["token_norm"] / root)
+            fields[name] = fields[name] * fields["scale"] ** power
+    moments = Moments(**{name: fields[name] for name in Moments._fields}).about_mean(fields["center"])
+    # With an infinite mean the deviations are NaN, but the sum of squares is infinite.
+    squares = torch.where(fields["deviations"].isposinf(), torch.inf, moments.deviations + elements * moments.mean**2)
+    return moments._replace(squares=squares, token_rms=fields["token_norm"] / root)
 
 
 _POWER_OF_SCALE = {"center": 1, "mean": 1, "deviations": 2, "third": 3, "fourth": 4, "magnitude": 1, "token_norm": 1}
-"""How a field grows with the elements."""
+"""The power of the elements' scale that a field is proportional to."""
 
 
 def _figures(x: Tensor, pieces: Tensor, needs: int, features: int) -> dict[str, Tensor]:
     """Measure every piece.
 
     Args:
-        x: The pieces in the dtype of the sums, shape ``(pieces, elements)``, scaled where that is float32; or one, ``(elements,)``.
-        pieces: The same as they were.
+        x: The pieces in the dtype of the sums, shape ``(pieces, elements)``, scaled if that is float32; or a single piece, ``(elements,)``.
+        pieces: The same pieces in the dtype of the tensor, not scaled.
         needs: Bits of :class:`Need`.
-        features: Size of a token, of which ``elements`` is a multiple; only read for ``Need.TOKENS``.
+        features: Size of a token, which divides ``elements``; only read for ``Need.TOKENS``.
 
     Returns:
-        Fields of the moments, each of shape ``(pieces,)``. Sums are about the field ``center``, as those of :meth:`Moments.about`;
-        about zero where there is none.
+        Fields of the moments, each of shape ``(pieces,)``. Sums are about the field ``center``, as in :meth:`Moments.about`, or about
+        zero without that field.
     """
-    found: dict[str, Tensor] = {}
+    figures: dict[str, Tensor] = {}
     if needs & Need.MAGNITUDE:
-        found["magnitude"] = x.abs().sum(-1)  # first, so that what follows gets the memory of the copy
+        figures["magnitude"] = x.abs().sum(-1)  # first, so that the copy's memory is reused below
     d = x
     if needs & _SPREAD:
         part = x if needs & Need.POWERS else x[..., : 1 + x.shape[-1] // CENTER_SHARE]
         center = part.mean(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
         d = x - center
-        found["center"] = center.squeeze(-1)
+        figures["center"] = center.squeeze(-1)
     if needs & (_SPREAD | Need.MEAN):
-        found["mean"] = d.sum(-1)
+        figures["mean"] = d.sum(-1)
     if needs & (_SPREAD | Need.SQUARES):
-        found["deviations"] = torch.linalg.vecdot(d, d)
+        figures["deviations"] = torch.linalg.vecdot(d, d)
     if needs & Need.POWERS:
         squares = d * d
-        found |= {"third": torch.linalg.vecdot(squares, d), "fourth": torch.linalg.vecdot(squares, squares)}
+        figures |= {"third": torch.linalg.vecdot(squares, d), "fourth": torch.linalg.vecdot(squares, squares)}
     if needs & Need.EXTREMES:
-        found |= {"maximum": pieces.amax(-1), "minimum": pieces.amin(-1)}
+        figures |= {"maximum": pieces.amax(-1), "minimum": pieces.amin(-1)}
     if needs & Need.ZEROS:
-        found["zeros"] = (pieces == 0).sum(-1)
+        figures["zeros"] = (pieces == 0).sum(-1)
     if needs & Need.NONFINITE:
-        found["nonfinite"] = (~pieces.isfinite()).sum(-1)
+        figures["nonfinite"] = (~pieces.isfinite()).sum(-1)
     if needs & Need.TOKENS:
-        found["token_norm"] = torch.linalg.vector_norm(x.unflatten(-1, (-1, features)), dim=-1).sum(-1)
-    return found
+        figures["token_norm"] = torch.linalg.vector_norm(x.unflatten(-1, (-1, features)), dim=-1).sum(-1)
+    return figures
 
 
 def _normalizing_power_of_two(peak: Tensor) -> Tensor:
-    """The power of two that brings ``peak``, float32, into [1, 2), from the exponent's own bits: exact on every device.
+    """The power of two that brings ``peak``, float32, into [1, 2), from the bits of its exponent: exact on every device.
 
-    Zero and subnormal peaks get the largest power with a finite inverse, infinite and NaN ones the smallest: a product
+    Zero and subnormal peaks get the largest power with a finite inverse, infinite and NaN peaks the smallest: a product
     with it is as non-finite as the peak.
     """
-    one, bias = 1 << 23, 127
-    exponent = (peak.view(torch.int32) & ((2 * bias + 1) * one)).clamp_(one, (2 * bias - 1) * one)
-    return (2 * bias * one - exponent).view(peak.dtype)
+    exponent_unit, bias = 1 << 23, 127
+    exponent = (peak.view(torch.int32) & ((2 * bias + 1) * exponent_unit)).clamp_(exponent_unit, (2 * bias - 1) * exponent_unit)
+    return (2 * bias * exponent_unit - exponent).view(peak.dtype)

@@ -1,7 +1,7 @@
-"""Moments by Triton: CUDA and ROCm tensors are read once, where they lie, by one launch for each or for many.
+"""Moments by Triton: CUDA and ROCm tensors are read once, in place, by a launch for each tensor or for many.
 
-A launch writes *parts*, float64 rows of moments, into slots on the device; :meth:`TritonKernel.collect` merges them by one more launch.
-The host knows which slots belong to which row. It reads nothing, waits for nothing, and copies only from pinned memory.
+A launch writes *parts*, float64 rows of moments, into slots on the device; :meth:`TritonKernel.collect` merges them by another launch.
+The host knows which slots belong to which row. It reads nothing from the device, does not wait, and copies only from pinned memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need, num_features
 
 TILE = 1024
 """Elements that a program loads at once."""
@@ -30,10 +30,10 @@ WARPS = 8
 """Warps of a program: each thread has four elements of a tile, and all their sums stay in registers."""
 
 PROGRAMS_OF_TENSOR = 1024
-"""Programs for one tensor at most: enough to fill a large GPU. A larger tensor has longer spans, not more programs."""
+"""At most as many programs for a tensor: enough to fill a large GPU. A larger tensor has longer spans, not more programs."""
 
 PROGRAMS_OF_TENSORS = 1 << 14
-"""The same for tensors that share a launch, up to one more for each of them."""
+"""The same for tensors that share a launch, plus one for each tensor."""
 
 MERGE_LANES = 256
 """Parts of a row that are merged at once."""
@@ -43,7 +43,7 @@ _DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether the kernel measures a tensor: one on a CUDA or ROCm device on which Triton works."""
+    """Whether the kernel measures a tensor: it must be on a CUDA or ROCm device on which Triton works."""
     return tensor.is_cuda and tensor.dtype in _DTYPES and tensor.layout is torch.strided and works(tensor.device)
 
 
@@ -65,7 +65,7 @@ def works(device: torch.device) -> bool:
 
 
 def give_up(device: torch.device, error: Exception) -> None:
-    """Use Triton on a device no longer, and warn once."""
+    """Stop using Triton on a device, and warn once."""
     if _is_working.get(device, True):
         _logger.warning(
             "Triton does not work on %s (%s: %s); tensors there are measured by torch operations, with more launches. "
@@ -76,7 +76,7 @@ def give_up(device: torch.device, error: Exception) -> None:
 
 
 def launch(device: torch.device, function: Any, num_programs: int, *arguments: object, **constants: object) -> None:  # noqa: ANN401  # untyped
-    """Launch a device function on the current stream. Every launch goes through this function, so that they can be counted."""
+    """Launch a device function on the current stream. Tests count the launches here."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         function[(num_programs,)](*arguments, **constants, num_warps=WARPS)
 
@@ -89,7 +89,7 @@ class TritonKernel:
         self._functions = importlib.import_module("lightning_module_monitor.kernels.triton_loops")
         self._parts = _Slots(functools.partial(torch.empty, dtype=torch.float64, device=device), device, NUM_FIELDS, 1 << 14)
         self._launches: list[tuple[int, int, int]] = []
-        """For each launch and row: the row, the number of the first slot of the launch, and how many slots it has."""
+        """For each launch and row: the row, the launch's first slot, and its number of slots."""
         self._counts = _Slots(functools.partial(torch.zeros, dtype=torch.int64, device=device), device, NUM_COUNTS, 64)
         self._counted: defaultdict[int, list[int]] = defaultdict(list)
         """Numbers of the slots of each row."""
@@ -97,7 +97,7 @@ class TritonKernel:
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
         """Measure ``tensor - other - shift`` by one launch, in float32 or float64."""
         has_rows = bool(needs & Need.TOKENS) or shift is not None
-        features = tensor.shape[-1] if tensor.dim() else 1
+        features = num_features(tensor)
         shift_stride = 0
         if shift is not None:
             is_one_row = shift.shape[:-1].numel() == 1
@@ -121,7 +121,7 @@ class TritonKernel:
                 self._counted[row].append(counts.number)
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
-        """Measure all tensors of the same dtype and needs by one launch."""
+        """Measure all tensors of the same dtype and needs by a single launch."""
         alike: defaultdict[tuple[torch.dtype, int], list[tuple[int, Tensor]]] = defaultdict(list)
         for row, tensor, need in zip(rows, tensors, needs, strict=True):
             alike[tensor.dtype, need].append((row, tensor))
@@ -133,13 +133,13 @@ class TritonKernel:
             launches += zip(rows_alike, itertools.accumulate(cut.num_programs, initial=first_part), cut.num_programs, strict=False)
             if need & Need.HISTOGRAM:
                 counted += enumerate(rows_alike, first_count)
-        # Not before every launch: where one fails, all tensors are measured by another kernel.
+        # After all launches: if any fails, another kernel measures all tensors.
         self._launches += launches
         for number, row in counted:
             self._counted[row].append(number)
 
     def collect(self, num_rows: int) -> Tensor:
-        """The moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``, on the device."""
+        """Moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``, on the device."""
         moments = torch.empty((NUM_FIELDS, num_rows), dtype=torch.float64, device=self._device)
         if num_rows:
             launches = np.array(sorted(self._launches), dtype=np.int64).reshape(-1, 3)
@@ -150,19 +150,19 @@ class TritonKernel:
         return moments
 
     def counts(self, rows: Sequence[int]) -> Tensor:
-        """The counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``, on the device."""
+        """Counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``, on the device."""
         counts = torch.zeros((len(rows), NUM_COUNTS), dtype=torch.float64, device=self._device)
-        places = [(place, slot) for place, row in enumerate(rows) for slot in self._counted.get(row, ())]
-        if not places:
+        pairs = [(index, slot) for index, row in enumerate(rows) for slot in self._counted.get(row, ())]
+        if not pairs:
             return counts
-        to, slots = _copied(self._device, np.array(places, dtype=np.int64).T.copy())
-        return counts.index_add_(0, to, self._counts.all()[slots].double())
+        indices, slots = _copied(self._device, np.array(pairs, dtype=np.int64).T.copy())
+        return counts.index_add_(0, indices, self._counts.all()[slots].double())
 
     def _measure_alike(self, tensors: Sequence[Tensor], needs: int) -> tuple[_Cut, int, int]:
-        """Measure tensors by one launch; returns how they are cut, and the numbers of the first slots of parts and of counts."""
+        """Measure tensors by a single launch; returns how they are cut, and the first slots of parts and of counts."""
         has_rows = bool(needs & Need.TOKENS)
         tensors = [_readable(tensor, has_rows) for tensor in tensors]
-        features = tuple(tensor.shape[-1] if tensor.dim() else 1 for tensor in tensors) if has_rows else None
+        features = tuple(map(num_features, tensors)) if has_rows else None
         addresses, sizes = tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.numel() for tensor in tensors)
         cut, layout = _layout(self._device, _current_stream(self._device), addresses, sizes, features)
         total = sum(cut.num_programs)
@@ -177,27 +177,27 @@ class TritonKernel:
 
 
 class _Reserved(NamedTuple):
-    """Slots that follow one another."""
+    """Consecutive slots."""
 
     chunk: Tensor | None
-    """Where they are; ``None`` if there are none."""
+    """Their memory; ``None`` if there are none."""
     start: int
-    """Place of the first in the chunk."""
+    """Index of the first in the chunk."""
     number: int
-    """Number of the first."""
+    """Number of the first among all slots."""
 
 
 class _Slots:
-    """Slots of memory on a device, each ``width`` numbers. They are numbered in the order of their chunks, which stay where they are.
+    """Slots of memory on a device, each ``width`` numbers. They are numbered in the order of their chunks, which are never moved.
 
-    A chunk belongs to the stream on which it was made, so that no stream writes to memory that another has yet to initialize.
+    A chunk belongs to the stream that allocated it, so that no stream writes to memory that another has yet to initialize.
     """
 
     def __init__(self, make: Callable[[tuple[int, int]], Tensor], device: torch.device, width: int, slots_of_chunk: int) -> None:
         self._make, self._device, self._width, self._slots_of_chunk = make, device, width, slots_of_chunk
         self._chunks: list[tuple[torch.cuda.Stream | None, Tensor]] = []
         self._free: dict[torch.cuda.Stream | None, tuple[_Reserved, int]] = {}
-        """For each stream: the free slots of its last chunk, and how many."""
+        """By stream: the free slots of its last chunk, and their number."""
         self._num_slots = 0
 
     def reserve(self, num: int) -> _Reserved:
@@ -208,7 +208,7 @@ class _Slots:
         free, num_free = self._free.get(stream, (None, 0))
         if free is None or num > num_free:
             num_free = max(num, self._slots_of_chunk)
-            # A step may begin in a validation loop under inference mode, and go on outside of it.
+            # A step may begin in a validation loop under inference mode and continue outside of it.
             with torch.inference_mode(mode=False):
                 chunk = self._make((num_free, self._width))
             self._chunks.append((stream, chunk))
@@ -218,7 +218,7 @@ class _Slots:
         return free
 
     def all(self) -> Tensor:
-        """All slots in the order of their numbers. On the device, the current stream waits for those that wrote to them."""
+        """All slots in the order of their numbers. The current stream of the device waits for the streams that wrote to them."""
         if not self._chunks:
             return self._make((1, self._width))
         current = _current_stream(self._device)
@@ -234,7 +234,7 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class _Cut(NamedTuple):
-    """How tensors are cut into spans, each of ``steps`` blocks of ``TILE // columns`` rows, for one program each."""
+    """How tensors are cut into spans, each of ``steps`` blocks of ``TILE // columns`` rows, a program for each span."""
 
     columns: int
     """Elements of a row that are loaded at once."""
@@ -245,9 +245,9 @@ class _Cut(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _cut(sizes: tuple[int, ...], features: tuple[int, ...] | None, most: int) -> _Cut:
-    """Cut tensors of these numbers of elements, with rows of ``features`` elements (``None``: of any length).
+    """Cut tensors of ``sizes`` elements, with rows of ``features`` elements (``None``: of any length).
 
-    There are at most ``most`` programs, up to one for each tensor more.
+    There are at most ``most`` programs, plus one for each tensor.
     """
     blocks_by_columns = {}
     for columns in [TILE] if features is None else [1 << power for power in range(TILE.bit_length())]:
@@ -256,7 +256,7 @@ def _cut(sizes: tuple[int, ...], features: tuple[int, ...] | None, most: int) ->
         tiles = sum(num * -(-length // columns) for num, length in zip(blocks, lengths, strict=True))
         blocks_by_columns[columns] = tiles, blocks
     fewest = min(tiles for tiles, _blocks in blocks_by_columns.values())
-    # Long stretches are read faster; but no element of a tile should be idle.
+    # Long stretches are read faster, but few elements of a tile should be idle.
     columns = max(columns for columns, (tiles, _blocks) in blocks_by_columns.items() if tiles <= 1.25 * fewest)
     blocks = blocks_by_columns[columns][1]
     steps = -(-sum(blocks) // most)
@@ -271,7 +271,7 @@ def _layout(
     sizes: tuple[int, ...],
     features: tuple[int, ...] | None,
 ) -> tuple[_Cut, Tensor]:
-    """How tensors are cut, and the layout that ``measure_all`` reads, of tensors that often lie where they lay in the step before."""
+    """How tensors are cut, and the layout that ``measure_all`` reads. Cached: addresses are often those of the previous step."""
     cut = _cut(sizes, features, PROGRAMS_OF_TENSORS)
     firsts = np.cumsum([0, *cut.num_programs[:-1]])
     table = np.stack([addresses, sizes, features or [cut.columns] * len(sizes), firsts], axis=1)
@@ -279,20 +279,20 @@ def _layout(
 
 
 def _copied(device: torch.device, numbers: NDArray[np.int64]) -> Tensor:
-    """Numbers on the device, which the host does not wait for: pinned memory is kept until it has been read."""
+    """Copy numbers to the device; the host does not wait. Torch keeps the pinned memory until it has been read."""
     with torch.inference_mode(mode=False):
         on_host = torch.from_numpy(numbers)
         return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
 def _readable(tensor: Tensor, in_order: bool) -> Tensor:
-    """The tensor where it lies, if its elements fill one stretch of memory, in the order of its dimensions if required; else a copy."""
+    """The tensor itself if its elements fill a contiguous stretch of memory, in the order of its dimensions if required; else a copy."""
     tensor = tensor.resolve_neg()
     return tensor if tensor.is_contiguous() or (not in_order and _is_dense(tensor)) else tensor.contiguous()
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in whichever order."""
+    """Whether the elements fill a contiguous stretch of memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

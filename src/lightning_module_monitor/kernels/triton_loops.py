@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from lightning_module_monitor import histogram
+from lightning_module_monitor.kernels import bins_of_floats
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need
 
-# A device function reads no global but constants of Triton.
+# The only globals that a device function can read are constants of Triton.
 CENTRAL = tl.constexpr(Need.MEAN | Need.DEVIATIONS | Need.POWERS)
 DEVIATIONS = tl.constexpr(Need.DEVIATIONS | Need.POWERS)
 POWERS = tl.constexpr(Need.POWERS)
@@ -29,10 +30,10 @@ INFINITY = tl.constexpr(float("inf"))
 
 BELOW = tl.constexpr(histogram.LOWEST_EXPONENT - 1)
 ABOVE = tl.constexpr(histogram.HIGHEST_EXPONENT + 1)
-ZERO_PLACE = tl.constexpr(1 + histogram.NUM_BINS // 2)
+ZERO_BIN = tl.constexpr(bins_of_floats.ZERO_BIN)
 NUM_COUNTS = tl.constexpr(histogram.NUM_COUNTS)
-NUM_PLACES = tl.constexpr(512)
-"""A power of two, as Triton needs it; the last place is of lanes without an element."""
+NUM_SLOTS = tl.constexpr(512)
+"""A power of two, as Triton requires; the last slot is for lanes without an element."""
 
 
 @triton.jit(do_not_specialize=["shift_stride", "steps", "first_part", "first_counts"])
@@ -40,7 +41,7 @@ def measure(
     tensor, other, shift, shift_stride, num_elements, length, steps, parts, first_part, counts, first_counts,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Measure ``tensor - other - shift``, of which ``other`` and ``shift`` may be None; see :func:`_measure_span`.
+    """Measure ``tensor - other - shift``, where ``other`` and ``shift`` may be None; see :func:`_measure_span`.
 
     Programs write to the slots of ``parts`` from ``first_part`` on, and add to the slot ``first_counts`` of ``counts``.
     """
@@ -57,10 +58,10 @@ def measure_all(
     first_tensor, layout, num_tensors, steps, parts, first_part, counts, first_counts,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Measure many tensors of the dtype of the first.
+    """Measure many tensors of the same dtype.
 
     ``layout``, int64, has for each tensor its address, number of elements, length of a row, and first program; then for each program
-    the number of its tensor. Each tensor has a slot of ``counts`` of its own.
+    the index of its tensor. Each tensor has its slot of ``counts``.
     """
     program = tl.program_id(0)
     number = tl.load(layout + 4 * num_tensors + program)
@@ -75,7 +76,7 @@ def measure_all(
     if HISTOGRAM & NEEDS:
         row_of_counts = counts + (first_counts + number) * NUM_COUNTS
     if (address % 16 == 0) & (size % 16 == 0):
-        # The compiler loads 16 bytes at once where it knows that it may: of products it does.
+        # The compiler loads 16 bytes at once if it can prove the alignment: it can for a product.
         tensor = tl.multiple_of((address // 16 * 16).to(first_tensor.dtype), 16)
         _measure_span(tensor, None, None, 0, size // 16 * 16, length, program_of_tensor, steps, part, row_of_counts, NEEDS, ROWS, COLUMNS)
     else:
@@ -90,8 +91,8 @@ def _measure_span(
 ):  # fmt: skip
     """Measure the program's span, at most ``steps`` blocks of ``ROWS`` rows of ``length`` elements, ``COLUMNS`` of each row at a time.
 
-    A row is a token where tokens are needed, the part of a tensor that the elements of ``shift`` are for where there is one, and else
-    ``COLUMNS`` elements. ``shift_stride`` is ``length`` if every row has a shift of its own, and 0 if all have the same.
+    A row is a token if tokens are needed, the elements that ``shift`` is subtracted from if there is a shift, and otherwise ``COLUMNS``
+    elements. ``shift_stride`` is ``length`` if each row has its shift, and 0 if all rows share one.
     """
     first_row = program.to(tl.int64) * steps * ROWS
     start = first_row * length
@@ -111,7 +112,7 @@ def _measure_span(
     none = tl.zeros([ROWS, COLUMNS], tl.int32)
     is_nan, zeros, nonfinite = none, none, none
     norms = tl.zeros([ROWS], tl.float64)
-    counted = tl.zeros([NUM_PLACES], tl.int32)
+    counted = tl.zeros([NUM_SLOTS], tl.int32)
     for block in range(tl.minimum(steps, tl.cdiv(num_left, ROWS * length)).to(tl.int32)):
         row = block * ROWS + tl.arange(0, ROWS)[:, None]
         token = nothing
@@ -143,14 +144,14 @@ def _measure_span(
             if NONFINITE & NEEDS:
                 nonfinite += (tl.abs(x) < INFINITY).to(tl.int32) ^ 1
             if HISTOGRAM & NEEDS:
-                places = tl.where(mask, _place_in_counts(x), NUM_PLACES - 1)
-                counted += tl.histogram(tl.reshape(places, [ROWS * COLUMNS]), NUM_PLACES)
+                bins = tl.where(mask, _bin_of(x), NUM_SLOTS - 1)
+                counted += tl.histogram(tl.reshape(bins, [ROWS * COLUMNS]), NUM_SLOTS)
         if TOKENS & NEEDS:
             norms += tl.sqrt(tl.sum(token, 1))
 
     if HISTOGRAM & NEEDS:
-        place = tl.arange(0, NUM_PLACES)
-        tl.atomic_add(counts + place, counted.to(tl.int64), mask=(place < NUM_COUNTS) & (counted > 0), sem="relaxed")
+        slot = tl.arange(0, NUM_SLOTS)
+        tl.atomic_add(counts + slot, counted.to(tl.int64), mask=(slot < NUM_COUNTS) & (counted > 0), sem="relaxed")
     n = tl.minimum(num_left, steps * ROWS * length).to(tl.float64)
     s1, s2 = _sum(d1, CENTRAL & NEEDS), _sum(d2, DEVIATIONS & NEEDS)
     s3, s4 = _sum(d3, POWERS & NEEDS), _sum(d4, POWERS & NEEDS)
@@ -166,10 +167,10 @@ def _measure_span(
 
 @triton.jit(do_not_specialize=["num_launches", "num_rows"])
 def merge(parts, launches, num_launches, moments, num_rows, LANES: tl.constexpr):
-    """Merge the parts of a row: one program for each row.
+    """Merge the parts of a row, by a program for each row.
 
-    ``launches``, int64, has for each row the first of its launches, with one number more at the end; then for each launch its first
-    part, and then the number of its parts. ``moments`` has shape ``(FIELDS, num_rows)``.
+    ``launches``, int64, has the index of the first launch of each row, and their total; then for each launch its first part, and then
+    for each launch the number of its parts. ``moments`` has shape ``(FIELDS, num_rows)``.
     """
     row = tl.program_id(0)
     begin, end = tl.load(launches + row), tl.load(launches + row + 1)
@@ -221,7 +222,7 @@ def _sum(tile, IS_NEEDED: tl.constexpr):
     if IS_NEEDED:
         total = tl.sum(tile.to(tl.float64))
     else:
-        total = tl.full([], 0.0, tl.float64)  # adding up zeros takes as long as adding up numbers
+        total = tl.full([], 0.0, tl.float64)  # the compiler does not drop a sum of zeros
     return total
 
 
@@ -259,7 +260,7 @@ def _store(
 
 @triton.jit
 def _load(tensor, other, shift, offset, shift_offset, mask):
-    """Elements of the difference, zero where ``mask`` is false. Half precision becomes float32, as which it is not rounded again."""
+    """Elements of the difference, zero where ``mask`` is false. Half precision becomes float32, so that it is not rounded again."""
     x = _wide(tl.load(tensor + offset, mask=mask, other=0.0))
     if other is not None:
         x = x - _wide(tl.load(other + offset, mask=mask, other=0.0))
@@ -276,8 +277,8 @@ def _wide(x):
 
 
 @triton.jit
-def _place_in_counts(x):
-    """As ``places_of_codes``: the place of a float in a row of counts, from its bits."""
+def _bin_of(x):
+    """As ``bin_of_code``: the index of a float in a row of counts, from its bits."""
     if x.dtype == tl.float64:
         bits = x.to(tl.int64, bitcast=True)
         magnitude = bits & 0x7FFFFFFFFFFFFFFF
@@ -289,7 +290,7 @@ def _place_in_counts(x):
         infinity = 0x7F800000
         exponent = (magnitude >> 23) - 127
     distance = tl.minimum(tl.maximum(exponent, BELOW), ABOVE) - BELOW + 1
-    place = ZERO_PLACE + tl.where(bits < 0, -distance, distance)
-    place = tl.where(magnitude == 0, ZERO_PLACE, place)
-    place = tl.where(magnitude == infinity, tl.where(bits < 0, 0, NUM_COUNTS - 2), place)
-    return tl.where(magnitude > infinity, NUM_COUNTS - 1, place).to(tl.int32)
+    index = ZERO_BIN + tl.where(bits < 0, -distance, distance)
+    index = tl.where(magnitude == 0, ZERO_BIN, index)
+    index = tl.where(magnitude == infinity, tl.where(bits < 0, 0, NUM_COUNTS - 2), index)
+    return tl.where(magnitude > infinity, NUM_COUNTS - 1, index).to(tl.int32)

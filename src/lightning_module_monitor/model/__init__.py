@@ -1,1 +1,1 @@
-"""What a model looks like."""
+"""Models: names, compiled parts, hooks, outputs, copies, and contexts that undo side effects."""

@@ -28,13 +28,10 @@ Tensors = Mapping[str, Tensor]
 
 
 def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
-    """A deep copy of a module without gradients.
-
-    Hooks that are methods of the module, or torch's own (spectral norm), are part of its computation and are copied. All others are
-    left out: they would report the copy's values as those of the module. Errors call the module ``name``.
+    """A deep copy of a module without gradients; see :func:`independent_copy`. Errors call the module ``name``.
 
     Raises:
-        ConfigError: If it cannot be copied, names the attribute; or if it has tensors that are created with the first batch.
+        ConfigError: If it cannot be copied, with the name of the attribute, or if it has tensors that the first batch creates.
     """
     lazy = lazy_tensors(module)
     if lazy:
@@ -55,13 +52,13 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
 def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
     """A deep copy of a module that calls no code that refers to the original.
 
-    Functions among the attributes refer to the copy, unlike those of ``deepcopy``, and nothing in it is compiled. Parameters keep the
-    Python attributes that a program has given them, which ``deepcopy`` leaves out: as copies, but for those that cannot be copied. Hooks
-    that are neither methods of the module nor torch's own are removed.
+    Unlike with ``deepcopy``, functions among the attributes refer to the copy, nothing is compiled, and parameters keep copies of the
+    Python attributes that a program has set, if they can be copied. Hooks that are methods of the module or torch's own (spectral norm)
+    are part of the computation and are copied; others would report the copy's values as those of the module, and are left out.
 
     Args:
         module: The module.
-        known: Copies by the identity of the original, which take the place of further ones.
+        known: Existing copies by the ``id`` of the original.
 
     Raises:
         RuntimeError: If a module within it is copied as itself.
@@ -69,21 +66,21 @@ def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) 
     """
     tensors = tensors_within(module)
     memo = {**_without_graph(tensors), **(known or {})}
-    # With a graph, copies of tensors in TorchScript are computed tensors, which cannot be frozen.
+    # With a graph, copied tensors of TorchScript are no leaves and cannot be frozen.
     with torch.no_grad():
         clone = copy.deepcopy(module, memo)
         for tensor in tensors:
             if id(tensor) in memo:
                 _keep_attributes(tensor, memo[id(tensor)], functools.partial(copy.deepcopy, memo=memo))
-    modules, own = set(module.modules()), set(clone.modules())
-    if modules & own:
-        raise RuntimeError(f"a copy of {type(module).__name__} shares its {type((modules & own).pop()).__name__} with it")
+    modules, copies = set(module.modules()), set(clone.modules())
+    if modules & copies:
+        raise RuntimeError(f"a copy of {type(module).__name__} shares its {type((modules & copies).pop()).__name__} with it")
     _rebind((*module.modules(), *tensors), modules, memo)
-    uncompile([one for one in memo.values() if issubclass(type(one), nn.Module)])
-    for part in own:
+    uncompile([value for value in memo.values() if issubclass(type(value), nn.Module)])
+    for part in copies:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             for key, hook in list(hooks.items()):
-                is_method = isinstance(hook, types.MethodType) and hook.__self__ in own
+                is_method = isinstance(hook, types.MethodType) and hook.__self__ in copies
                 if not is_method and not (type(hook).__module__ or "").startswith("torch.nn."):
                     del hooks[key]
         part._backward_hooks.clear()
@@ -92,19 +89,19 @@ def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) 
 
 
 def _rebind(originals: Iterable[nn.Module | Tensor], modules: set[nn.Module], memo: dict[int, Any]) -> None:
-    """Have functions in the attributes of copies call copies, and no compiled code, also those in lists and dicts."""
-    for one in originals:
-        for attribute, value in vars(one).items() if id(one) in memo else ():
+    """Make functions in the attributes of copies, also those in lists and dicts, call copies and no compiled code."""
+    for original in originals:
+        for attribute, value in vars(original).items() if id(original) in memo else ():
             if isinstance(value, types.FunctionType) and value.__closure__:
-                vars(memo[id(one)])[attribute] = _rebound(value, modules, memo)
-    for one in [one for one in memo.values() if type(one) in (list, dict)]:
-        for place, value in [*(one.items() if isinstance(one, dict) else enumerate(one))]:
+                vars(memo[id(original)])[attribute] = _rebound(value, modules, memo)
+    for container in [value for value in memo.values() if type(value) in (list, dict)]:
+        for key, value in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
             if uncompiled(value) is not value:
-                one[place] = _rebound(value, modules, memo)
+                container[key] = _rebound(value, modules, memo)
 
 
 def _keep_attributes(tensor: Tensor, clone: Tensor, copy_of: Callable[[Any], Any]) -> None:
-    """Give a copy of a tensor copies of the Python attributes that it lacks: torch copies those of few tensors, and of no parameter."""
+    """Copy the Python attributes of a tensor that its copy lacks: torch copies those of few tensors, and of no parameter."""
     for name, value in vars(tensor).items():
         if name not in vars(clone):
             with suppress(Exception):
@@ -112,43 +109,43 @@ def _keep_attributes(tensor: Tensor, clone: Tensor, copy_of: Callable[[Any], Any
 
 
 def tensors_within(module: nn.Module) -> list[Tensor]:
-    """Every tensor that a module refers to, also by attributes of other objects, and of tensors."""
+    """Every tensor that a module refers to, also through attributes of other objects and of tensors."""
     tensors: list[Tensor] = []
     visited: dict[int, object] = {}
     waiting: list[object] = [module]
     while waiting:
-        one = waiting.pop()
-        if id(one) in visited or issubclass(type(one), _NEVER_COPIED):
+        value = waiting.pop()
+        if id(value) in visited or issubclass(type(value), _NEVER_COPIED):
             continue
-        visited[id(one)] = one  # kept, because its id could be reused
-        if issubclass(type(one), nn.Module):
-            waiting.append(_state(one))  # type: ignore[arg-type]
-        elif isinstance(one, Tensor):
-            tensors.append(one)
-            waiting += vars(one).values()
+        visited[id(value)] = value  # kept, because its id could be reused
+        if issubclass(type(value), nn.Module):
+            waiting.append(_state(value))  # type: ignore[arg-type]
+        elif isinstance(value, Tensor):
+            tensors.append(value)
+            waiting += vars(value).values()
         else:
-            # ``deepcopy`` copies the attributes of a class, but one with copying code of its own may refer to the whole program.
-            own = (getattr(type(one), name, None) for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"))
-            if issubclass(type(one), Mapping) or not any(isinstance(method, types.FunctionType) for method in own):
-                waiting += gc.get_referents(one)
+            # ``deepcopy`` copies the attributes of an object, but an object with custom copying code may refer to the whole program.
+            copying = (getattr(type(value), name, None) for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"))
+            if issubclass(type(value), Mapping) or not any(isinstance(method, types.FunctionType) for method in copying):
+                waiting += gc.get_referents(value)
     return tensors
 
 
 def _without_graph(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """Copies of computed tensors by their identity, which torch does not copy.
+    """Copies of tensors that are no leaves, which torch does not copy, by ``id``.
 
     A forward pass has left them in an attribute, also of another object, or ``weight_norm`` computes a weight from its factors.
     """
-    return {id(one): one.detach().clone() for one in tensors if not one.is_leaf}
+    return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
 
-_OF_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
-_NEVER_COPIED = (*_OF_CODE, weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
-"""Types that ``deepcopy`` does not copy, or refuses."""
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
+_NEVER_COPIED = (*_CODE, weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+"""Types that ``deepcopy`` does not copy, or refuses to copy."""
 
 
 def _state(module: nn.Module) -> object:
-    """The state that is copied: a LightningModule leaves its trainer out."""
+    """The state to copy: a LightningModule leaves its trainer out."""
     try:
         return module.__getstate__()
     except Exception:
@@ -156,10 +153,7 @@ def _state(module: nn.Module) -> object:
 
 
 def parameter_copy(module: nn.Module) -> nn.Module:
-    """A module of the same names with copies of the parameters alone: it cannot run.
-
-    For parameters that are laid out over ranks, whose module cannot be copied: each rank copies its part.
-    """
+    """A module of the same names with copies of the parameters only, which cannot run: for a sharded module, which cannot be copied."""
     copies = {part: nn.Module() for part in module.modules()}
     for part, clone in copies.items():
         for name, parameter in part._parameters.items():
@@ -171,21 +165,22 @@ def parameter_copy(module: nn.Module) -> nn.Module:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer of a module, also those that its ``state_dict`` leaves out, detached."""
+    """Every parameter and buffer of a module, also non-persistent ones, detached."""
     return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def lazy_tensors(module: nn.Module) -> list[str]:
-    """Names of parameters and buffers that lazy modules create with the first batch."""
+    """Names of parameters and buffers that lazy modules initialize with the first batch."""
     return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(tensor)]
 
 
 def differing_tensors(module: nn.Module, tensors: Tensors) -> list[str]:
-    """Tensors that are not in both, and parameters of different shapes. A forward pass may resize a buffer."""
-    own = tensors_of(module)
-    fixed = dict(module.named_parameters())
-    shapes = [f"{name} {tuple(one.shape)}" for name, one in tensors.items() if name in fixed and fixed[name].shape != one.shape]
-    return sorted(own.keys() ^ tensors.keys()) + shapes
+    """Names that are not in both, and parameters of different shapes. Shapes of buffers may differ, as a forward pass may resize them."""
+    parameters = dict(module.named_parameters())
+    shapes = [
+        f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items() if name in parameters and parameters[name].shape != tensor.shape
+    ]
+    return sorted(tensors_of(module).keys() ^ tensors.keys()) + shapes
 
 
 @torch.no_grad()
@@ -195,15 +190,15 @@ def set_tensors(module: nn.Module, tensors: Tensors) -> None:
     Raises:
         ValueError: If names or shapes differ; lists them.
     """
-    own, differing = tensors_of(module), differing_tensors(module, tensors)
+    targets, differing = tensors_of(module), differing_tensors(module, tensors)
     if differing:
         raise ValueError(f"these tensors are not those of the model: {', '.join(differing[:10])}{' ...' if len(differing) > 10 else ''}")
     for name, tensor in tensors.items():
-        if own[name].shape == tensor.shape:
-            overwrite(own[name], tensor)
+        if targets[name].shape == tensor.shape:
+            overwrite(targets[name], tensor)
         else:
             owner, _dot, attribute = name.rpartition(".")
-            module.get_submodule(owner)._buffers[attribute] = tensor.to(own[name].device, copy=True)
+            module.get_submodule(owner)._buffers[attribute] = tensor.to(targets[name].device, copy=True)
 
 
 def load_weights(module: nn.Module, path: str, within: str | None) -> None:
@@ -215,14 +210,14 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
         within: Name of the module in the checkpoint's model; ``None`` for the model itself.
 
     Raises:
-        ConfigError: If there is no such file, or its weights are not those of the module.
+        ConfigError: If there is no such file, or its names or shapes are not those of the module.
     """
     if not Path(path).is_file():
         raise ConfigError(f"reference is {path!r}, and there is no such file; expected 'init', or the path of a checkpoint.")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # torch's own message is many lines on how to load other objects than tensors.
+        # torch's message is many lines on how to load other objects than tensors.
         cure = "expected a Lightning checkpoint, or a state_dict saved with torch.save"
         raise ConfigError(f"reference {path!r} cannot be read ({type(error).__name__}); {cure}.") from error
     weights = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
@@ -237,58 +232,59 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
         raise ConfigError(f"reference {path!r} is not of this model: {' '.join(rest)[:150] or first}") from error
 
 
-def _rebound(given: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> Callable[..., Any]:
-    """A copy of a function whose closure refers to copies of modules, and of their methods, in place of the modules; not compiled.
+def _rebound(function: Callable[..., Any], modules: set[nn.Module], memo: dict[int, Any]) -> Callable[..., Any]:
+    """An uncompiled copy of a function whose closure refers to copies of modules and of their methods.
 
-    A copied module keeps functions of the original in its attributes, e.g. a patched ``forward``, which would run the original.
+    ``deepcopy`` keeps functions in the attributes of a module, e.g. a patched ``forward``, which would run the original.
     """
-    function = uncompiled(given)
+    function = uncompiled(function)
     if isinstance(function, types.MethodType):
         return copy.deepcopy(function, memo) if function.__self__ in modules else function
     if not isinstance(function, types.FunctionType) or not function.__closure__:
-        return function  # type: ignore[no-any-return]  # as it was given
+        return function
     if id(function) in memo and memo[id(function)] is not function:
         return memo[id(function)]  # type: ignore[no-any-return]
-    cells = [types.CellType() for _cell in function.__closure__ or ()]
+    cells = [types.CellType() for _cell in function.__closure__]
     new = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
     new.__kwdefaults__ = function.__kwdefaults__
     memo[id(function)] = functools.update_wrapper(new, function)
-    for cell, original in zip(cells, function.__closure__ or (), strict=True):
+    for cell, original in zip(cells, function.__closure__, strict=True):
         with suppress(ValueError):  # an unassigned name
-            held = original.cell_contents
-            owner = getattr(held, "__self__", held)
-            if isinstance(held, types.FunctionType):
-                held = _rebound(held, modules, memo)
+            value = original.cell_contents
+            owner = getattr(value, "__self__", value)
+            if isinstance(value, types.FunctionType):
+                value = _rebound(value, modules, memo)
             elif isinstance(owner, nn.Module) and owner in modules:
-                held = copy.deepcopy(held, memo)
-            cell.cell_contents = held
+                value = copy.deepcopy(value, memo)
+            cell.cell_contents = value
     return new
 
 
 def _what_cannot_be_copied(module: nn.Module) -> str | None:
-    """The name of an attribute that cannot be copied."""
-    known = {**_without_graph(tensors_within(module)), **{id(part): part for part in module.modules()}}
+    """The name of the first attribute that cannot be copied."""
+    known = _without_graph(tensors_within(module)) | {id(part): part for part in module.modules()}
     for name, part in module.named_modules():
         state = _state(part)
-        for attribute, value in state.items() if isinstance(state, dict) else ():
-            members = value.items() if attribute in ("_parameters", "_buffers") else () if attribute == "_modules" else [(attribute, value)]
-            for member, one in members:
-                try:
-                    copy.deepcopy(one, dict(known))
-                except Exception:
-                    return ".".join(filter(None, (name, member)))
+        rest = dict(state) if isinstance(state, dict) else {}
+        values = {**rest.pop("_parameters", {}), **rest.pop("_buffers", {}), **rest, "_modules": None}
+        for attribute, value in values.items():
+            try:
+                copy.deepcopy(value, dict(known))
+            except Exception:
+                return ".".join(filter(None, (name, attribute)))
     return None
 
 
 def same_layout(tensor: Tensor) -> Tensor:
-    """A copy with the strides of the tensor, by which torch selects kernels too: ``clone`` keeps them only where there are no gaps."""
+    """A copy with the same strides, by which torch selects kernels: ``clone`` keeps them only for a tensor without gaps."""
     clone = tensor.clone()
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or clone.stride() == tensor.stride() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return clone
-    own = tensor[_written_once(tensor)]
+    unique = tensor[_written_once(tensor)]
     try:
-        return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device).copy_(own).expand(tensor.shape)
+        copied = torch.empty_strided(unique.shape, unique.stride(), dtype=unique.dtype, device=unique.device).copy_(unique)
+        return copied.expand(tensor.shape)
     except RuntimeError:
         return clone  # elements overlap: windows of one tensor
 
@@ -298,23 +294,23 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
     if tensor.layout is not torch.strided:
         tensor.copy_(values)
         return
-    own = _written_once(tensor)
-    tensor[own].copy_(values[own])
+    index = _written_once(tensor)
+    tensor[index].copy_(values[index])
 
 
 def _written_once(tensor: Tensor) -> tuple[slice, ...]:
-    """The index of the part of a tensor with memory of its own: the first of each slice that ``expand`` repeats."""
+    """The index of the elements that do not share memory: the first slice of each dimension that ``expand`` repeats."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
-_OF_PYTHON = (type(None), numbers.Number, str, bytes, slice, range, type(...), enum.Enum)
-_CONSTANTS = (*_OF_PYTHON, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PYTHON_CONSTANTS = (type(None), numbers.Number, str, bytes, slice, range, type(...), enum.Enum)
+_CONSTANTS = (*_PYTHON_CONSTANTS, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Immutable types."""
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class NotPlainError(TypeError):
-    """Raised for an argument that cannot be copied without code of its own class."""
+    """Raised for an argument that cannot be copied without code of its class."""
 
     def __init__(self, value: object) -> None:
         super().__init__(f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."))
@@ -325,12 +321,12 @@ def plain_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:  # noqa: 
 
     Args:
         value: Tensors, numbers, strings and other constants, numpy arrays, and tuples, named tuples, lists, dicts and dataclasses of
-            such. Tensors have the ``requires_grad`` flag and the strides of the original, by which torch selects kernels.
-        memo: Copies by the identity of the original, so that a tensor that occurs twice occurs twice in the copy: attention checks
-            whether its query is its key.
+            such. Copied tensors have the ``requires_grad`` flag and the strides of the original, by which torch selects kernels.
+        memo: Copies by the ``id`` of the original: a tensor that occurs twice is copied once, as attention checks whether its query is
+            its key.
 
     Raises:
-        NotPlainError: If it contains anything else; names its type.
+        NotPlainError: If it contains any other type, which the error names.
     """
     memo = {} if memo is None else memo
     if isinstance(value, _CONSTANTS):
@@ -350,24 +346,24 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401  # as above
         return value.copy()
     if kind in _DICTS:
         clone = value.copy()
-        clone.update((name, plain_copy(one, memo)) for name, one in value.items())
+        clone.update((name, plain_copy(member, memo)) for name, member in value.items())
         return clone
     if isinstance(value, tuple) or kind is list:
         return _sequence_copy(value, memo)
-    has_slots = any(vars(one).get("__slots__") for one in kind.__mro__)
+    has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
     if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__ or has_slots or issubclass(kind, nn.Module):
-        raise NotPlainError(value)  # its values are not their attributes alone, or are not made without code of the class
+        raise NotPlainError(value)  # it is more than its attributes, or its class has code for copies
     clone = object.__new__(kind)
-    vars(clone).update({name: plain_copy(one, memo) for name, one in vars(value).items()})
+    vars(clone).update({name: plain_copy(member, memo) for name, member in vars(value).items()})
     return clone
 
 
 def _sequence_copy(value: tuple[Any, ...] | list[Any], memo: dict[int, Any]) -> tuple[Any, ...] | list[Any]:
-    members = [plain_copy(one, memo) for one in value]
+    members = [plain_copy(member, memo) for member in value]
     if isinstance(value, list):
         return members
-    if all(one is other for one, other in zip(members, value, strict=True)):
-        return value  # constants alone, e.g. a shape
+    if all(member is original for member, original in zip(members, value, strict=True)):
+        return value  # only constants, e.g. a shape
     if type(value) is tuple or hasattr(type(value), "_fields"):
         return tuple.__new__(type(value), members)
     raise NotPlainError(value)
@@ -379,5 +375,5 @@ def _tensor_copy(tensor: Tensor) -> Tensor:
         return same_layout(source)
     if tensor.is_leaf:
         return same_layout(source).requires_grad_()
-    with torch.enable_grad():  # not a leaf, which a layer could not write into
+    with torch.enable_grad():  # not a leaf, because a layer may write into it
         return same_layout(source.requires_grad_())

@@ -1,4 +1,4 @@
-"""Hooks, their owner, and the states of torch in which they observe nothing or are kept away."""
+"""Hooks, the set that owns them, and the states of torch in which they observe nothing or are removed."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass runs: a forward pass within it is the recomputation of a checkpointed one, which was observed before."""
+    """Whether a backward pass runs: a forward pass within it recomputes a checkpointed forward pass, which was already observed."""
     return backward_pass() != -1
 
 
 def is_tracing() -> bool:
-    """Whether torch records the operations that run now, or runs them on tensors without data: nothing is observed then.
+    """Whether torch traces the current operations or runs them on tensors without data. Nothing is observed then.
 
-    The trace would contain the operations of the observation. This holds in ``torch.export`` and ``torch.jit.trace``, in
+    The trace would contain the operations of the observation. True in ``torch.compile``, ``torch.export``, ``torch.jit.trace``,
     ``torch.func.functionalize``, and in every ``TorchDispatchMode``: ``FakeTensorMode``, ``make_fx``, ``aot_function``, selective
-    activation checkpointing, counters of operations; and in ``torch.compile``.
+    activation checkpointing, counters of operations.
     """
-    if torch.compiler.is_compiling():  # while it exports, too
+    if torch.compiler.is_compiling():  # also while torch exports
         if _is_exporting():
             _note_unobserved()
-        return True  # nothing of a monitor gets into compiled code, also where the user's code calls it
+        return True  # no operation of a monitor gets into compiled code, also where the user's code calls it
     if _dispatch_mode() or jit.is_tracing():
         _note_unobserved()
         return True
-    # No public function reports these two. torch.jit.trace also runs a module outside of its tracing, to check the trace; of the
-    # transforms of torch.func only functionalize records operations.
+    # No public function reports these two states. torch.jit.trace also runs a module outside of its tracing, to check the trace; the
+    # only transform of torch.func that records operations is functionalize.
     transforms = _transforms()
-    if jit._trace_module_map is not None or (transforms and any(one.key() == _FUNCTIONALIZE for one in transforms)):
+    if jit._trace_module_map is not None or (transforms and any(transform.key() == _FUNCTIONALIZE for transform in transforms)):
         _note_unobserved()
         return True
     return False
@@ -74,35 +74,33 @@ def _note_unobserved() -> None:
     Unobserved.number += 1
 
 
-# As set by ``torch.compiler.assume_constant_result``, which also loads the compiler: a compiler that traces a hook calls the function
-# at once, and compiles nothing of it.
+# As ``torch.compiler.assume_constant_result`` sets it, which would load the compiler: a compiler that traces a hook calls the function
+# at once instead of compiling it.
 _note_unobserved._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def as_torch_itself(function: Callable[..., Result], *args: object) -> Result:
-    """Call a function in which torch runs no code of the classes of tensors: as these call torch, by ``super().__torch_function__``."""
+    """Call a function without ``__torch_function__`` of tensor subclasses: as these call torch, by ``super().__torch_function__``."""
     result: Result = Tensor.__torch_function__(function, (), args)  # type: ignore[no-untyped-call]  # torch does not annotate it
     return result
 
 
 def register_gradient_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register a hook on the gradient of a tensor, without code of its class."""
+    """Register a hook on the gradient of a tensor, without ``__torch_function__`` of its class."""
     handle: RemovableHandle = tensor.register_hook(hook) if type(tensor) is Tensor else as_torch_itself(Tensor.register_hook, tensor, hook)
     return handle
 
 
 def requires_gradient(tensor: Tensor) -> bool:
-    """Whether a tensor requires a gradient, without code of its class."""
+    """Whether a tensor requires a gradient, without ``__torch_function__`` of its class."""
     return tensor.requires_grad if type(tensor) is Tensor else as_torch_itself(Tensor.requires_grad.__get__, tensor)  # type: ignore[attr-defined]
 
 
 class HookSet:
-    """Owns hook handles; :meth:`close` removes them.
+    """Owns hook handles; :meth:`close` removes them. If ``KeyboardInterrupt`` ends :meth:`close`, the next call removes the rest.
 
-    No hook on a module gets into compiled code, which is the same with them and without: while torch compiles anything, none of them is
-    on its module (:class:`_Compiling`), and where torch would compile the hook itself, it is disabled.
-
-    If ``KeyboardInterrupt`` ends :meth:`close`, the next call removes the rest.
+    Compiled code is the same with and without these hooks: while torch compiles, they are not on their modules (:class:`_Compiling`), and
+    the compiler is disabled for a hook that compiled code would call.
     """
 
     def __init__(self) -> None:
@@ -112,11 +110,11 @@ class HookSet:
         return len(self._handles)
 
     def add(self, handle: RemovableHandle) -> None:
-        """Own the handle of a hook that is not on a module."""
+        """Add the handle of a hook that is not on a module."""
         self._handles.append(handle)
 
     def add_forward(self, module: nn.Module, hook: UncopiedHook, **options: bool) -> None:
-        """Register a forward hook, with options of ``register_forward_hook``: without any that a class of the user's may not have."""
+        """Register a forward hook, with options of ``register_forward_hook``; the user's class may override it without options."""
         self._add_to_module(module, module.register_forward_hook, hook, options)
 
     def add_forward_pre(self, module: nn.Module, hook: UncopiedHook, **options: bool) -> None:
@@ -127,16 +125,16 @@ class HookSet:
         self, module: nn.Module, register: Callable[..., RemovableHandle], hook: UncopiedHook, options: dict[str, bool]
     ) -> None:
         if not self._handles:
-            _Compiling.watch(self)
-        # The call of a module that is compiled in place compiles what it calls.
+            _Compiling.add(self)
+        # The call of a module that was compiled in place would compile its hooks.
         called = hook if module._compiled_call_impl is None else not_compiled(hook)
         self._handles.append(register(called, **options))
 
-    def places(self) -> Iterator[tuple[OrderedDict[int, Any], int]]:
-        """The dictionaries of torch's that each of them is in, and its key there: of hooks, and of those with an option."""
+    def entries(self) -> Iterator[tuple[OrderedDict[int, Any], int]]:
+        """Torch's dictionaries that contain each hook (of all hooks, and of those with an option), with its key."""
         for handle in self._handles:
-            for of_torch in (handle.hooks_dict_ref, *handle.extra_dict_ref):
-                hooks = of_torch()
+            for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+                hooks = reference()
                 if hooks is not None:
                     yield hooks, handle.id
 
@@ -145,14 +143,14 @@ class HookSet:
         while self._handles:
             self._handles[-1].remove()
             self._handles.pop()
-        _Compiling.watched.discard(self)
+        _Compiling.hook_sets.discard(self)
 
 
 class UncopiedHook:
-    """A hook on a module, before or after its forward. It does nothing while torch traces, and nothing on a copy of the module.
+    """A hook on a module, before or after its forward. It does nothing while torch traces or on a copy of the module.
 
     Args:
-        function: Gets the arguments of the hook. What it returns replaces the module's arguments or output; ``None``: they stay.
+        function: Receives the arguments of the hook. Its result replaces the module's arguments or output, unless it is ``None``.
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -167,41 +165,41 @@ class UncopiedHook:
 
 
 class _NotCompiled(functools.partial[object]):
-    """A hook by ``torch.compiler.disable``. A call of it has no frame of its own, which torch could compile. A copy does nothing."""
+    """A hook by ``torch.compiler.disable``. Its call has no Python frame that torch could compile. A copy does nothing."""
 
     def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
         return _CopiedHook, ()
 
 
 def not_compiled(hook: Callable[..., Result]) -> Callable[..., Result]:
-    """The hook, which torch never compiles, also where compiled code calls it."""
+    """A hook that torch never compiles, also if compiled code calls it."""
     return _NotCompiled(torch.compiler.disable(hook)) if is_compiler_loaded() else hook  # type: ignore[return-value]  # as the hook
 
 
 class _Compiling:
-    """Keeps hooks off their modules while torch compiles: it would trace them, and compile again when they are gone.
+    """Removes hooks from their modules while torch compiles, because it would trace them, and compile again when they are gone.
 
     torch has no public function that reports when it compiles.
     """
 
-    watched: ClassVar[weakref.WeakSet[HookSet]] = weakref.WeakSet()
-    """Those that may have hooks on modules."""
+    hook_sets: ClassVar[weakref.WeakSet[HookSet]] = weakref.WeakSet()
+    """Sets that may have hooks on modules."""
     _hidden: ClassVar[list[tuple[OrderedDict[int, Any], dict[int, Any]]]] = []
-    """Dictionaries of hooks without ours, each with its contents before."""
+    """Dictionaries from which hooks were removed, each with its previous contents."""
 
     @classmethod
-    def watch(cls, hooks: HookSet) -> None:
-        """Look after the hooks of a set, from now until it is closed."""
-        cls.watched.add(hooks)
+    def add(cls, hook_set: HookSet) -> None:
+        """Remove the hooks of a set whenever torch compiles, until the set is closed."""
+        cls.hook_sets.add(hook_set)
         if is_compiler_loaded():
             handler = torch._dynamo.callback.callback_handler
-            if cls._hide not in handler.start_callbacks:  # torch._dynamo.reset() forgets them
+            if cls._hide not in handler.start_callbacks:  # torch._dynamo.reset() clears them
                 handler.register_start_callback(cls._hide)
                 handler.register_end_callback(cls._show)
 
     @classmethod
     def _hide(cls, *_arguments: object) -> None:
-        for hooks, key in (place for one in cls.watched for place in one.places()):
+        for hooks, key in (entry for hook_set in cls.hook_sets for entry in hook_set.entries()):
             if key in hooks:
                 if all(hooks is not other for other, _before in cls._hidden):
                     cls._hidden.append((hooks, dict(hooks)))
@@ -209,12 +207,12 @@ class _Compiling:
 
     @classmethod
     def _show(cls, *_arguments: object) -> None:
-        places = {(id(hooks), key) for one in cls.watched for hooks, key in one.places()}
+        entries = {(id(hooks), key) for hook_set in cls.hook_sets for hooks, key in hook_set.entries()}
         while cls._hidden:
             hooks, before = cls._hidden[-1]
             added = [key for key in hooks if key not in before]
             for key, hook in before.items():
-                if (id(hooks), key) in places:  # closed meanwhile, it is gone
+                if (id(hooks), key) in entries:  # not if its set was closed meanwhile
                     hooks[key] = hook
             for key in [key for key in (*before, *added) if key in hooks]:
                 hooks.move_to_end(key)
@@ -222,7 +220,7 @@ class _Compiling:
 
 
 class _CopiedHook:
-    """Does nothing: the hook of a copied module."""
+    """The hook of a copied module, which does nothing."""
 
     def __call__(self, *_args: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The names of a model in keys: of modules, parameters, outputs, heads and blocks; fit for every logger, selected by pattern."""
+"""Names of modules, parameters, outputs, heads and blocks in keys: valid for every logger, and selected by patterns."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _WRAPPED = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint
 _WRAPPERS = re.compile(rf"(?<![^.])({'|'.join(_WRAPPED)})(\.|$)")
 
 UNWATCHED = (Metric, torch.jit.ScriptModule)
-"""A torchmetrics object measures and is not a layer; compiled TorchScript has neither hooks nor parameters of Python."""
+"""A torchmetrics object is not a layer; compiled TorchScript has no Python hooks or parameters."""
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""They hold modules and parameters for others to use."""
+"""Modules that only hold modules and parameters."""
 
 NameFormat = Callable[[str], str]
 
@@ -34,28 +34,28 @@ class ModuleSite:
     """A module to observe."""
 
     name: str
-    """Its first name, without wrappers and fit for every logger."""
+    """Its first name, without wrappers and valid for every logger."""
     aliases: tuple[str, ...]
-    """Every name a pattern may match, without wrappers: a shared module has several."""
+    """All names that a pattern may match, without wrappers: a shared module has several."""
     module: nn.Module
     is_compiled: bool = False
-    """Whether its call runs compiled code, and nothing inside of it is observed."""
+    """Whether its call runs compiled code, so that no module inside is observed."""
 
     @property
     def is_leaf(self) -> bool:
-        """Whether there is no module within it that can be observed."""
+        """Whether no module inside can be observed."""
         return self.is_compiled or next(self.module.children(), None) is None
 
     @property
     def runs(self) -> bool:
-        """Whether it can be called: one of :data:`CONTAINERS` cannot, unless it has a ``forward`` of its own."""
+        """Whether it can be called: a module of :data:`CONTAINERS` cannot unless it defines ``forward``."""
         has_forward = type(self.module).forward is not nn.Module.forward or "forward" in vars(self.module)
         return has_forward or not isinstance(self.module, CONTAINERS)
 
 
 @dataclass(frozen=True)
 class ParameterSite:
-    """A parameter to observe. It is looked up anew each time, because strategies replace parameters."""
+    """A parameter to observe. It is looked up each time, because strategies replace parameters."""
 
     name: str
     aliases: tuple[str, ...]
@@ -63,26 +63,24 @@ class ParameterSite:
     attribute: str
 
     def tensor(self) -> Tensor | None:
-        """The parameter as it is now; ``None`` if it was removed or has no shape yet (lazy modules before the first batch)."""
+        """The current parameter; ``None`` if it was removed or has no shape yet (lazy modules before the first batch)."""
         parameter = self.owner._parameters.get(self.attribute)
-        if type(parameter) is nn.Parameter:  # quicker than what it is to be an instance of one
+        if type(parameter) is nn.Parameter:  # quicker than isinstance and is_lazy
             return parameter
         return None if parameter is None or is_lazy(parameter) else parameter
 
     def is_removed(self) -> bool:
-        """Whether its owner has no such parameter any more; a lazy one has none yet."""
+        """Whether its owner no longer has such a parameter; a lazy parameter is not removed."""
         return self.owner._parameters.get(self.attribute) is None
 
     def has(self, kind: str) -> bool:
-        """Whether there are values of a kind: of real floating parameters, and gradients of those that are trained."""
+        """Whether there can be values of a kind: of floating parameters, and gradients of trained ones; true before the first batch."""
         parameter = self.tensor()
-        if parameter is None:
-            return True  # not yet
-        return parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient"))
+        return parameter is None or (parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient")))
 
 
 def without_wrappers(name: str) -> str:
-    """A name as if ``torch.compile``, Fabric, FSDP and activation checkpointing had not wrapped anything; the root is ``_root_``.
+    """A name without the wrappers of ``torch.compile``, Fabric, FSDP and activation checkpointing; the root is ``_root_``.
 
     >>> without_wrappers("_forward_module.blocks.0._orig_mod.fc")
     'blocks.0.fc'
@@ -91,27 +89,27 @@ def without_wrappers(name: str) -> str:
 
 
 def unwrapped_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, or of what it wraps for ``torch.compile``, Fabric, FSDP or activation checkpointing."""
-    inner = next((one for name in _WRAPPED if (one := module._modules.get(name)) is not None), None)
+    """The class of a module without the wrappers of ``torch.compile``, Fabric, FSDP and activation checkpointing."""
+    inner = next((wrapped for name in _WRAPPED if (wrapped := module._modules.get(name)) is not None), None)
     return type(module) if inner is None else unwrapped_class(inner)
 
 
 def is_fsdp_wrapper(module: nn.Module) -> bool:
-    """Whether a module is a wrapper of FSDP1. What it wraps stands for both: its parameters are whole when its forward returns."""
+    """Whether a module is a wrapper of FSDP1. The wrapped module is observed: its parameters are whole when its forward returns."""
     return "_fsdp_wrapped_module" in module._modules
 
 
 class Namer:
-    """Gives every module and parameter one name: fit for loggers, no two alike."""
+    """Gives every module and parameter a unique name that is valid for loggers."""
 
     def __init__(self, format_name: NameFormat = without_wrappers) -> None:
         self._format = format_name
         self._taken: set[str] = set()
         self.changed: dict[str, str] = {}
-        """New name by old name, of those that could not stay as they were."""
+        """New name by preferred name, for names that had to be changed."""
 
     def name(self, preferred: str) -> str:
-        """The name for a new site: the preferred one, or the nearest that is fit and free."""
+        """The name for a new site: the preferred name, or the nearest one that is valid and free."""
         fit = base = fit_for_loggers(preferred)
         number = 1
         while fit in self._taken:
@@ -123,29 +121,27 @@ class Namer:
         return fit
 
     def module_sites(self, root: nn.Module) -> list[ModuleSite]:
-        """Every module of ``root``, itself first; but those of :data:`UNWATCHED`."""
+        """Every module of ``root``, itself first, without those of :data:`UNWATCHED`."""
         names: dict[nn.Module, list[str]] = {}
         outermost: dict[str, nn.Module] = {}
         for raw, module in root.named_modules(remove_duplicate=False):
             if is_fsdp_wrapper(module):
                 continue
-            # A wrapper and what it wraps are one layer; the wrapper, which comes first, stands for both.
+            # A wrapper and the wrapped module are the same layer; the wrapper, which comes first, is observed.
             layer = outermost.setdefault(without_wrappers(raw), module)
             if not isinstance(module, UNWATCHED):
                 names.setdefault(layer, []).append(self._format(raw))
-        return [ModuleSite(self.name(known[0]), tuple(dict.fromkeys(known)), module) for module, known in names.items()]
+        return [ModuleSite(self.name(aliases[0]), tuple(dict.fromkeys(aliases)), module) for module, aliases in names.items()]
 
     def parameter_sites(self, root: nn.Module) -> list[ParameterSite]:
-        """Every parameter of ``root``; a tied one once, under its first name."""
-        names: dict[int, list[str]] = {}
-        places: dict[int, tuple[nn.Module, str]] = {}
+        """Every parameter of ``root``; a tied parameter once, under its first name."""
+        parameters: dict[int, tuple[tuple[nn.Module, str], list[str]]] = {}
         for module_name, module in root.named_modules(remove_duplicate=False):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(module, UNWATCHED):
                     raw = f"{module_name}.{attribute}" if module_name else attribute
-                    names.setdefault(id(parameter), []).append(self._format(raw))
-                    places.setdefault(id(parameter), (module, attribute))
-        return [ParameterSite(self.name(known[0]), tuple(dict.fromkeys(known)), *places[identity]) for identity, known in names.items()]
+                    parameters.setdefault(id(parameter), ((module, attribute), []))[1].append(self._format(raw))
+        return [ParameterSite(self.name(names[0]), tuple(dict.fromkeys(names)), *owner) for owner, names in parameters.values()]
 
 
 Site = ModuleSite | ParameterSite
@@ -162,7 +158,7 @@ def beginning_with(regex: str) -> str:
 
 
 def and_insides(aliases: Iterable[str]) -> Iterator[str]:
-    """The names and those of every module around them: what is inside an excluded module is excluded with it.
+    """The names and their enclosing modules' names: modules inside an excluded module are excluded with it.
 
     >>> list(and_insides(["a.b.weight"]))
     ['a.b.weight', 'a.b', 'a']
@@ -176,11 +172,11 @@ class ModelIndex:
     """The names of a model.
 
     Args:
-        root: The model; names are from here.
-        within: Name of the submodule outside of which nothing is observed; ``None`` for all.
-        exclude: Names that are never observed, with what is inside of such a module.
-        format_name: Makes a name of what ``named_modules`` gives.
-        compiled: What of it is compiled; modules inside of that are not observed.
+        root: The model; names are relative to it.
+        within: Name of the only submodule that is observed; ``None`` for the whole model.
+        exclude: Patterns of names that are not observed, together with the modules inside.
+        format_name: Makes a name of a name of ``named_modules``.
+        compiled: The compiled parts of the model; modules inside of compiled code are not observed.
 
     Raises:
         ConfigError: If there is no submodule of the name ``within``.
@@ -196,7 +192,7 @@ class ModelIndex:
     ) -> None:
         self.compiled = compiled
         self.whole = ModelIndex(root, within, exclude, format_name) if compiled != NOT_COMPILED else self
-        """The names with those inside compiled code."""
+        """The names including those inside of compiled code."""
         self.namer = Namer(format_name)
         self._format_name = format_name
         modules, parameters = self.namer.module_sites(root), self.namer.parameter_sites(root)
@@ -205,10 +201,10 @@ class ModelIndex:
             near = nearest(str(within), [site.name for site in modules])
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{near}")
         self.within = outermost
-        """Outside of this nothing is observed."""
+        """The only module that is observed, with the modules inside."""
         selected = [site for site in modules if _is_within(site, within) and not is_excluded(site, exclude)]
         outside = [site for site in selected if site.module not in compiled.inside]
-        # A wrapper that has the name of a compiled module stands for it.
+        # By name, because a wrapper with the name of a compiled module is observed in its place.
         names_of_compiled = {format_name(raw) for raw, module in root.named_modules() if module in compiled.outermost}
         self.modules = [replace(site, is_compiled=not names_of_compiled.isdisjoint(site.aliases)) for site in outside]
         self.parameters = [site for site in parameters if _is_within(site, within) and not is_excluded(site, exclude)]
@@ -218,19 +214,19 @@ class ModelIndex:
         by_alias = {alias: site.module for site in self.modules for alias in site.aliases}
         names = (format_name(raw) for raw, _module in root.named_modules(remove_duplicate=False))
         self.module_by_name = {name: by_alias[name] for name in names if name in by_alias}
-        """Every module by every name that it has, in the model's order."""
+        """Every module by each of its names, in the model's order."""
         self._root = root
         self._names_of_parts: dict[tuple[object, ...], str] = {}
         """Names of outputs, inputs and heads of modules."""
 
     def refusal(self, what: str, inside: Sequence[str]) -> ConfigError:
-        """The error for an option that is about modules inside compiled code alone, which are named."""
+        """The error for an option that concerns only modules ``inside`` of compiled code."""
         compiled = shortened([without_wrappers(name) for name in self.compiled.names])
         why = f"compiled: keep observes nothing inside compiled code ({compiled}), and nothing else matches ({shortened(inside)})"
         return ConfigError(f"{what}: {why}; expected modules outside of it, or compiled: uncompiled.")
 
     def blocks(self, blocks: str | Sequence[str]) -> list[str]:
-        """The names of blocks, as :func:`find_blocks`.
+        """The names of blocks; see :func:`find_blocks`.
 
         Raises:
             ConfigError: If there are no such blocks, or only inside compiled code.
@@ -238,54 +234,50 @@ class ModelIndex:
         try:
             return find_blocks(blocks, self.module_by_name)
         except ConfigError:
-            # This fails too, with the nearest right name, if it is not for compiled code.
+            # Unless compiled code is the reason, this call raises too, with the nearest name.
             raise self.refusal("gradient_flow.blocks", find_blocks(blocks, self.whole.module_by_name)) from None
 
     def forget_removed_modules(self) -> list[str]:
-        """Forget modules that were taken out of the model since its names were read, and their parameters.
-
-        Returns:
-            The names of such modules.
-        """
-        there = set(self._root.modules())
-        removed = [site.name for site in self.modules if site.module not in there]
+        """Forget modules that are no longer part of the model, and their parameters; returns the names of the modules."""
+        current = set(self._root.modules())
+        removed = [site.name for site in self.modules if site.module not in current]
         if removed:
-            self.modules = [site for site in self.modules if site.module in there]
-            self.parameters = [site for site in self.parameters if site.owner in there]
+            self.modules = [site for site in self.modules if site.module in current]
+            self.parameters = [site for site in self.parameters if site.owner in current]
         return removed
 
     def names(self) -> dict[nn.Module, str]:
-        """The name of every module: in keys if it is observed, and otherwise as it is formatted."""
+        """The name of every module: the name in keys if it is observed, otherwise the formatted name."""
         in_keys = {alias: site.name for site in self.modules for alias in site.aliases}
         formatted = ((module, self._format_name(raw)) for raw, module in self._root.named_modules())
         return {module: in_keys.get(name, name) for module, name in formatted} | {site.module: site.name for site in self.modules}
 
     def with_wrapped(self, root: nn.Module) -> frozenset[nn.Module]:
-        """Every module that has the name of a site: the site's own, and what that wraps."""
+        """Every module that has the name of a site: the module of the site, and the module that it wraps."""
         names = {alias for site in self.modules for alias in site.aliases}
         return frozenset(module for raw, module in root.named_modules(remove_duplicate=False) if self._format_name(raw) in names)
 
     def further_name(self, site: str, path: Path, of: str = "output") -> str:
-        """The name of a further output, or input, of a module, always the same for the same one."""
+        """The name of a further output or input of a module, the same in every call."""
         key = (site, path, of)
         if key not in self._names_of_parts:
             self._names_of_parts[key] = self.namer.name(f"{site}.{suffix(path, of)}")
         return self._names_of_parts[key]
 
     def head_name(self, site: str, head: str) -> str:
-        """The name of a head of a module's attention (``head_0``) or of its tensor (``head_0.query``), always the same for the same one."""
+        """The name of an attention head (``head_0``) or of its tensor (``head_0.query``), the same in every call."""
         key = (site, head)
         if key not in self._names_of_parts:
             self._names_of_parts[key] = self.namer.name(f"{site}.{head}")
         return self._names_of_parts[key]
 
     def module_site(self, module: nn.Module | str) -> ModuleSite | None:
-        """The site of a module, which may be given by any of its names; ``None`` if it is not observed."""
+        """The site of a module or of any of its names; ``None`` if it is not observed."""
         return next((site for site in self.modules if site.module is module or module in (site.name, *site.aliases)), None)
 
 
 def is_excluded(site: Site, patterns: Sequence[re.Pattern[str]]) -> bool:
-    """Whether a pattern matches any name of a site, or of a module that it is in."""
+    """Whether a pattern matches any name of a site or of an enclosing module."""
     return matches(and_insides(site.aliases), patterns)
 
 
@@ -301,48 +293,48 @@ def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module]) -
 
     Args:
         blocks: Name of a container, whose children are the blocks; or a pattern (``re.fullmatch``) of names, in the model's
-            order; or names in order. A module that stands at several places has several names.
+            order; or names in order. A shared module has several names.
         by_name: Every module by each of its names, in the model's order.
 
     Returns:
         At least two names.
 
     Raises:
-        ConfigError: If there are fewer; names the nearest right name.
+        ConfigError: If there are fewer, with the nearest name.
     """
     if isinstance(blocks, str):
-        found = _children(blocks, by_name) if blocks in by_name else _matching(blocks, by_name)
+        names = _children(blocks, by_name) if blocks in by_name else _matching(blocks, by_name)
     else:
-        found = list(blocks)
-        for name in found:
+        names = list(blocks)
+        for name in names:
             if name not in by_name:
                 raise ConfigError(f"gradient_flow.blocks {name!r} is none of the {len(by_name)} module names{nearest(name, by_name)}")
-    if len(found) < 2:
-        names = ", ".join(map(repr, found)) or "none"
+    if len(names) < 2:
+        listed = ", ".join(map(repr, names)) or "none"
         raise ConfigError(
-            f"gradient_flow.blocks {blocks!r} gives {len(found)} blocks ({names}); expected at least two, for a gain is between two."
+            f"gradient_flow.blocks {blocks!r} gives {len(names)} blocks ({listed}); expected at least two, for a gain is between two."
         )
-    return found
+    return names
 
 
 def _matching(blocks: str, by_name: Mapping[str, nn.Module]) -> list[str]:
     """The names that a pattern matches."""
     try:
-        found = [name for name in by_name if re.fullmatch(blocks, name)]
+        names = [name for name in by_name if re.fullmatch(blocks, name)]
     except re.error as error:
         wrong = f"gradient_flow.blocks {blocks!r} is no module's name, and not a regular expression ({error})"
         raise ConfigError(f"{wrong}; expected 'model.blocks' or the like{nearest(blocks, by_name)}") from error
-    if not found:
+    if not names:
         message = f"gradient_flow.blocks {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
         raise ConfigError(message + nearest_pattern(blocks, by_name))
-    return found
+    return names
 
 
 def _children(name: str, by_name: Mapping[str, nn.Module]) -> list[str]:
     """The names of the observed children of a container."""
     module = by_name[name]
     if not isinstance(module, _HOLDS_BLOCKS):
-        containers = [other for other, one in by_name.items() if isinstance(one, _HOLDS_BLOCKS)]
+        containers = [other for other, candidate in by_name.items() if isinstance(candidate, _HOLDS_BLOCKS)]
         expected = "expected a ModuleList, Sequential or ModuleDict of blocks, a list of names, or a pattern"
         raise ConfigError(f"gradient_flow.blocks {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
     return [child for child in by_name if child != ROOT and (child.rpartition(".")[0] or ROOT) == name]

@@ -1,4 +1,4 @@
-"""Contexts that run code without side effects: random states, flags, buffers and attributes are as before, and no graph is left."""
+"""Contexts that undo side effects of code on random states, flags, buffers, attributes and autograd graphs."""
 
 from __future__ import annotations
 
@@ -15,47 +15,48 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_module_monitor.model.compiled import MODULE_ATTRIBUTES
 from lightning_module_monitor.model.copies import overwrite, same_layout
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 
-OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes of every module, which hold no results."""
-_PLAIN = frozenset((type(None), bool, int, float, str))
-"""Types of most other attributes, which hold no tensor."""
+_WITHOUT_TENSORS = frozenset((type(None), bool, int, float, str))
+"""Types of most attributes, which hold no tensor."""
 
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of the generators that a model may draw from: Python's, numpy's, torch's on the CPU and on one device."""
+    """States of the random generators that a model may use: Python's, numpy's, torch's on the CPU and on a device."""
 
-    of_python: tuple[Any, ...] | None
-    of_numpy: dict[str, Any] | None
-    of_cpu: Tensor
-    device: torch.device | None
-    of_device: Tensor | None
+    python_state: tuple[Any, ...] | None
+    numpy_state: dict[str, Any] | None
+    cpu_state: Tensor
+    device: torch.device
+    device_state: Tensor | None
 
     @classmethod
-    def now(cls, device: torch.device, *, of_torch_alone: bool = False) -> RandomStates:
-        """The states of the CPU's and a device's generators as they are; those of Python and numpy take ten times as long as torch's."""
-        own = None if device.type == "cpu" else device
-        of_device = None if own is None else getattr(torch, own.type).get_rng_state(own)
-        of_python = None if of_torch_alone else random.getstate()
-        of_numpy = None if of_torch_alone else np.random.get_state(legacy=False)
-        return cls(of_python, of_numpy, torch.get_rng_state(), own, of_device)
+    def now(cls, device: torch.device, *, torch_only: bool = False) -> RandomStates:
+        """The current states; those of Python and numpy take ten times as long to read as torch's."""
+        return cls(
+            python_state=None if torch_only else random.getstate(),
+            numpy_state=None if torch_only else np.random.get_state(legacy=False),
+            cpu_state=torch.get_rng_state(),
+            device=device,
+            device_state=None if device.type == "cpu" else getattr(torch, device.type).get_rng_state(device),
+        )
 
     def restore(self) -> None:
-        """Let the generators go on from here."""
-        if self.of_python is not None and self.of_numpy is not None:
-            random.setstate(self.of_python)
-            np.random.set_state(self.of_numpy)
-        torch.set_rng_state(self.of_cpu)
-        if self.device is not None:
-            getattr(torch, self.device.type).set_rng_state(self.of_device, self.device)
+        """Set the generators to these states."""
+        if self.python_state is not None and self.numpy_state is not None:
+            random.setstate(self.python_state)
+            np.random.set_state(self.numpy_state)
+        torch.set_rng_state(self.cpu_state)
+        if self.device_state is not None:
+            getattr(torch, self.device.type).set_rng_state(self.device_state, self.device)
 
 
 @contextmanager
 def unchanged_random_states(device: torch.device) -> Iterator[None]:
-    """What is drawn in the block from the CPU's and a device's generators is drawn again after it."""
+    """Restore the states of all random generators after the block."""
     states = RandomStates.now(device)
     try:
         yield
@@ -65,13 +66,17 @@ def unchanged_random_states(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
-    """Give modules the modes of a model's, and their parameters its ``requires_grad`` flags: torch selects kernels by both.
+    """Within the block, modules have the training modes and ``requires_grad`` flags of a model: torch selects kernels by both.
 
-    Each pair is a module of the model, and the module of the same parameters that gets its flags.
+    Each pair is a module of the model, and the module with the same parameters that gets its flags.
     """
     pairs = list(pairs)
     before = [
-        (sibling, sibling.training, [(one, one.requires_grad) for one in sibling._parameters.values() if one is not None])
+        (
+            sibling,
+            sibling.training,
+            [(parameter, parameter.requires_grad) for parameter in sibling._parameters.values() if parameter is not None],
+        )
         for _live, sibling in pairs
     ]
     try:
@@ -101,7 +106,7 @@ def _set_flag(parameter: Tensor, flag: bool) -> None:
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """After the block every buffer is the same tensor as before, with the same shape and values."""
+    """Restore every buffer after the block: the same tensor, with the same shape and values."""
     before = [(part, dict(part._buffers.items())) for part in module.modules()]
     tensors = {id(tensor): tensor for _part, buffers in before for tensor in buffers.values() if tensor is not None}
     saved = [(tensor, same_layout(tensor.detach())) for tensor in tensors.values()]
@@ -109,7 +114,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for part, buffers in before:
-            for name in [name for name in part._buffers.keys() if name not in buffers]:  # noqa: SIM118  # that of TorchScript is no dict
+            for name in [name for name in part._buffers.keys() if name not in buffers]:  # noqa: SIM118  # TorchScript's is no dict
                 del part._buffers[name]
             for name, tensor in buffers.items():
                 if part._buffers[name] is not tensor:
@@ -128,7 +133,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def uncached_autocast() -> Iterator[None]:
-    """Within the block autocast does not cache cast weights: the cache, with their graph, lives until the model's own autocast ends."""
+    """Within the block autocast does not cache cast weights: the cache, with their graph, would live until the model's autocast ends."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -139,22 +144,22 @@ def uncached_autocast() -> Iterator[None]:
 
 @contextmanager
 def no_warning_of_checkpoints() -> Iterator[None]:
-    """Within the block ``torch.utils.checkpoint`` does not warn that no input needs a gradient: no gradient is computed.
+    """Within the block ``torch.utils.checkpoint`` does not warn that no input requires a gradient.
 
-    ``warnings.catch_warnings`` is not used: it makes Python forget which warnings of the program were shown before.
+    Without ``warnings.catch_warnings``, which resets Python's list of the warnings that were shown before.
     """
-    own: Any = ("ignore", re.compile("None of the inputs have requires_grad=True"), UserWarning, None, 0)
-    filters: Any = warnings.filters  # declared as a sequence
-    filters.insert(0, own)
+    entry: Any = ("ignore", re.compile("None of the inputs have requires_grad=True"), UserWarning, None, 0)
+    filters: Any = warnings.filters  # annotated as a sequence
+    filters.insert(0, entry)
     try:
         yield
     finally:
-        if own in filters:
-            filters.remove(own)
+        if entry in filters:
+            filters.remove(entry)
 
 
 def saving_nothing() -> saved_tensors_hooks:
-    """Within the block no tensor is saved for a backward pass, which then cannot be run."""
+    """Within the block no tensor is saved for a backward pass, which cannot be run."""
 
     def not_saved(_nothing: None) -> Tensor:
         raise RuntimeError("no tensors are kept for a backward pass")
@@ -163,10 +168,10 @@ def saving_nothing() -> saved_tensors_hooks:
 
 
 def drop_graphs(module: nn.Module) -> None:
-    """Detach the tensors that a run has left in attributes of a module and its parts: they keep its graph alive."""
+    """Detach the tensors that a run has left in attributes of a module and its parts, and that keep its graph alive."""
     for part in module.modules():
         for name, value in vars(part).items():
-            if name not in OF_TORCH and type(value) not in _PLAIN:
+            if name not in MODULE_ATTRIBUTES and type(value) not in _WITHOUT_TENSORS:
                 with suppress(Exception):  # a value that contains itself
                     if any(tensor.grad_fn is not None for _path, tensor in named_tensors(value)):
                         vars(part)[name] = with_tensors(value, Tensor.detach)

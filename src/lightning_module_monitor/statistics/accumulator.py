@@ -19,11 +19,10 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.reduce import reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
-from lightning_module_monitor.kernels.elements import strided
+from lightning_module_monitor.kernels.elements import strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
-from lightning_module_monitor.kernels.transfer import to_host
 from lightning_module_monitor.statistics.finish import Finisher
 from lightning_module_monitor.statistics.functions import Aggregate, Function, Results, Value, by_part, undisturbed, wide_of
 from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Flags, Layout, Numbers, Observed
@@ -304,7 +303,7 @@ class StepAccumulator:
         shares, arrived = to_host(self._table.collect(self._num_rows), others)
         parts = _parts_of(arrived.numpy() if others else np.empty(0))  # each operation of torch counts at the end of a step
         sums = sum(parts(len(counted) * NUM_COUNTS) for _share in counts)
-        moments = merged(shares, self._num_rows, torch.device("cpu")).numpy()
+        moments = merged(shares, self._num_rows).numpy()
         return Observed(
             streams=[*self._rows, *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())), *self._units],
             rows=self._rows,
@@ -331,7 +330,7 @@ class StepAccumulator:
         if ranks is None:
             gathered = [own]
         elif any(not _is_metric(value) for _stream, _name, value in due):
-            ours = [stream.keys[name] for stream, name, _value in due if ranks.place == 0 or stream.identity not in copied]
+            ours = [stream.keys[name] for stream, name, _value in due if ranks.sharing_index == 0 or stream.identity not in copied]
             gathered = ranks.gather({key: own[key] for key in ours if key in own})
         values = dict(observed.final)
         for stream, name, value in due:

@@ -25,7 +25,7 @@ ABSENT = -1.0
 Flags: TypeAlias = NDArray[np.float64]
 """0 or 1 for each item."""
 
-NO_MOMENTS: Array = torch.stack(tuple(Moments.of_nothing(1))).numpy()
+NO_MOMENTS: Array = torch.stack(tuple(Moments.empty(1))).numpy()
 """The moments of an empty tensor, shape ``(fields, 1)``."""
 
 _NO_COUNTS = np.zeros(NUM_COUNTS)

@@ -11,7 +11,7 @@ from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.options import watch_rules
-from lightning_module_monitor.kernels import numba_kernel
+from lightning_module_monitor.kernels.table import warm_up
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.compiled import UNCOMPILED
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -145,8 +145,7 @@ class RunController:
         if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
             run.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
         monitor.set_module(run.module)
-        if trainer.strategy.root_device.type == "cpu":
-            numba_kernel.loops()  # compiled here, and not within the first monitored step
+        warm_up(trainer.strategy.root_device)
         if not planner.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
         self._check_coordinate_check()

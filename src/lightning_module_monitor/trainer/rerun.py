@@ -77,7 +77,7 @@ class StepRerun:
                     one for one in self._model.parameters() if not (nn.parameter.is_lazy(one) or one.is_inference())
                 ]
             self._versions = [one._version for one in self._weights] if is_whole else []
-        random_states = RandomStates.now(self._model.device, of_torch_alone=not is_whole)
+        random_states = RandomStates.now(self._model.device, torch_only=not is_whole)
         self._kept.append(_Kept(batch, batch_idx, random_states, is_whole=is_whole))
         if len(self._kept) > 1:
             self._make_room()

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, package_of
-from lightning_module_monitor.model.unchanged import OF_TORCH
+from lightning_module_monitor.model.compiled import MODULE_ATTRIBUTES
 
 
 class _TrainerWithoutLoggers:
@@ -79,7 +79,7 @@ def run_training_step(reference: LightningModule, trainer: Trainer, batch: objec
 def _unchanged_attributes(reference: nn.Module) -> Iterator[None]:
     """Restore the copy's attributes after the block: no epoch ends for it, in which it would clear what it gathers."""
     attributes = [(part, dict(vars(part))) for part in reference.modules() if is_a(part, "LightningModule")]
-    own = [value for _part, values in attributes for name, value in values.items() if name not in OF_TORCH]
+    own = [value for _part, values in attributes for name, value in values.items() if name not in MODULE_ATTRIBUTES]
     inner = [value for one in own if isinstance(one, dict) for value in one.values()]
     gathered = [(one, copy.copy(one)) for one in (*own, *inner) if type(one) in (list, dict, set, deque)]
     try:
