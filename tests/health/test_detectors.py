@@ -11,7 +11,7 @@ import pytest
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.record import Key, Record
-from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 
 Rows = dict[str, list[float]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.alerts import CURE
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
-from lightning_module_monitor.health.history import SMALL_REACH, History
+from lightning_module_monitor.health.run_history import SMALL_REACH, History
 from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Finding
 
 MAX_DIAGNOSES = MAX_EVIDENCE = 3

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
 from lightning_module_monitor.health.detectors import DIVERGING, NOT_LEARNING, ZERO_RATE
-from lightning_module_monitor.health.history import NO_FACTS, History, is_kept
+from lightning_module_monitor.health.run_history import NO_FACTS, History, is_kept
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, STEP_SKIPPED, Finding, Key, ParameterFacts, Record
 
 UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.health.verdict import LEVELS, Verdict
+from lightning_module_monitor.health.judgement import LEVELS, Verdict
 from lightning_module_monitor.record import LOSS, ModuleInfo
 from lightning_module_monitor.report.run import Run, early, late, typical
 from lightning_module_monitor.sinks.store.matrices import Table

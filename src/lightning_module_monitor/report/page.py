@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_module_monitor.errors import in_bytes, package_version, require
 from lightning_module_monitor.health.detectors import DETECTORS
-from lightning_module_monitor.health.verdict import (
+from lightning_module_monitor.health.judgement import (
     NOT_APPLICABLE,
     NOT_COMPUTED,
     NOT_FOUND,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.health.verdict import (
+from lightning_module_monitor.health.judgement import (
     NOT_APPLICABLE,
     NOT_COMPUTED,
     NOT_FOUND,

@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
+from lightning_module_monitor.health.alert_options import IGNORE
 from lightning_module_monitor.health.alerts import Action
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.health.options import IGNORE
-from lightning_module_monitor.health.verdict import verdict_of
+from lightning_module_monitor.health.judgement import verdict_of
 from lightning_module_monitor.lightning_packages import is_a, messages
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.sinks.store.rewrite import free

@@ -16,7 +16,7 @@ from lightning_module_monitor.config.plain import plain
 from lightning_module_monitor.config.rules import as_tuple, check_choice, parse_patterns
 from lightning_module_monitor.config.schedule import ParsedSchedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, require
-from lightning_module_monitor.health.options import IGNORE, ParsedHealth, parse_health
+from lightning_module_monitor.health.alert_options import IGNORE, ParsedHealth, parse_health
 from lightning_module_monitor.record import TRAIN
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}

@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.health.verdict import Verdict, verdict_of
+from lightning_module_monitor.health.judgement import Verdict, verdict_of
 from lightning_module_monitor.record import Facts, Finding, ModuleInfo, Record
 from lightning_module_monitor.sinks.store.matrices import Table
 
