@@ -94,6 +94,11 @@ class ParsedHealth:
     capture_steps: int
 
     @property
+    def watched(self) -> tuple[str, ...]:
+        """The detectors for which values are recorded, with ``nonfinite`` if training searches for non-finite values."""
+        return (*(["nonfinite"] if self.nonfinite != IGNORE else []), *self.recorded)
+
+    @property
     def is_at_every_step(self) -> bool:
         """Whether non-finite values are looked for also in steps that are not monitored."""
         return self.nonfinite in (ALWAYS, STOP)

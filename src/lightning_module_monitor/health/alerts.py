@@ -268,7 +268,7 @@ def words_of(rule: AlertRule, fired: Sequence[Fired], step: int) -> str:
         times = abs(first.value) / first.base if first.base else math.inf
         sites = parts.site + (f" and {num_sites - 1} more" if num_sites > 1 else "")
         text = rule.phrase.format(value=first.value, times=times, sites=sites, kind=parts.kind.replace("_", " "), statistic=parts.statistic)
-        return f"{text}, since step {since}."
+        return f"{text}, since step {since}{' at the latest' if since else ''}."
     when = f"in {rule.for_steps} records from step {since} to {step}" if rule.for_steps > 1 else f"in step {step}"
     more = f"; and {len(fired) - MAX_NAMED} more" if len(fired) > MAX_NAMED else ""
     figures = "; ".join(f"{one.key}: {_figure(rule, one)}" for one in fired[:MAX_NAMED])

@@ -45,9 +45,14 @@ class Diagnosis:
         return len(self.consequences)
 
     @property
+    def begin(self) -> str:
+        """The first step in words: a condition that a record shows may have begun after the record before."""
+        return f"from step {self.first_step} {'at the latest' if self.key and self.first_step else 'on'}"
+
+    @property
     def title(self) -> str:
         """The cause with its first step and site."""
-        return f"{self.headline}, from step {self.first_step} on{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
+        return f"{self.headline}, {self.begin}{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
 
     def __str__(self) -> str:
         num = self.num_consequences
@@ -102,7 +107,8 @@ def _reach_in_words(history: History) -> str:
 def _rate_in_words(history: History) -> str:
     name, (_num, largest, first) = max(history.rates.items(), key=lambda item: item[1][1])
     rises = history.newest(name) == largest > 2 * first
-    return f"The learning rate is at most {largest:.2g}{', and its warm-up is longer than the run' if rises else ''}."
+    warm_up = ", and its warm-up is longer than the run (Lightning steps a scheduler once per epoch, unless its interval is step)"
+    return f"The learning rate is at most {largest:.2g}{warm_up if rises else ''}."
 
 
 _ZERO = ("zero_outputs", "zero_gradients")
@@ -136,7 +142,8 @@ CAUSES = (
         ZERO_RATE,
         "The learning rate of a parameter group is 0",
         (ZERO_RATE,),
-        "give the group a learning rate, or set requires_grad to False where it is to stay as it is",
+        "give the group a learning rate; for a warm-up in steps, configure the scheduler with interval: step, as Lightning's default is a "
+        "step per epoch; or set requires_grad to False where the group is to stay as it is",
         (*_STILL, NOT_LEARNING),
     ),
     Cause(
@@ -187,10 +194,10 @@ CAUSES = (
     ),
     Cause(
         "infinite_slope",
-        "A function has no finite slope there",
+        "The derivative of a function is infinite at its input",
         (NONFINITE,),
-        "a root or a norm of 0 has an infinite slope: add a small number below the root, e.g. 1e-8; torch.where passes on a NaN from the "
-        "side that it does not take",
+        "the derivative of a root or a norm is infinite at 0: add a small number below the root, e.g. 1e-8; torch.where passes on a NaN "
+        "from the branch that it does not take",
         (*_SYMPTOMS, *_GROWTH, NONFINITE),
         "all values are finite, and a gradient is not",
         is_shown=_cause_is("infinite_slope"),
@@ -336,8 +343,8 @@ CAUSES = (
         "frozen",
         "Parameters that are to be trained do not move",
         _STILL,
-        "set requires_grad to False where the model does not use them, as the mask token of a checkpoint; else look for a detach() or "
-        "no_grad() in their way, and, in half precision, for updates that are rounded away",
+        "look for a detach() or no_grad() between the parameters and the loss, and, in half precision, for updates that are rounded away; "
+        "if the model does not use the parameters, as the mask token of a checkpoint, set requires_grad to False",
         (*_ZERO, NOT_LEARNING),
     ),
     Cause(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_module_monitor.health.alerts import Action, AlertRule
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN, Key, Severity
+from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, OWN_KIND, TRAIN, Key, Severity
 
 Sources = Sequence[tuple[Sequence[str], Sequence[str]]]
 """Kinds, and statistics of them; all that are recorded are judged."""
@@ -33,8 +33,8 @@ class Detector:
     """Names of the classes of modules that it looks at; empty: all."""
     is_by_default: bool = True
     """Whether the default rules record what it needs."""
-    without: str = "there are no such values"
-    """Why there may be no values, where no option records them."""
+    without: str = "no trained parameter has a gradient"
+    """Why there may be no values where a run records what it needs."""
     recorded_by: str = ""
     """The option that records the values, where ``health.watch`` does not; ``-``: they are recorded wherever they exist."""
 
@@ -51,6 +51,16 @@ class Detector:
     def concerns(self, parts: Key, _key: str = "") -> bool:
         """Whether it judges a value of training."""
         return parts.stage == TRAIN and any(parts.kind in kinds and parts.statistic in statistics for kinds, statistics in self.sources)
+
+    @property
+    def needs_rate(self) -> bool:
+        """Whether it looks at parameters only while their learning rate is not 0."""
+        return self.rule is not None and self.rule.needs_rate
+
+    @property
+    def judges_facts(self) -> bool:
+        """Whether it judges what is known of a Trainer's run besides numbers."""
+        return FACT_KIND in self.sources[0][0] or (self.rule is not None and self.rule.is_of_facts)
 
     @property
     def is_of_monitor(self) -> bool:

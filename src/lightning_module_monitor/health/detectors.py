@@ -36,6 +36,8 @@ _rule = functools.partial(AlertRule, "", _nothing)
 _SIZES = ("rms", "norm", "abs_max", "abs_mean")
 _OF_PARAMETERS = ((("parameter",), ("norm",)), (("gradient",), ("norm",)))
 _HEURISTIC = "a heuristic"
+_NO_LOSS, _NO_OUTPUT, _NO_ATTENTION = "no loss was recorded", "no output of a module was recorded", "no attention ran"
+_NO_WEIGHT = "no trained parameter with 'weight' in its name has a gradient"
 DIVERGING = "diverging"
 NONFINITE = "nonfinite"
 NOT_LEARNING = "not_learning"
@@ -52,6 +54,7 @@ DETECTORS = {
             source="plain arithmetic",
             cure="train again with health: {nonfinite: always}, which names the module that made the first one",
             severity="error",
+            without="no size of a tensor was recorded",
             rule=_rule(figures=not_finite, above=0.0, needs_step=True, phrase="The first value that is not finite is in {kind} {sites}"),
             recorded_by="-",
         ),
@@ -66,6 +69,7 @@ DETECTORS = {
             "nothing is known. Or all steps together can move no weight by more than 2 % of its norm, and the loss is not 10 % lower",
             source='H. Mann, D. Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947',
             cure="see the diagnosis: it looks at learning rates, clipping, gradients and movement",
+            without=_NO_LOSS,
             min_records=10,
             recorded_by="-",
         ),
@@ -75,8 +79,10 @@ DETECTORS = {
             formula="the learning rates of parameter groups whose parameters have a gradient",
             limit="0 in every record, at least 3",
             source="plain arithmetic",
-            cure="give the group a learning rate, or set requires_grad to False where it is to stay as it is",
+            cure="give the group a learning rate; for a warm-up in steps, configure the scheduler with interval: step, as Lightning's "
+            "default is a step per epoch; or set requires_grad to False where the group is to stay as it is",
             severity="error",
+            without="no learning rate was recorded",
             min_records=3,
             recorded_by="-",
         ),
@@ -120,6 +126,7 @@ DETECTORS = {
             source="plain arithmetic",
             cure="call optimizer.zero_grad() before the backward pass",
             severity="error",
+            without="no step of an optimizer was observed",
             rule=_rule(above=0.5, for_steps=3, phrase="Gradients of earlier steps were still there when the backward pass began"),
             recorded_by="-",
         ),
@@ -132,6 +139,7 @@ DETECTORS = {
             source="L. Lu, Y. Shin, Y. Su, G. Karniadakis, Dying ReLU and Initialization, arXiv 1903.06733; the limit is a heuristic",
             cure="a lower learning rate, biases that start at 0 or above, LeakyReLU or GELU, a normalization layer in front",
             types=("ReLU", "ReLU6"),
+            without="no such module ran",
             rule=_rule(above=0.5, for_steps=10, unless_loss_falls=0.5, phrase="{sites}: {value:.0%} of the units are zero for every input"),
         ),
         Detector(
@@ -145,6 +153,7 @@ DETECTORS = {
             cure="a smaller initialization or learning rate, a normalization layer in front; for a softmax a scale of 1 / sqrt(d), "
             "or a temperature",
             types=("Sigmoid", "Tanh", "Softmax"),
+            without="no such module ran",
             rule=_rule(above=0.9, for_steps=3, unless_loss_falls=0.5, phrase="{sites}: {value:.0%} of the outputs are in the flat part"),
         ),
         Detector(
@@ -156,6 +165,7 @@ DETECTORS = {
             source="S. Hochreiter, Untersuchungen zu dynamischen neuronalen Netzen, 1991; Y. Bengio, P. Simard, P. Frasconi, "
             "Learning Long-Term Dependencies with Gradient Descent is Difficult, 1994; the limit is a heuristic",
             cure="residual connections, normalization layers, an initialization that keeps the scale (He, orthogonal), fewer layers",
+            without=_NO_WEIGHT,
             rule=_rule(
                 figures=relative_to_largest,
                 below=1e-6,
@@ -231,8 +241,8 @@ DETECTORS = {
             "expert that was not chosen, while its learning rate is 0, and, under manual optimization, while others of its group move",
             limit="3 times",
             source="plain arithmetic: what moves changes its norm",
-            cure="where the model does not use it, as the mask token of a checkpoint, set requires_grad to False; else look whether a "
-            "detach() or no_grad() is in its way, and, in half precision, whether its updates are rounded away",
+            cure="look for a detach() or no_grad() between the parameter and the loss, and, in half precision, for updates that are "
+            "rounded away; if the model does not use the parameter, as the mask token of a checkpoint, set requires_grad to False",
             rule=_rule(
                 figures=moved_by_gradients,
                 is_unchanged=True,
@@ -261,6 +271,7 @@ DETECTORS = {
             source=_HEURISTIC,
             cure="a lower learning rate, warm-up, clipping of gradients",
             min_records=8,
+            without=_NO_LOSS,
             rule=_rule(above=3.0, for_steps=3, phrase="The training loss is {value:.3g} times the largest of its first records"),
             recorded_by="-",
         ),
@@ -273,6 +284,7 @@ DETECTORS = {
             "the limit is a heuristic",
             cure="normalization layers, an initialization that keeps the scale (He for ReLU), residual connections",
             severity="error",
+            without=_NO_OUTPUT,
             rule=_rule(
                 figures=over_the_input,
                 above=1e4,
@@ -289,6 +301,7 @@ DETECTORS = {
             limit="more than 100 times, in 2 records",
             source=_HEURISTIC,
             cure="a lower learning rate, a normalization layer, a smaller initialization",
+            without=_NO_OUTPUT,
             rule=_rule(
                 figures=at_least_typical,
                 above=100.0,
@@ -306,6 +319,7 @@ DETECTORS = {
             source="S. Zhai and others, Stabilizing Transformer Training by Preventing Attention Entropy Collapse, arXiv 2303.06296; "
             "the limit is a heuristic",
             cure="a lower learning rate or longer warm-up, a normalization of queries and keys, a smaller scale of the logits",
+            without=_NO_ATTENTION,
             rule=_rule(below=0.01, for_steps=3, unless_loss_falls=0.5, phrase="{sites}: the relative entropy is {value:.2g}"),
             is_by_default=False,
         ),
@@ -316,6 +330,7 @@ DETECTORS = {
             limit="above 1000 in 3 records; training tends to fail near 10,000",
             source="M. Wortsman and others, Small-scale proxies for large-scale Transformer training instabilities, arXiv 2309.14322",
             cure="a normalization of queries and keys, a lower learning rate",
+            without=_NO_ATTENTION,
             rule=_rule(above=1e3, for_steps=3, phrase="{sites}: the largest logit of attention is {value:.3g}"),
             is_by_default=False,
         ),
@@ -326,6 +341,7 @@ DETECTORS = {
             limit="above 0.99 in 10 records",
             source=_HEURISTIC,
             cure="check whether the module is meant to be idle; for a ReLU, the advice of dead_units",
+            without=_NO_OUTPUT,
             rule=_rule(figures=zeros, above=0.99, for_steps=10, phrase="{sites}: {value:.0%} of the output is zero"),
         ),
         Detector(
@@ -335,6 +351,7 @@ DETECTORS = {
             limit="in 10 records",
             source="plain arithmetic",
             cure="look for a detach() or no_grad() in its way, for dead units behind it, for a softmax over one value, which has no slope",
+            without=_NO_WEIGHT,
             rule=_rule(figures=zeros_of_weights, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: gradients are exactly zero"),
         ),
         Detector(
@@ -361,6 +378,7 @@ DETECTORS = {
             limit="above 0.15 in 10 records; 0.001 is customary",
             source='A. Karpathy, "Neural Networks: Zero to Hero", part 4, for the customary value; the limit is a heuristic',
             cure="a lower learning rate",
+            without=_NO_WEIGHT,
             rule=_rule(
                 figures=of_weights,
                 above=0.15,
@@ -377,6 +395,7 @@ DETECTORS = {
             limit="below 1e-7, the rounding of float32, in 10 records",
             source="plain arithmetic",
             cure="the advice of frozen_updates, or a higher learning rate",
+            without=_NO_WEIGHT,
             rule=_rule(
                 figures=of_weights,
                 below=1e-7,
@@ -395,6 +414,7 @@ DETECTORS = {
             limit="above 10 in 5 records",
             source=_HEURISTIC,
             cure="residual connections, normalization layers, another initialization",
+            without="no gradient arrived at two blocks",
             rule=_rule(figures=strengths, above=10.0, for_steps=5, phrase="{sites}: the gradient changes {value:.3g} times here"),
             is_by_default=False,
             recorded_by="gradient_flow: {blocks: NAME.OF.THE.BLOCKS}",
@@ -406,6 +426,7 @@ DETECTORS = {
             limit="above 0",
             source="plain arithmetic",
             cure="the log has each error once",
+            without="nothing was recorded",
             rule=_rule(above=0.0, phrase="{value:.0f} values could not be measured"),
             recorded_by="-",
         ),

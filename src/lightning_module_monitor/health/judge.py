@@ -140,9 +140,9 @@ class Judge:
         history, (before, after) = self.history, self.history.ends
         if history.learning not in ("flat", "still"):
             return []
-        losses = f"median {np.median(before):.4g} at first, {np.median(after):.4g} at last, in {len(history.losses)} records"
+        medians = f"its median is {np.median(before):.4g} in the first {len(before)} records and {np.median(after):.4g} in the last"
         what = "does not fall" if history.learning == "flat" else "hardly changes, and the weights hardly move"
-        words = f"The loss {what}: {losses}."
+        words = f"The loss {what}: {medians} {len(after)}."
         return [self._of_run(NOT_LEARNING, "", Key(CONTEXT_KIND, "", "loss").format(), words, "warning")]
 
     def _of_run(self, name: str, site: str, key: str, words: str, severity: Any) -> Alarm:  # noqa: ANN401  # a Severity

@@ -16,22 +16,32 @@ from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.detectors import DETECTORS, DIVERGING, NONFINITE, NOT_LEARNING
 from lightning_module_monitor.health.judge import Alarm, Judge
 from lightning_module_monitor.health.run_history import MIN_LOSSES, History
-from lightning_module_monitor.record import FACT_KIND, ROOT_SITE, Finding, Severity
+from lightning_module_monitor.record import ROOT_SITE, Finding, Severity
 
 LEVELS: Mapping[Severity, str] = {"error": "sick", "warning": "watch"}
 """The verdict on a finding in a word, by its severity."""
-LEVELS_IN_WORDS = {"watch": "to watch"}
-FOUND, NOT_FOUND, TOO_FEW, NOT_APPLICABLE = "found", "not found", "too few records", "does not apply"
-PASSED_OVER, NOT_RECORDED, NOT_COMPUTED = "not judged while the loss falls", "not recorded", "not computed"
+FOUND, NOT_FOUND, TOO_FEW, UNCLEAR = "found", "not found", "too few records", "unclear"
+PASSED_OVER = "not judged: the loss is below its start"
+NOT_RECORDED, NOT_COMPUTED, NOT_APPLICABLE = "not recorded", "not computed", "does not apply"
+WITHOUT_ANSWER = (TOO_FEW, UNCLEAR, NOT_COMPUTED, NOT_RECORDED)
+"""Statuses of checks that could find nothing in this run, and might in another."""
 
 _LOSS_IN_WORDS = {
-    "unclear": "too few or too noisy losses to tell whether they fall",
+    "stalled": "loss {first:.3g} to {last:.3g}, without a clear fall since step {stalled_since}",
+    "unclear": "too noisy losses to tell whether they fall",
     "settled": "the loss hardly changes, as that of trained weights may",
-    "too few": f"too few losses (fewer than {MIN_LOSSES}) to tell whether they fall",
+    "too few": f"too few losses ({{num}} of {MIN_LOSSES}), which a smaller every_n_steps mends",
     "none": "no loss was recorded",
     "manual": "a loss is not judged under manual optimization",
     "negative": "a loss at or below 0 is not judged",
 }
+
+
+def _doubt_about_loss(history: History) -> str:
+    """Why it is not known whether the loss falls; empty where it is known."""
+    num, last = sum(map(math.isfinite, history.losses)), float(np.median(history.ends[1] or math.nan))
+    words = _LOSS_IN_WORDS.get(history.learning, "")
+    return words.format(first=history.first_loss, last=last, stalled_since=history.stalled_since, num=num)
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,8 @@ class Check:
 
     Attributes:
         name: Name of the detector.
-        status: ``found``, ``not found``, ``not judged while the loss falls``, ``too few records``, ``not recorded``, ``not computed``,
-            or ``does not apply``.
+        status: ``found``, ``not found``, ``not judged: the loss is below its start``, ``too few records``, ``unclear``, ``not recorded``,
+            ``not computed``, or ``does not apply``.
         num_series: Number of series that it judged; those without a value do not count.
         num_records: Number of records with values of them.
         num_needed: Number of records below which it cannot find anything.
@@ -82,7 +92,7 @@ class Verdict:
     @property
     def _doubts(self) -> list[str]:
         """What is not known of a run without findings."""
-        doubts = [_LOSS_IN_WORDS[self.history.learning]] if self.history.learning in _LOSS_IN_WORDS else []
+        doubts = [*filter(None, [_doubt_about_loss(self.history)])]
         doubts += [f"no value could be computed for {check.name}" for check in self.checks_with(NOT_COMPUTED)]
         return doubts + [f"too few records for {check.name} ({check.reason})" for check in self.checks_with(TOO_FEW)]
 
@@ -114,23 +124,24 @@ class Verdict:
             return f"{what} at step {first.step}" + ("" if cause is None or cause.name == NONFINITE else f": {_lower(cause.headline)}")
         if self.findings:
             return diagnoses[0].title if diagnoses else self.findings[0].message.removesuffix(".")
-        looked = self._looked_at()
         course = f"loss {self.history.first_loss:.3g} to {np.median(self.history.ends[1] or math.nan):.3g}"
-        return f"{self._doubts[0] if self._doubts else course}{looked and f'; no fault in {looked}'}"
+        return "; no fault in ".join(filter(None, [next(iter(self._doubts), course), self._looked_at()]))
 
     @property
     def sentence(self) -> str:
         """The verdict in a line, with its level in front."""
-        return f"{LEVELS_IN_WORDS.get(self.level, self.level)}: {self.headline}"
+        return f"{self.level}: {self.headline}"
 
     def _looked_at(self) -> str:
-        """What was looked at, in words."""
+        """The kinds, sites, records and checks in which no fault was found, in words; empty where nothing was recorded."""
         recorded = {key.kind for key in self.history.last}
         names = {"gradient": "gradients", "activation": "activations", "parameter": "weights", "update": "updates"}
         kinds = [name for kind, name in names.items() if kind in recorded]
         num_sites = len({key.site for key in self.history.last if key.site})
         num_records = max((check.num_records for check in self.checks), default=0)
-        return f"{', '.join(kinds)} of {counted(num_sites, 'site')} at {counted(num_records, 'record')}" if kinds else ""
+        num_judged, num_checks = len(self.checks_with(NOT_FOUND)), len(self.checks_with(NOT_FOUND, PASSED_OVER, *WITHOUT_ANSWER))
+        extent = f"{counted(num_sites, 'site')} at {counted(num_records, 'record')} ({num_judged} of {num_checks} checks)"
+        return f"{', '.join(kinds)} of {extent}" if kinds else ""
 
     @property
     def beginning(self) -> Finding | None:
@@ -144,14 +155,17 @@ def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def verdict_of(judge: Judge, alarms: Sequence[Alarm], findings: Sequence[Finding], *, searched: bool, types: Collection[str]) -> Verdict:
-    """The verdict of a judge that is through with the records of a run.
+def verdict_of(
+    judge: Judge, alarms: Sequence[Alarm], findings: Sequence[Finding], *, watched: Collection[str], types: Collection[str]
+) -> Verdict:
+    """The verdict of a judge that has observed all records of a run.
 
     Args:
         judge: The judge, by the rules of detectors.
         alarms: The alarms of detectors, where the figures that they are about are to be shown.
         findings: All findings.
-        searched: Whether values that are not finite were searched for as the run went on, and are none of the judge's.
+        watched: Names of the detectors for which the run recorded values; with ``nonfinite`` if training searched for non-finite values, so
+            that the judge does not.
         types: Names of the classes of the model's modules; empty where they are not known.
     """
     fired: dict[str, dict[str, Fired]] = {}
@@ -160,38 +174,43 @@ def verdict_of(judge: Judge, alarms: Sequence[Alarm], findings: Sequence[Finding
             fired.setdefault(alarm.finding.name, {}).setdefault(figure.key, figure)
     states = {state.rule.name: state for state in judge.states}
     num_losses = len(judge.history.losses)
-    found, series = {one.name for one in findings}, judge.series()
-    checks = [Check(NONFINITE, FOUND if NONFINITE in found else NOT_FOUND, 0, num_losses, 1)] if searched else []
-    for one in (one for name, one in DETECTORS.items() if not (name == NONFINITE and searched)):
-        have_values = [has_value for key, has_value in series if one.concerns(key) and key.kind in one.sources[0][0]]
-        own, state = sum(have_values), states.get(one.name)
-        num = num_losses if state is None else state.num_records
-        if one.name in found:
+    names, series = {finding.name for finding in findings}, judge.series()
+    checks = [Check(NONFINITE, FOUND if NONFINITE in names else NOT_FOUND, 0, num_losses, 1)] if NONFINITE in watched else []
+    for name, detector in DETECTORS.items():
+        if name == NONFINITE and checks:
+            continue
+        have_values = [has_value for key, has_value in series if detector.concerns(key) and key.kind in detector.sources[0][0]]
+        num_series, state = sum(have_values), states.get(name)
+        num_records = num_losses if state is None else state.num_records
+        if name in names:
             status, reason = FOUND, ""
-        elif have_values and not own:
+        elif have_values and not num_series:
             status, reason = NOT_COMPUTED, f"no value could be computed: NaN in all of {len(have_values)} series"
         else:
-            status, reason = _check(one, own, num, judge.history, types)
+            status, reason = _status_without_finding(detector, num_series, num_records, judge.history, types, is_recorded=name in watched)
             status = PASSED_OVER if status == NOT_FOUND and state is not None and state.num_passed_over else status
-        checks.append(Check(one.name, status, own, num, one.num_needed, reason, [*fired.get(one.name, {}).values()]))
-    ordered = sorted(findings, key=lambda one: (one.severity != "error", one.name, one.step))
+        checks.append(Check(name, status, num_series, num_records, detector.num_needed, reason, [*fired.get(name, {}).values()]))
+    ordered = sorted(findings, key=lambda finding: (finding.severity != "error", finding.name, finding.step))
     return Verdict(ordered, checks, judge.history)
 
 
-def _check(one: Detector, num_series: int, num_records: int, history: History, types: Collection[str]) -> tuple[str, str]:
+def _status_without_finding(  # noqa: PLR0911  # a reason each
+    detector: Detector, num_series: int, num_records: int, history: History, types: Collection[str], *, is_recorded: bool
+) -> tuple[str, str]:
     """The status of a check that found nothing, and the reason."""
-    if one.types and types and not {*types} & {*one.types}:
-        return NOT_APPLICABLE, f"no {', '.join(one.types[:-1])} or {one.types[-1]} module"
-    learning = _LOSS_IN_WORDS.get(history.learning, "")
-    if one.name in (NOT_LEARNING, DIVERGING) and history.learning in ("manual", "negative"):
-        return NOT_APPLICABLE, learning
-    of_facts = FACT_KIND in one.sources[0][0] or (one.rule is not None and one.rule.is_of_facts)
-    if of_facts and not num_records:
-        return NOT_APPLICABLE, "known of a Trainer's runs alone"
-    if not (num_series and num_records) and not of_facts:
-        option = one.recorded_by or f"health: {{watch: {one.name}}}"
-        return (NOT_APPLICABLE, one.without) if option == "-" or num_series else (NOT_RECORDED, f"add {option}")
-    is_unclear = one.name == NOT_LEARNING and learning != ""
-    if is_unclear or num_records < one.num_needed:
-        return TOO_FEW, learning if is_unclear else f"{num_records} of {one.num_needed}"
-    return NOT_FOUND, ""
+    if detector.types and types and not {*types} & {*detector.types}:
+        return NOT_APPLICABLE, f"no {', '.join(detector.types[:-1])} or {detector.types[-1]} module"
+    doubt = _doubt_about_loss(history)
+    if detector.name in (NOT_LEARNING, DIVERGING) and history.learning in ("manual", "negative"):
+        return NOT_APPLICABLE, doubt
+    if detector.judges_facts:
+        return (NOT_FOUND, "") if num_records else (NOT_APPLICABLE, "known of a Trainer's runs alone")
+    if num_series and not num_records and detector.needs_rate and history.has_no_rate:
+        return NOT_APPLICABLE, "all learning rates are 0"
+    if not (num_series and num_records):
+        is_missing = not (num_series or (is_recorded and not detector.recorded_by) or detector.recorded_by == "-")
+        option = detector.recorded_by or f"health: {{watch: {detector.name}}}"
+        return (NOT_RECORDED, f"add {option}") if is_missing else (NOT_APPLICABLE, detector.without)
+    if num_records < detector.num_needed:
+        return TOO_FEW, f"{num_records} of {detector.num_needed}"
+    return (UNCLEAR, doubt) if detector.name == NOT_LEARNING and doubt else (NOT_FOUND, "")

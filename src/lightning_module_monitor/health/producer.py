@@ -215,7 +215,7 @@ class _Search:
         if last is None:
             return _Evidence()
         magnitude = self._values[last.output]
-        return _Evidence(f" (last the output of {self._sites[last.site].name}, its largest magnitude {magnitude:.4g})", magnitude)
+        return _Evidence(f" (the output before it, of {self._sites[last.site].name}, has the largest magnitude {magnitude:.4g})", magnitude)
 
     def _largest_magnitude(self, place: int, where: str) -> _Evidence:
         magnitude = self._values[place]

@@ -21,7 +21,10 @@ SMALL_REACH, NO_REACH = 0.05, 0.02
 """Steps that together move no weight by more than the first part of its norm are too small where the loss does not fall; by the second,
 where it falls by less than ``A_LITTLE``."""
 A_GOOD_PART, A_LITTLE = 0.2, 0.1
-"""A loss does not fall if its records exclude, at 5 %, that it fell by a good part."""
+"""A loss does not fall if its records exclude, at 5 %, that it fell by a good part; a loss that fell before has stalled if they exclude
+that it fell by a little."""
+CONVERGED = 1 / 3
+"""A loss below this part of its first value has converged where it stalls."""
 NUM_FIRST = 5
 """Number of losses that are the start of a loss that diverges."""
 CHANCE = 0.5
@@ -32,7 +35,7 @@ _ADAM_LIKE = ("Adam", "Lion", "RMSprop", "Adagrad")
 NO_FACTS = Facts()
 """Nothing is known beside the numbers."""
 
-Learning = Literal["falls", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
+Learning = Literal["falls", "stalled", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
 
 
 def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
@@ -41,10 +44,15 @@ def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
     >>> round(rank_test([4, 5, 6, 7, 8], [0, 1, 2, 3, 3]), 2), rank_test([1, 2], [1, 2])
     (2.61, 0.0)
     """
-    one, other = np.asarray(before)[:, np.newaxis], np.asarray(after)[np.newaxis]
-    num_one, num_other = len(before), len(after)
-    wins = (one > other).sum() + 0.5 * (one == other).sum()
-    return float((wins - num_one * num_other / 2) / math.sqrt(num_one * num_other * (num_one + num_other + 1) / 12))
+    earlier, later = np.asarray(before)[:, np.newaxis], np.asarray(after)[np.newaxis]
+    num_pairs = len(before) * len(after)
+    num_lower = (earlier > later).sum() + 0.5 * (earlier == later).sum()
+    return float((num_lower - num_pairs / 2) / math.sqrt(num_pairs * (len(before) + len(after) + 1) / 12))
+
+
+def excludes_fall(before: Sequence[float], after: Sequence[float], part: float) -> bool:
+    """Whether ``after`` is not lower than ``before`` at the level of 5 %, and a fall by a part is excluded at the same level."""
+    return rank_test(before, after) <= MAY_FALL <= rank_test(after, [(1 - part) * loss for loss in before])
 
 
 def is_kept(key: Key) -> bool:
@@ -94,6 +102,11 @@ class History:
                 self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
                 self.first |= {"gradient": math.hypot(*norms), **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
 
+    @property
+    def has_no_rate(self) -> bool:
+        """Whether every learning rate was 0 in all records."""
+        return bool(self.rates) and all(largest == 0 for _num, largest, _first in self.rates.values())
+
     # The loss
 
     @property
@@ -125,12 +138,25 @@ class History:
         if unjudged is not None:
             return unjudged
         before, after = self.ends
-        statistic = rank_test(before, after)
-        if statistic > FALLS or self._fell_at_once(after):
-            return "falls"
-        if statistic > MAY_FALL or rank_test(after, [(1 - A_GOOD_PART) * loss for loss in before]) < MAY_FALL:
+        if rank_test(before, after) > FALLS or self._fell_at_once(after):
+            return "falls" if self.stalled_since is None else "stalled"
+        if not excludes_fall(before, after, A_GOOD_PART):
             return "unclear"
         return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
+
+    @property
+    def stalled_since(self) -> int | None:
+        """The step from which on the loss does not fall any more, far above what a converged run reaches; ``None`` if it falls.
+
+        The last third of the records is compared with the third before it, so the loss may have stalled earlier.
+        """
+        records = [(step, loss) for step, loss in zip(self.steps, self.losses, strict=True) if math.isfinite(loss)]
+        num = len(records) // 3
+        if num < MIN_LOSSES // 3:
+            return None
+        before, after = ([loss for _step, loss in part] for part in (records[-2 * num : -num], records[-num:]))
+        is_low = np.median(after) < CONVERGED * self.first_loss
+        return None if is_low or not excludes_fall(before, after, A_LITTLE) else records[-2 * num][0]
 
     def _unjudged(self) -> Learning | None:
         """What is known of the loss without its ranks, or why they are not looked at."""

@@ -113,7 +113,7 @@ def _diagnoses(verdict: Verdict) -> list[str]:
     for number, one in enumerate(verdict.diagnoses, 1):
         where = f", first at `{_text(one.site)}`" if one.site else ""
         follows = f" {counted(one.num_consequences, 'other finding')} may follow from it." if one.num_consequences else ""
-        lines = [f"{number}. **{_text(one.headline)}**, from step {one.first_step} on{where}.{follows}"]
+        lines = [f"{number}. **{_text(one.headline)}**, {one.begin}{where}.{follows}"]
         texts.append("\n   - ".join([*lines, *map(_text, one.evidence), f"Try: {_text(one.advice)}."]))
     return texts
 

@@ -27,7 +27,7 @@ def verdict_on(  # noqa: PLR0917  # what a store has
         tables: The tables of one run's sites.
         figures: The monitor's own, and others without sites.
         findings: Those of training, which knew more than is recorded: of values that are not finite, of alerts, of ranks.
-        watched: ``nonfinite`` if the training searched for such values, and the detectors that ``health.watch`` may have named.
+        watched: The detectors for which training recorded values, with ``nonfinite`` if it searched for non-finite values.
         facts: What is known of training besides numbers, each with its first step.
         modules: The modules of the model; empty where they are not known.
 
@@ -40,7 +40,7 @@ def verdict_on(  # noqa: PLR0917  # what a store has
     alarms = [alarm for record in _records([*tables, *figures], facts) for alarm in judge.observe(record)] + judge.finish()
     of_training = [one for one in findings if one.name not in DETECTORS or one.name == NONFINITE]
     together = [*of_training, *(alarm.finding for alarm in alarms)]
-    return verdict_of(judge, alarms, together, searched=searched, types={one.type for one in modules})
+    return verdict_of(judge, alarms, together, watched=watched, types={module.type for module in modules})
 
 
 def _records(tables: Sequence[Table], facts: Sequence[tuple[int, Facts]]) -> Iterator[Record]:

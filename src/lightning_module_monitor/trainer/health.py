@@ -69,7 +69,7 @@ class HealthController:
                 messages.warning("[monitor] Diagnosis %d: %s", number, one)
             if self._judge.history.steps and not self.options.is_off:
                 types = {type(site.module).__name__ for site in self._run.planner.index.modules}
-                verdict = verdict_of(self._judge, (), self._run.results.findings, searched=self.options.nonfinite != IGNORE, types=types)
+                verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)
                 messages.info("[monitor] Verdict: %s.", verdict.sentence)
         return found
 
