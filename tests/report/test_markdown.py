@@ -61,7 +61,7 @@ def test_the_page_has_the_diagnoses_and_what_supports_them(tmp_path: Path, capsy
     assert verdict.diagnoses
     for one in verdict.diagnoses:
         of_diagnosis = section(page, "Diagnoses")
-        assert f"**{one.headline}**, from step {one.first_step} on" in of_diagnosis
+        assert f"**{one.headline}**, {one.begin}" in of_diagnosis
         assert all(sentence in of_diagnosis for sentence in one.evidence)
         assert f"Try: {one.advice}." in of_diagnosis
     assert {row[1] for row in rows(section(page, "Findings"))} == {one.name for one in verdict.findings}

@@ -15,6 +15,8 @@ MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""
 MIN_FOR_THIRDS = 15
 """Number of losses from which the last third is compared with the first; below it are halves."""
+MIN_IN_THIRD = 4
+"""Number of losses in a third of the records below which a loss is not judged to have stalled."""
 FALLS, MAY_FALL = 2.326, 1.645
 """Quantiles of the normal distribution for 1 % and 5 %."""
 SMALL_REACH, NO_REACH = 0.05, 0.02
@@ -152,7 +154,7 @@ class History:
         """
         records = [(step, loss) for step, loss in zip(self.steps, self.losses, strict=True) if math.isfinite(loss)]
         num = len(records) // 3
-        if num < MIN_LOSSES // 3:
+        if num < MIN_IN_THIRD:
             return None
         before, after = ([loss for _step, loss in part] for part in (records[-2 * num : -num], records[-num:]))
         is_low = np.median(after) < CONVERGED * self.first_loss
