@@ -102,7 +102,7 @@ class InTheLoss(Classifier):
         (
             lambda: InTheLoss(nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)))),
             "_root_",
-            "The loss is finite, and the gradient that it hands to model.1.1 has NaN (the output before it, of model, has the largest magnitude ",
+            "The loss is finite, and the gradient that it hands to model.1.1 has NaN (the output before it, of model, has the largest ",
         ),
     ],
     ids=["between modules", "in the loss"],
