@@ -87,7 +87,8 @@ def _section(one: Detector) -> str:
     part, silent = math.inf if one.rule is None else one.rule.unless_loss_falls, ""
     if math.isfinite(part):
         silent = f"while the training loss lies more than {100 * part:.0f} % below its first value"
-    lines = (("Measures", one.formula), ("Limit", one.limit), ("Silent", silent), ("Try", one.cure), ("Source", one.source))
+    causes = ", ".join(f"`{cause.name}`" for cause in CAUSES if one.name in cause.evidence_for)
+    lines = (("Measures", one.formula), ("Limit", one.limit), ("Silent", silent), ("Diagnoses", causes), ("Source", one.source))
     listed = (f"- **{name}:** {text[0].upper()}{text[1:].removesuffix('.')}." for name, text in lines if text)
     return "\n".join([f"### {one.name}", "", *listed])
 

@@ -23,7 +23,6 @@ class Detector:
     limit: str
     """The limit in words; ``rule`` has the number."""
     source: str
-    cure: str
     severity: Severity = "warning"
     rule: AlertRule | None = None
     """Without name and keys, which the other fields give. ``None``: it is judged once, at the end of a run."""
