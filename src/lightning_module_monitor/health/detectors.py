@@ -16,13 +16,13 @@ from lightning_module_monitor.health.figures import (
     at_least_typical,
     moved_by_gradients,
     not_finite,
-    of_weights,
     over_the_input,
     relative_to_largest,
     strengths,
     totals,
+    weights_only,
     zeros,
-    zeros_of_weights,
+    zeros_weights_only,
 )
 from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, Key
 
@@ -327,7 +327,7 @@ DETECTORS = {
             limit="in 10 records",
             source="plain arithmetic",
             without=_NO_WEIGHT,
-            rule=_rule(figures=zeros_of_weights, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: gradients are exactly zero"),
+            rule=_rule(figures=zeros_weights_only, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: gradients are exactly zero"),
         ),
         Detector(
             "gradient_spike",
@@ -353,7 +353,7 @@ DETECTORS = {
             source='A. Karpathy, "Neural Networks: Zero to Hero", part 4, for the customary value; the limit is a heuristic',
             without=_NO_WEIGHT,
             rule=_rule(
-                figures=of_weights,
+                figures=weights_only,
                 above=0.15,
                 for_steps=10,
                 unless_loss_falls=0.1,
@@ -369,7 +369,7 @@ DETECTORS = {
             source="plain arithmetic",
             without=_NO_WEIGHT,
             rule=_rule(
-                figures=of_weights,
+                figures=weights_only,
                 below=1e-7,
                 for_steps=10,
                 needs_step=True,
@@ -414,5 +414,5 @@ DETECTORS = {
 }
 """Detector by name, which is the name of its findings."""
 
-BUILT_IN = {name: one for name, one in DETECTORS.items() if name != NONFINITE}
+BUILT_IN = {name: detector for name, detector in DETECTORS.items() if name != NONFINITE}
 """Detectors that ``health.watch`` may name."""
