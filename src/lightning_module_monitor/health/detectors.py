@@ -22,7 +22,7 @@ from lightning_module_monitor.health.figures import (
     totals,
     weights_only,
     zeros,
-    zeros_weights_only,
+    zeros_of_weights,
 )
 from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, Key
 
@@ -327,7 +327,7 @@ DETECTORS = {
             limit="in 10 records",
             source="plain arithmetic",
             without=_NO_WEIGHT,
-            rule=_rule(figures=zeros_weights_only, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: gradients are exactly zero"),
+            rule=_rule(figures=zeros_of_weights, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: gradients are exactly zero"),
         ),
         Detector(
             "gradient_spike",

@@ -1,4 +1,4 @@
-"""The verdict on a run: its findings and their causes, and what is known of each check."""
+"""The verdict on a run: its findings and their causes, and the result of each check."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def _doubt_about_loss(history: History) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """What is known of a condition.
+    """The result of a detector in a run.
 
     Attributes:
         name: Name of the detector.
         status: ``found``, ``not found``, ``not judged: the loss is below its start``, ``too few records``, ``unclear``, ``not recorded``,
             ``not computed``, or ``does not apply``.
-        num_series: Number of series that it judged; those without a value do not count.
-        num_records: Number of records with values of them.
+        num_series: Number of series that it judged, without those that have no value.
+        num_records: Number of records with values of these series.
         num_needed: Number of records below which it cannot find anything.
-        reason: Why it says nothing, and the option that records what it needs.
+        reason: Why it has no result, and the option that records the values it needs.
         fired: The figures that met the condition, the first of each key.
     """
 
@@ -73,7 +73,7 @@ class Verdict:
     """The findings of a run, and the checks."""
 
     findings: Sequence[Finding]
-    """The errors first; then in the order of names and steps."""
+    """Errors first, then by name and step."""
     checks: Sequence[Check]
     history: History
 
@@ -91,7 +91,7 @@ class Verdict:
 
     @property
     def _doubts(self) -> list[str]:
-        """What is not known of a run without findings."""
+        """Why a run without findings may not be healthy."""
         doubts = [*filter(None, [_doubt_about_loss(self.history)])]
         doubts += [f"no value could be computed for {check.name}" for check in self.checks_with(NOT_COMPUTED)]
         return doubts + [f"too few records for {check.name} ({check.reason})" for check in self.checks_with(TOO_FEW)]
@@ -103,7 +103,7 @@ class Verdict:
         return [(LEVELS[severity], name, list(findings)) for (severity, name), findings in groups]
 
     def checks_with(self, *statuses: str) -> list[Check]:
-        """The checks of which that much is known."""
+        """The checks with one of these statuses."""
         return [check for check in self.checks if check.status in statuses]
 
     @property
@@ -115,13 +115,14 @@ class Verdict:
     def headline(self) -> str:
         """The verdict in a line."""
         diagnoses = self.diagnoses
-        first = next((one for one in self.findings if one.name == NONFINITE), None)
+        first = next((finding for finding in self.findings if finding.name == NONFINITE), None)
         if first is not None:
-            cause = next((one for one in diagnoses if first.words in one.evidence or NONFINITE in one.consequences), None)
+            cause = next((cause for cause in diagnoses if first.words in cause.evidence or NONFINITE in cause.consequences), None)
             where = f" in {first.site}" if first.site not in ("", ROOT_SITE) else ""
             is_named = first.words.startswith(("NaN in ", "Infinity in "))
             what = first.words.partition(", ")[0] if is_named else f"a value that is not finite{where}"
-            return f"{what} at step {first.step}" + ("" if cause is None or cause.name == NONFINITE else f": {_lower(cause.headline)}")
+            why = "" if cause is None or cause.name == NONFINITE else f": {cause.headline[:1].lower()}{cause.headline[1:]}"
+            return f"{what} at step {first.step}{why}"
         if self.findings:
             return diagnoses[0].title if diagnoses else self.findings[0].message.removesuffix(".")
         course = f"loss {self.history.first_loss:.3g} to {np.median(self.history.ends[1] or math.nan):.3g}"
@@ -147,12 +148,8 @@ class Verdict:
     def beginning(self) -> Finding | None:
         """Where to look first: the first finding on the series of the first diagnosis, else the first error; ``None`` without either."""
         key = self.diagnoses[0].key if self.diagnoses else ""
-        candidates = [one for one in self.findings if (one.key == key if key else one.severity == "error")]
-        return min(candidates, key=lambda one: one.first_step, default=None)
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+        candidates = [finding for finding in self.findings if (finding.key == key if key else finding.severity == "error")]
+        return min(candidates, key=lambda finding: finding.first_step, default=None)
 
 
 def verdict_of(
