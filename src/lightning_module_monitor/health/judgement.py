@@ -125,8 +125,13 @@ class Verdict:
             return f"{what} at step {first.step}{why}"
         if self.findings:
             return diagnoses[0].title if diagnoses else self.findings[0].message.removesuffix(".")
+        num_judged, num_checks = len(self.checks_with(NOT_FOUND)), len(self.checks_with(NOT_FOUND, PASSED_OVER, *WITHOUT_ANSWER))
+        judged = f"{num_judged} of {num_checks} checks"
+        if self._doubts:
+            return f"{self._doubts[0]}; no fault in {judged}"
         course = f"loss {self.history.first_loss:.3g} to {np.median(self.history.ends[1] or math.nan):.3g}"
-        return "; no fault in ".join(filter(None, [next(iter(self._doubts), course), self._looked_at()]))
+        looked_at = self._looked_at()
+        return f"{course}; no fault in {f'{looked_at} ({judged})' if looked_at else judged}"
 
     @property
     def sentence(self) -> str:
@@ -134,15 +139,13 @@ class Verdict:
         return f"{self.level}: {self.headline}"
 
     def _looked_at(self) -> str:
-        """The kinds, sites, records and checks in which no fault was found, in words; empty where nothing was recorded."""
+        """The kinds, sites and records in which no fault was found, in words; empty where no site was recorded."""
         recorded = {key.kind for key in self.history.last}
         names = {"gradient": "gradients", "activation": "activations", "parameter": "weights", "update": "updates"}
         kinds = [name for kind, name in names.items() if kind in recorded]
         num_sites = len({key.site for key in self.history.last if key.site})
         num_records = max((check.num_records for check in self.checks), default=0)
-        num_judged, num_checks = len(self.checks_with(NOT_FOUND)), len(self.checks_with(NOT_FOUND, PASSED_OVER, *WITHOUT_ANSWER))
-        extent = f"{counted(num_sites, 'site')} at {counted(num_records, 'record')} ({num_judged} of {num_checks} checks)"
-        return f"{', '.join(kinds)} of {extent}" if kinds else ""
+        return f"{', '.join(kinds)} of {counted(num_sites, 'site')} at {counted(num_records, 'record')}" if kinds else ""
 
     @property
     def beginning(self) -> Finding | None:
