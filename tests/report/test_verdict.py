@@ -64,7 +64,7 @@ def test_too_few_records_are_not_healthy(num: int) -> None:
     """A check below the records that it needs says so, and the run is unknown."""
     verdict = verdict_on(healthy_tables(num), [loss(FALLING[:num])])
     assert verdict.level == "unknown"
-    assert verdict.headline.startswith(f"too few losses ({num} of 10), which a smaller every_n_steps mends; no fault in ")
+    assert verdict.headline.startswith(f"too few losses ({num} of 10), use a smaller every_n_steps; no fault in ")
     assert status_of(verdict, "zero_outputs") == ("too few records", f"{num} of 10")
     assert verdict_on([]).level == "unknown"
 

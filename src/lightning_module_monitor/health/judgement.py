@@ -30,7 +30,7 @@ _LOSS_IN_WORDS = {
     "stalled": "loss {first:.3g} to {last:.3g}, without a clear fall since step {stalled_since}",
     "unclear": "too noisy losses to tell whether they fall",
     "settled": "the loss hardly changes, as that of trained weights may",
-    "too few": f"too few losses ({{num}} of {MIN_LOSSES}), which a smaller every_n_steps mends",
+    "too few": f"too few losses ({{num}} of {MIN_LOSSES}), use a smaller every_n_steps",
     "none": "no loss was recorded",
     "manual": "a loss is not judged under manual optimization",
     "negative": "a loss at or below 0 is not judged",
