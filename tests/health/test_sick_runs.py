@@ -80,7 +80,7 @@ def test_a_logarithm_of_zero_in_one_block(nonfinite: str, tmp_path: Path) -> Non
     [found] = findings(tmp_path, model, Health(nonfinite=nonfinite))
     assert (found.name, found.site, found.step, found.severity) == ("nonfinite", "model.2", 0, "error")
     assert "forward pass of micro-batch 0" in found.words
-    assert "gives it to model.2.fc2" in found.words
+    assert "passes it to model.2.fc2" in found.words
     assert "infinity" in found.words
 
 
