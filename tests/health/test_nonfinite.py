@@ -1,4 +1,4 @@
-"""Who made the first value that is not finite: how training ends, what is kept, and how it is shown again."""
+"""The source of the first non-finite value: how training ends, what is kept, and how the step is run again."""
 
 from __future__ import annotations
 
