@@ -77,7 +77,9 @@ def detectors() -> str:
 
 def _row(one: Detector) -> str:
     keys = (
-        f"`{kinds[0]}/{'' if one.is_of_monitor else '.../'}{statistics[0]}`" for kinds, statistics in one.sources if kinds[0] != FACT_KIND
+        f"`{kinds[0]}/{'' if one.is_always_recorded else '.../'}{statistics[0]}`"
+        for kinds, statistics in one.sources
+        if kinds[0] != FACT_KIND
     )
     option = "yes" if one.is_by_default else f"`{one.recorded_by or f'health: {{watch: {one.name}}}'}`"
     return f"| {_linked(one.name)} | {', '.join(keys) or '-'} | {one.num_needed} | {one.severity} | {option} |"

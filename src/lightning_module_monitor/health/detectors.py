@@ -53,9 +53,8 @@ DETECTORS = {
             limit="one element",
             source="plain arithmetic",
             severity="error",
-            without="no size of a tensor was recorded",
+            recorded_by="health: {nonfinite: always}",
             rule=_rule(figures=not_finite, above=0.0, needs_step=True, phrase="The first value that is not finite is in {kind} {sites}"),
-            recorded_by="-",
         ),
         Detector(
             NOT_LEARNING,
@@ -69,7 +68,6 @@ DETECTORS = {
             source='H. Mann, D. Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947',
             without=_NO_LOSS,
             min_records=10,
-            recorded_by="-",
         ),
         Detector(
             ZERO_RATE,
@@ -80,7 +78,6 @@ DETECTORS = {
             severity="error",
             without="no learning rate was recorded",
             min_records=3,
-            recorded_by="-",
         ),
         Detector(
             "in_eval",
@@ -89,7 +86,6 @@ DETECTORS = {
             limit="in 3 records",
             source="plain arithmetic",
             rule=_rule(above=0.5, for_steps=3, is_of_facts=True, phrase="{sites}: in eval mode while the weights are trained"),
-            recorded_by="-",
         ),
         Detector(
             "softmax_twice",
@@ -99,7 +95,6 @@ DETECTORS = {
             limit="in 1 record",
             source="plain arithmetic",
             rule=_rule(above=0.5, phrase="The loss takes the softmax or sigmoid of one"),
-            recorded_by="-",
         ),
         Detector(
             "constant_input",
@@ -109,7 +104,6 @@ DETECTORS = {
             source="plain arithmetic",
             without="no batch has a tensor of two or more samples",
             rule=_rule(above=0.5, for_steps=3, unless_loss_falls=0.5, phrase="The input is the same for all samples of a batch"),
-            recorded_by="-",
         ),
         Detector(
             "stale_gradients",
@@ -120,7 +114,6 @@ DETECTORS = {
             severity="error",
             without="no step of an optimizer was observed",
             rule=_rule(above=0.5, for_steps=3, phrase="Gradients of earlier steps were still there when the backward pass began"),
-            recorded_by="-",
         ),
         Detector(
             "dead_units",
@@ -254,7 +247,6 @@ DETECTORS = {
             min_records=8,
             without=_NO_LOSS,
             rule=_rule(above=3.0, for_steps=3, phrase="The training loss is {value:.3g} times the largest of its first records"),
-            recorded_by="-",
         ),
         Detector(
             "growing_over_depth",
@@ -398,7 +390,6 @@ DETECTORS = {
             source="plain arithmetic",
             without="nothing was recorded",
             rule=_rule(above=0.0, phrase="{value:.0f} values could not be measured"),
-            recorded_by="-",
         ),
         Detector(
             "skipped_steps",
@@ -408,7 +399,6 @@ DETECTORS = {
             source=_HEURISTIC,
             without="no GradScaler scales the loss",
             rule=_rule(above=0.5, for_steps=5, phrase="The loss scale skipped every recorded step"),
-            recorded_by="-",
         ),
     )
 }

@@ -208,7 +208,7 @@ def _status_without_finding(  # noqa: PLR0911  # a reason each
     if num_series and not num_records and detector.needs_rate and history.has_no_rate:
         return NOT_APPLICABLE, "all learning rates are 0"
     if not (num_series and num_records):
-        is_missing = not (num_series or (is_recorded and not detector.recorded_by) or detector.recorded_by == "-")
+        is_missing = not (num_series or detector.is_always_recorded or (is_recorded and not detector.recorded_by))
         option = detector.recorded_by or f"health: {{watch: {detector.name}}}"
         return (NOT_RECORDED, f"add {option}") if is_missing else (NOT_APPLICABLE, detector.without)
     if num_records < detector.num_needed:
