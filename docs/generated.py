@@ -77,7 +77,9 @@ def detectors() -> str:
 
 def _row(one: Detector) -> str:
     keys = (
-        f"`{kinds[0]}/{'' if one.is_of_monitor else '.../'}{statistics[0]}`" for kinds, statistics in one.sources if kinds[0] != FACT_KIND
+        f"`{kinds[0]}/{'' if one.is_always_recorded else '.../'}{statistics[0]}`"
+        for kinds, statistics in one.sources
+        if kinds[0] != FACT_KIND
     )
     option = "yes" if one.is_by_default else f"`{one.recorded_by or f'health: {{watch: {one.name}}}'}`"
     return f"| {_linked(one.name)} | {', '.join(keys) or '-'} | {one.num_needed} | {one.severity} | {option} |"
@@ -87,7 +89,8 @@ def _section(one: Detector) -> str:
     part, silent = math.inf if one.rule is None else one.rule.unless_loss_falls, ""
     if math.isfinite(part):
         silent = f"while the training loss lies more than {100 * part:.0f} % below its first value"
-    lines = (("Measures", one.formula), ("Limit", one.limit), ("Silent", silent), ("Try", one.cure), ("Source", one.source))
+    causes = ", ".join(f"`{cause.name}`" for cause in CAUSES if one.name in cause.evidence_for)
+    lines = (("Measures", one.formula), ("Limit", one.limit), ("Silent", silent), ("Diagnoses", causes), ("Source", one.source))
     listed = (f"- **{name}:** {text[0].upper()}{text[1:].removesuffix('.')}." for name, text in lines if text)
     return "\n".join([f"### {one.name}", "", *listed])
 

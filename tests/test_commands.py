@@ -119,7 +119,7 @@ def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[st
     out = printed(capsys, "summary", "monitor.h5", status=1)
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0].endswith("monitor.h5: 3 monitored steps, 0 to 20; 2 sites")
-    assert "step 20: The first value that is not finite is in activation fc, since step 20." in lines
+    assert "step 20: The first value that is not finite is in activation fc, since step 20 at the latest." in lines
     assert "large_logits: add health: {watch: large_logits}" in lines
     assert lines[-1] == "sick: a value that is not finite in fc at step 20"
     write_store(Path("healthy.h5"), HEALTHY)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
     from lightning_module_monitor.callback import ModuleMonitorCallback
     from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule
+    from lightning_module_monitor.health.alert_options import Alert, Health
     from lightning_module_monitor.health.causes import Diagnosis
-    from lightning_module_monitor.health.options import Alert, Health
     from lightning_module_monitor.histogram import Histogram
     from lightning_module_monitor.monitor import ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
@@ -63,7 +63,7 @@ _HOMES = {
     "callback": ("ModuleMonitorCallback",),
     "config.rules": ("Capture", "GradientFlow", "Rule"),
     "health.causes": ("Diagnosis",),
-    "health.options": ("Alert", "Health"),
+    "health.alert_options": ("Alert", "Health"),
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),
     "histogram": ("Histogram",),

@@ -364,7 +364,7 @@ def test_one_weight_that_differs_on_one_rank_is_named(num_ranks: int, run_scenar
         assert [record.values["monitor/rank_disagreement"] for record in records] == [0.0, 1.0, 1.0]
         [finding] = result["findings"]
         assert (finding.step, finding.name, finding.site) == (1, "rank_disagreement", site)
-        assert finding.words.startswith(f"Ranks have different values of parameter {site}, and should have the same.")
+        assert finding.words.startswith(f"Ranks have different values of parameter {site}, which must be equal.")
         for step, record in enumerate(records):
             for name in result["states"][step]:
                 gathered = torch.stack([other["states"][step][name].double() for other in by_rank])

@@ -156,10 +156,10 @@ def fitted(folder: Path, module: Classifier, steps: int, ckpt_path: Path | None 
 
 
 def test_a_resumed_run_finds_what_the_whole_run_finds(tmp_path: Path) -> None:
-    """A streak goes on, what was said is not said again, raised detail lasts; what is run again is found again, and there once."""
+    """A streak continues, a finding is not repeated, raised detail lasts; steps that run again give their findings once."""
     alerts = [
         Alert(keys="parameter/model.1.weight/norm", above=0.0, for_steps=4, name="streak"),
-        Alert(keys="parameter/model.1.weight/norm", above=0.0, name="said", then="capture"),
+        Alert(keys="parameter/model.1.weight/norm", above=0.0, name="once", then="capture"),
         Alert(keys="gradient/.*/norm", above=1.1, relative_to_median=True, name="changes"),
     ]
     options: dict[str, Any] = {"alerts": alerts, "health": Health(capture_steps=4)}
@@ -170,7 +170,7 @@ def test_a_resumed_run_finds_what_the_whole_run_finds(tmp_path: Path) -> None:
     for steps in (8, 6):
         store = fitted(tmp_path / "parts", third, steps, tmp_path / "parts" / "2.ckpt", **options)
         expected = [one for one in whole.findings() if one.step < steps]
-        assert {(one.name, one.step) for one in expected} >= {("streak", 3), ("said", 0)}
+        assert {(one.name, one.step) for one in expected} >= {("streak", 3), ("once", 0)}
         assert store.findings() == expected
         assert store.series("activation/model.1/std")[0].tolist() == [1, 2, 3, 4]
     # Another alert begins anew, and so does a fit that is not resumed.
@@ -184,7 +184,7 @@ def test_a_resumed_run_finds_what_the_whole_run_finds(tmp_path: Path) -> None:
 
 
 def test_what_was_not_finite_is_not_said_again(tmp_path: Path) -> None:
-    """By a run that goes on from where it was said."""
+    """By a run that resumes after the finding."""
     module = Classifier(nn.Linear(6, 3))
     nn.init.constant_(module.model.bias, torch.inf)
     assert len(fitted(tmp_path, module, 2).findings()) == 1
@@ -204,7 +204,7 @@ class Logs(Classifier, MonitorMixin):
 
 
 def test_alerts_on_values_of_the_user_s_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They fire; of a key that the first record has not it is said, for only then it is known."""
+    """They fire; a key that the first record lacks is reported after that record."""
     keys = [OWN, "run1/own/half/value"]
     alerts = [Alert(keys=f"run1/{OWN}", below=0.5, name="low"), Alert(keys="run1/owm/half/value", above=0)]
     callback = ModuleMonitorCallback(1, prefix="run1", alerts=alerts, store=False, callback_metrics=keys[1])
@@ -212,8 +212,8 @@ def test_alerts_on_values_of_the_user_s_own(tmp_path: Path, caplog: pytest.LogCa
     run.fit(Logs("mlp"), loader(), loader(8))
     assert [(one.name, one.step, one.site, one.key) for one in callback.findings] == [("low", 2, "half", keys[1])]
     assert run.callback_metrics[keys[1]] == 0
-    [said] = [record.getMessage() for record in caplog.records if "waits" in record.getMessage()]
-    assert said.startswith("alerts[1].keys 'run1/owm/half/value' matches none of the keys that are planned, nor of the ")
+    [message] = [record.getMessage() for record in caplog.records if "waits" in record.getMessage()]
+    assert message.startswith("alerts[1].keys 'run1/owm/half/value' matches none of the keys that are planned, nor of the ")
 
 
 def test_alerts_on_keys_that_come_later(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_wrong_option_is_refused_before_the_first_batch(name: str, tmp_path: P
 
 
 def test_a_trial_writes_no_file(tmp_path: Path) -> None:
-    """As Lightning writes none in ``fast_dev_run``: no checkpoint; what is found is said."""
+    """As Lightning writes none in ``fast_dev_run``: no checkpoint; findings are logged."""
     module = Classifier(nn.Linear(6, 3))
     nn.init.constant_(module.model.bias, torch.inf)
     options: dict[str, Any] = {

@@ -189,7 +189,7 @@ def test_a_sick_run_gets_the_right_diagnosis_first(case: str, tmp_path: Path) ->
     assert site in ("", first.site)
     assert callback.findings[0].step <= by_step
     assert first.advice
-    assert f"from step {first_step} on" in str(first)
+    assert f"from step {first_step} {'at the latest' if first.key and first_step else 'on'}" in str(first)
     stored = read_run(load_store(callback.store_path)).verdict().diagnoses[0]
     assert (stored.name, stored.first_step) == (name, first_step)
 

@@ -9,7 +9,7 @@ from helpers.documents import generated
 
 from lightning_module_monitor.health.causes import CAUSES, MAX_DIAGNOSES, diagnose
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
-from lightning_module_monitor.health.history import History
+from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
 
 
@@ -47,7 +47,7 @@ def test_what_was_there_before_is_a_cause_of_its_own() -> None:
 
 
 def test_a_rate_is_not_too_high_while_the_loss_has_not_risen() -> None:
-    """Then sizes that grow are said to grow, and no more."""
+    """Then the diagnosis is that sizes grow."""
     flat = History()
     flat.losses, flat.steps = [1.0, 0.98, 0.97], [0, 10, 20]
     assert [one.name for one in diagnose([finding("growing_weights", 20)], flat)] == ["growth"]

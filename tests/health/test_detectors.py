@@ -11,7 +11,7 @@ import pytest
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.record import Key, Record
-from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 
 Rows = dict[str, list[float]]
@@ -84,12 +84,11 @@ def test_the_store_shows_what_training_showed(name: str) -> None:
 
 
 def test_every_detector_is_documented_in_the_table() -> None:
-    """With its source, what to try, and a limit in numbers; each that is judged record by record is shown above."""
+    """With its formula, source and limit; each that is judged record by record is shown above."""
     assert set(CASES) <= set(DETECTORS)
     for detector in DETECTORS.values():
         assert detector.formula
         assert detector.source
-        assert detector.cure
         assert detector.num_needed >= 1
         assert detector.rule is None or detector.rule.phrase
 

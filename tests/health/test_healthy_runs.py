@@ -1,4 +1,4 @@
-"""Healthy runs, the examples and variations of them: with everything watched at every step, nothing is said."""
+"""Healthy runs, the examples and variations of them: with all detectors at every step, there is no finding."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_model_of_the_zoo(model: str, options: dict[str, Any], tmp_path: Path)
 
 
 def test_a_mask_of_infinities_is_no_fault(tmp_path: Path) -> None:
-    """A module that gets a mask's infinities and takes them out again is not accused, nor is who made them."""
+    """Neither the module that masks infinities nor the module that made them is named."""
 
     class Masked(torch.nn.Module):
         def __init__(self) -> None:

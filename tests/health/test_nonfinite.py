@@ -1,4 +1,4 @@
-"""Who made the first value that is not finite: how training ends, what is kept, and how it is shown again."""
+"""The source of the first non-finite value: how training ends, what is kept, and how the step is run again."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ class InTheLoss(Classifier):
         (
             lambda: Classifier(Between()),
             "model",
-            "Code of its own between its modules gets a gradient that is finite, and hands NaN back to ",
+            "Its own code between its modules receives a finite gradient, and passes NaN back to ",
         ),
         (
             lambda: InTheLoss(nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)))),
             "_root_",
-            "The loss is finite, and the gradient that it hands to model.1.1 has NaN (last the output of model, its largest magnitude ",
+            "The loss is finite, and its gradient that arrives at model.1.1 has NaN (the output before it, of model, has the largest ",
         ),
     ],
     ids=["between modules", "in the loss"],

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback
+from lightning_module_monitor.health.causes import CAUSES
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.record import FACT_KIND
@@ -23,16 +24,17 @@ GUIDE, REFERENCE = "docs/health.md", "docs/reference/detectors.md"
 
 @pytest.mark.parametrize("detector", DETECTORS.values(), ids=lambda detector: detector.name)
 def test_every_detector_is_documented(detector: Detector) -> None:
-    """In a section of its own, with its formula, limit, source and advice; and in a table, with the values that it reads."""
+    """In a section of its own, with its formula, limit, source and diagnoses; and in a table, with the values that it reads."""
     page = generated("detectors")
     section = page.partition(f"### {detector.name}\n")[2].partition("\n#")[0]
     for label, text in (
         ("Measures", detector.formula),
         ("Limit", detector.limit),
-        ("Try", detector.cure),
         ("Source", detector.source),
     ):
         assert f"- **{label}:** {text[0].upper()}{text[1:].removesuffix('.')}." in section
+    causes = [cause.name for cause in CAUSES if detector.name in cause.evidence_for]
+    assert all(f"`{name}`" in section.partition("- **Diagnoses:** ")[2].partition("\n")[0] for name in causes)
     [row] = [line for line in page.splitlines() if line.startswith(f"| [`{detector.name}`](#{detector.name}) |")]
     kinds, statistics = detector.sources[0]
     assert kinds[0] == FACT_KIND or (f"`{kinds[0]}/" in row and f"/{statistics[0]}`" in row)

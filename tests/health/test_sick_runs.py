@@ -44,7 +44,7 @@ class Sick(Classifier):
 
 
 def test_an_exploding_learning_rate(tmp_path: Path) -> None:
-    """It is said in the first record that shows it, the second one, with where most of the gradient is."""
+    """The first record that shows it, the second, has a finding that names the parameter with most of the gradient."""
     found = findings(tmp_path, nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)), Health(watch=ALL), lr=1e3)
     assert (found[0].name, found[0].step) == ("exploding", 1)
     assert found[0].site.startswith("model.")
@@ -52,7 +52,7 @@ def test_an_exploding_learning_rate(tmp_path: Path) -> None:
 
 
 def test_dead_relus(tmp_path: Path) -> None:
-    """A bias of -10 kills a layer: it is said after ten records, and of nothing else that follows from it."""
+    """A bias of -10 kills a layer: the only finding comes after ten records."""
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
     nn.init.constant_(model[2].bias, -10.0)
     [found] = findings(tmp_path, model, Health(watch=ALL))
@@ -80,7 +80,7 @@ def test_a_logarithm_of_zero_in_one_block(nonfinite: str, tmp_path: Path) -> Non
     [found] = findings(tmp_path, model, Health(nonfinite=nonfinite))
     assert (found.name, found.site, found.step, found.severity) == ("nonfinite", "model.2", 0, "error")
     assert "forward pass of micro-batch 0" in found.words
-    assert "gives it to model.2.fc2" in found.words
+    assert "passes it to model.2.fc2" in found.words
     assert "infinity" in found.words
 
 
@@ -213,7 +213,7 @@ def test_weights_that_went_bad_before(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_is_bad(tmp_path: Path) -> None:
-    """The batch is accused, at the step that it comes in, and the micro-batch is told."""
+    """The finding names the batch, its step and its micro-batch."""
     x = torch.randn(32, 6)
     x[20, 3] = float("nan")
     data = DataLoader(TensorDataset(x, torch.zeros(32, dtype=torch.long)), batch_size=4)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitorCallback, load_store
-from lightning_module_monitor.health.verdict import NOT_RECORDED, Verdict
+from lightning_module_monitor.health.judgement import NOT_RECORDED, Verdict
 from lightning_module_monitor.report.stored_run import read_run
 
 SEEDS = [int(seed) for seed in os.environ.get("HEALTH_SEEDS", "0").split(",")]

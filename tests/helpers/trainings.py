@@ -516,6 +516,9 @@ SICK: dict[str, Case] = {
     "an RNN that explodes from the start": Case(
         lambda: Module(Recurrent(nn.RNN, 1, 4.0, nonlinearity="relu"), adam(1e-3)), ("explodes_from_start",)
     ),
+    "a GPT whose loss stalls": Case(
+        lambda: Module(Gpt(), adam(0.1, torch.optim.AdamW)), (), UNKNOWN, data=lambda: characters(size=32), steps=300
+    ),
     "one record": Case(lambda: Module(mlp(), adam(1.0)), (), UNKNOWN, steps=45, every=50),
     "seven records": Case(lambda: Module(mlp(bias=-1.0), sgd(1e-3)), (), UNKNOWN, steps=70),
     "five records": Case(lambda: Module(mlp()), (), UNKNOWN, steps=50),

@@ -133,9 +133,9 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
     html = page_of(tmp_path / "m.html", store)
     for expected in (
         "<strong>To watch</strong>",
-        "A part of the model passes on zeros alone, from step 10 on, first at relu",
+        "A part of the model outputs nothing but zeros, from step 10 at the latest, first at relu",
         ">relu</button>",
-        "relu: 100% of the output is zero, since step 10.",
+        "relu: 100% of the output is zero, since step 10 at the latest.",
         "monitor_errors <span",
         "large_updates: add health: {watch: large_updates}",
         "monitor/errors",

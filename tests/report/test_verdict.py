@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from lightning_module_monitor.health.history import rank_test
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.health.verdict import Verdict, verdict_of
+from lightning_module_monitor.health.judgement import Verdict, verdict_of
+from lightning_module_monitor.health.run_history import rank_test
 from lightning_module_monitor.record import Facts, Finding, GroupFacts, Key, ModuleInfo, ParameterFacts
 from lightning_module_monitor.report.stored_run import early, late, typical
-from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 
 STEPS = 16
@@ -55,7 +55,7 @@ def test_a_healthy_run_says_what_was_looked_at() -> None:
     """In words with figures, and no list of checks."""
     verdict = verdict_on(healthy_tables(), [loss(FALLING)])
     assert (verdict.level, verdict.findings) == ("healthy", [])
-    assert verdict.headline == "loss 2 to 0.7; no fault in gradients, activations, weights of 2 sites at 16 records"
+    assert verdict.headline == "loss 2 to 0.7; no fault in gradients, activations, weights of 2 sites at 16 records (6 of 20 checks)"
     assert verdict.beginning is None
 
 
@@ -64,7 +64,7 @@ def test_too_few_records_are_not_healthy(num: int) -> None:
     """A check below the records that it needs says so, and the run is unknown."""
     verdict = verdict_on(healthy_tables(num), [loss(FALLING[:num])])
     assert verdict.level == "unknown"
-    assert verdict.headline.startswith("too few losses (fewer than 10) to tell whether they fall; no fault in ")
+    assert verdict.headline.startswith(f"too few losses ({num} of 10), use a smaller every_n_steps; no fault in ")
     assert status_of(verdict, "zero_outputs") == ("too few records", f"{num} of 10")
     assert verdict_on([]).level == "unknown"
 
@@ -89,9 +89,25 @@ def test_a_loss_that_does_not_fall_is_no_health() -> None:
     assert learned([*(2.3 + noise)]) == "watch"
     assert learned([*(2.3 + noise - np.linspace(0, 0.1, 30))]) == "healthy"
     assert learned([5, 4, 3, 2, 1, 4.5, 0.9, 0.8, 0.5, 0.4]) == "unknown"
-    assert learned([2.8, *(1.4 + noise)]) == "healthy"  # it fell at once, and stayed
+    assert learned([2.8, *(0.8 + noise)]) == "healthy"  # it fell at once, and stayed
     assert learned([*FALLING[:-1], -0.1]) == "unknown"
     assert learned([*FALLING], Facts(is_manual=True)) == "unknown"
+
+
+@pytest.mark.parametrize("num", [12, 16, 30])
+def test_a_loss_that_stalls_is_not_called_healthy(num: int) -> None:
+    """It fell at the start, and then no more; a loss that goes on to fall and one near 0 are healthy."""
+    noise = np.random.default_rng(0).normal(0, 1, num - 1)
+    losses = 2.7 + 0.05 * noise
+    verdict = verdict_on(healthy_tables(num), [loss([5.0, *losses])])
+    begin = 10 * (num - 2 * (num // 3))
+    last = np.median(losses[-(num // (2 if num < 15 else 3)) :])
+    assert verdict.headline.startswith(f"loss 5 to {last:.3g}, without a clear fall since step {begin}; no fault in ")
+    assert (verdict.level, verdict.findings) == ("unknown", [])
+    assert status_of(verdict, "not_learning") == ("unclear", verdict.headline.partition(";")[0])
+    assert learned([5.0, *np.linspace(3.7, 1.7, num - 1)]) == "healthy"
+    assert learned([5.0, *(0.5 + 0.01 * noise)]) == "healthy"
+    assert learned([5.0, *losses[:10]]) == "healthy", "11 records are too few to tell"
 
 
 @pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
@@ -132,7 +148,7 @@ def test_a_cross_entropy_below_chance_may_stay_there() -> None:
 def test_a_check_that_waits_while_the_loss_falls_says_so() -> None:
     """It found nothing because it did not look."""
     verdict = verdict_on([*healthy_tables(), table("activation/dead_fraction", {"relu": [0.6] * STEPS})], [loss([2.0, *[0.5] * 15])])
-    assert status_of(verdict, "dead_units") == ("not judged while the loss falls", "")
+    assert status_of(verdict, "dead_units") == ("not judged: the loss is below its start", "")
     assert status_of(verdict, "frozen_updates") == ("not found", "")
 
 
@@ -238,7 +254,7 @@ def test_a_late_nan_keeps_its_cause() -> None:
     nan = Finding(17, "nonfinite", "_root_", "", "Infinity in training_step, forward.", "error", cause="learning_rate")
     risen = Judge([])
     risen.history.losses, risen.history.steps = [1.0, 9.0], [0, 10]
-    verdict = verdict_of(risen, (), [*grown, nan], searched=True, types=())
+    verdict = verdict_of(risen, (), [*grown, nan], watched=["nonfinite"], types=())
     assert verdict.headline == "Infinity in training_step at step 17: the learning rate is too high"
 
 
@@ -254,6 +270,29 @@ def test_what_is_not_finite_is_judged_where_training_did_not() -> None:
     assert not [one for one in verdict_on(tables, watched=["nonfinite"]).findings if one.name == "nonfinite"]
     skipped = table("monitor/step_skipped", {"": [0.0] * 5 + [1.0] * 11})
     assert {one.name for one in verdict_on(tables, [skipped]).findings} == {"skipped_steps"}
+
+
+def test_what_a_run_has_recorded_is_not_advised_again() -> None:
+    """A check that a run recorded for has its reason instead, and another option stays advice."""
+    gradients = table("gradient/norm", {"lora.A": [0.5] * STEPS})
+    watched = ["vanishing", "zero_gradients", "entropy_collapse", "large_logits", "gradient_gain"]
+    verdict = verdict_on([gradients], [loss(FALLING)], watched=watched)
+    for name in ("vanishing", "zero_gradients"):
+        assert status_of(verdict, name) == ("does not apply", "no trained parameter with 'weight' in its name has a gradient")
+    for name in ("entropy_collapse", "large_logits"):
+        assert status_of(verdict, name) == ("does not apply", "no attention ran")
+    assert status_of(verdict, "gradient_gain") == ("not recorded", "add gradient_flow: {blocks: NAME.OF.THE.BLOCKS}")
+    assert status_of(verdict, "large_updates") == ("not recorded", "add health: {watch: large_updates}")
+
+
+def test_without_a_learning_rate_weights_are_not_judged_by_their_movement() -> None:
+    """With this reason, and not that there are no values."""
+    rates = table("context/lr", {"": [0.0] * STEPS})
+    updates = table("update/ratio", {"fc.weight": [0.0] * STEPS})
+    verdict = verdict_on([*healthy_tables(), updates], [loss(FLAT), rates], facts=[(0, parameter_facts())], watched=["frozen_updates"])
+    for name in ("frozen_updates", "tiny_updates"):
+        assert status_of(verdict, name) == ("does not apply", "all learning rates are 0")
+    assert "interval: step" in verdict.diagnoses[0].advice
 
 
 def test_checks_that_do_not_judge_say_why() -> None:
@@ -320,7 +359,7 @@ def test_a_check_without_a_value_could_not_judge(is_partly: bool) -> None:
 def test_errors_of_the_monitor() -> None:
     """A value that could not be measured is no fault of the model, and is shown."""
     [found] = verdict_on([], [table("monitor/errors", {"": [0.0] * 15 + [2.0]})]).findings
-    assert (found.name, found.step, found.words) == ("monitor_errors", 150, "2 values could not be measured, since step 150.")
+    assert (found.name, found.step, found.words) == ("monitor_errors", 150, "2 values could not be measured, since step 150 at the latest.")
 
 
 def test_what_was_found_in_training_stands_beside() -> None:

@@ -1,4 +1,4 @@
-"""Rules on recorded values, judged record by record: each fires once for a cause, on every rank alike, as all have the same records."""
+"""Rules on recorded values, judged record by record. All ranks have the same records, so a rule fires on all of them alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEDIAN_RECORDS = 50
 """Number of earlier records in a median."""
 
 LEAST_RECORDS = 10
-"""Number of earlier records without which there is no median."""
+"""Number of earlier records that a median needs."""
 
 FIRST_RECORDS = 3
 """Largest number of first records whose largest figure is the base of ``relative_to="first"``."""
@@ -49,7 +49,7 @@ class Figures(NamedTuple):
     is_there: NDArray[np.bool_] | None = None
     """Which figures this record has; ``None``: all of them."""
     is_idle: NDArray[np.bool_] | None = None
-    """Which ones nothing acts on in this record; ``None``: none of them."""
+    """Parameters without a gradient in this record; ``None``: none."""
 
 
 def each(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
@@ -63,14 +63,14 @@ class AlertRule:
 
     name: str
     concerns: Callable[[Key, str], bool]
-    """Whether a key is one of the rule's, given in parts and as a whole. Callables here are named functions: a callback can be pickled."""
+    """Whether the rule judges a key (its parts, and the whole key). Callables here are named functions, so a callback can be pickled."""
     above: float | None = None
     below: float | None = None
     relative_to: Literal["", "median", "first"] = ""
-    """``above`` and ``below`` are multiples of: the median of the figure's earlier values, or the largest of its first ones. Then the sign
-    of a figure does not count."""
+    """The base of which ``above`` and ``below`` are multiples: the median of the figure's earlier values, or its largest first value. With
+    a base, the sign of a figure does not count."""
     is_unchanged: bool = False
-    """Whether the condition is that a figure equals the one of the record before to the last bit."""
+    """Whether the condition is that a figure equals that of the record before to the last bit."""
     for_steps: int = 1
     """Number of consecutive records in which the condition has to be met."""
     then: tuple[Action, ...] = ("warn",)
@@ -89,7 +89,7 @@ class AlertRule:
     unless_loss_falls: float = math.inf
     """Records do not count in which the training loss has fallen by more than this part of the first one; see :func:`has_fallen`."""
     parameters: Training | None = None
-    """State of the parameters that the rule is for; ``None``: all."""
+    """State of the parameters that the rule judges; ``None``: all."""
     severity: Severity = "warning"
     phrase: str = ""
     """The finding in words, a format of ``value``, ``times`` (the value over its base), ``sites``, ``kind`` and ``statistic``. Default:
@@ -113,13 +113,13 @@ class Fired(NamedTuple):
     key: str
     value: float
     base: float
-    """The figure that it is compared with; 1 where it is compared with none."""
+    """The figure that it is compared with; 1 without such a figure."""
     since: int
-    """The step of the first of the records in which the condition was met."""
+    """The step of the first consecutive record in which the condition was met."""
 
 
 def has_fallen(first: float, loss: float, part: float) -> bool:
-    """Whether a loss is below the first one by more than a part of its magnitude; never where one is NaN or the part is infinite.
+    """Whether a loss is below the first loss by more than a part of its magnitude; ``False`` for NaN and for an infinite part.
 
     >>> has_fallen(2.3, 1.1, 0.5), has_fallen(2.3, 2.0, 0.5), has_fallen(-1.0, -1.6, 0.5)
     (True, False, True)
@@ -128,7 +128,7 @@ def has_fallen(first: float, loss: float, part: float) -> bool:
 
 
 class RuleState:
-    """One rule over the records: the state of each of its figures."""
+    """The state of a rule from record to record, figure by figure."""
 
     def __init__(self, rule: AlertRule) -> None:
         self.rule = rule
@@ -136,34 +136,33 @@ class RuleState:
         self.num_records = 0
         """Number of records with figures."""
         self.num_passed_over = 0
-        """Number of those that were not judged, as the loss had fallen."""
+        """Number of records that were not judged, because the loss had fallen."""
         self._newest: tuple[tuple[str, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
         """The last names and their rows: from record to record they are mostly the same."""
         num_recent = MEDIAN_RECORDS if rule.relative_to == "median" else 1
         fields: list[tuple[Any, ...]] = [("recent", float, (num_recent,)), ("first", float, (FIRST_RECORDS,))]
         counts = [("num_met", int), ("since", int), ("num_well", int), ("has_worked", bool)]
         self._state = np.zeros(0, [*fields, *counts])
-        """By row. ``recent`` holds the last values, the newest last, and ``first`` the first ones, NaN where there are fewer; ``num_met``
-        counts the records up to the last one in which the condition was met, ``since`` is the step of the first of these, ``num_well``
-        counts those in which it was not since the rule fired; ``has_worked`` is whether the figure was not idle in any record."""
+        """A row for each figure. ``recent`` holds the last values, the newest last, and ``first`` the first values, padded with NaN.
+        ``num_met`` counts the consecutive records, up to the last, in which the condition was met, and ``since`` is the step of the first.
+        ``num_well`` counts the records without the condition since the rule fired. ``has_worked``: the figure was not idle in a record."""
 
     def observe(self, step: int, keys: tuple[str, ...], values: NDArray[np.float64]) -> list[Fired]:
         """The figures that with this record have met the condition for long enough.
 
-        ``keys`` are those of the rule in the record, and ``values`` theirs, shape ``(keys,)``. A NaN meets no condition and ends a series
-        of records that do.
+        ``keys`` are the rule's keys in the record, with ``values`` of shape ``(keys,)``. A NaN meets no condition and ends a streak.
         """
         is_defined = ~is_undefined(values)
         if not is_defined.all():  # a store does not show them either
             keys, values = tuple(itertools.compress(keys, is_defined.tolist())), values[is_defined]
-        found = self.rule.figures(keys, values)
-        is_number, rows = ~np.isnan(found.values), self._rows_of(found.names)
-        is_there = np.ones(len(rows), bool) if found.is_there is None else found.is_there
+        figures = self.rule.figures(keys, values)
+        is_number, rows = ~np.isnan(figures.values), self._rows_of(figures.names)
+        is_there = np.ones(len(rows), bool) if figures.is_there is None else figures.is_there
         self._state["num_met"][rows[is_there & ~is_number]] = 0
-        places = np.flatnonzero(is_there & is_number)
-        rows, value = rows[places], found.values[places]
+        judged = np.flatnonzero(is_there & is_number)
+        rows, value = rows[judged], figures.values[judged]
         self.num_records += len(rows) > 0
-        is_idle = np.zeros(len(rows), bool) if found.is_idle is None else found.is_idle[places]
+        is_idle = np.zeros(len(rows), bool) if figures.is_idle is None else figures.is_idle[judged]
         before = self._state[rows]
         base = self._base(before)
         is_met = self._is_met(value, before, base) & ~(is_idle & before["has_worked"])
@@ -180,20 +179,16 @@ class RuleState:
         begins = np.flatnonzero(num_first < FIRST_RECORDS)
         after["first"][begins, num_first[begins]] = value[begins]
         self._state[rows] = after
-        rows_of_fired = np.flatnonzero(fires).tolist()
-        return [Fired(found.keys[places[row]], float(value[row]), float(base[row]), int(after["since"][row])) for row in rows_of_fired]
+        fired = np.flatnonzero(fires).tolist()
+        return [Fired(figures.keys[judged[index]], float(value[index]), float(base[index]), int(after["since"][index])) for index in fired]
 
     def num_met(self) -> dict[str, int]:
-        """In how many consecutive records, up to the last one, each figure met the condition."""
+        """Number of consecutive records, up to the last, in which each figure met the condition."""
         return {name: int(self._state[row]["num_met"]) for name, row in self._rows.items()}
 
     def state(self) -> dict[str, tuple[Any, ...]]:
         """The state for a checkpoint, in plain numbers, by name of the figure."""
-        numbers = {name: self._state[row] for name, row in self._rows.items()}
-        return {
-            name: tuple(part[~np.isnan(part)].tolist() if part.ndim else part.item() for part in (one[field] for field in one.dtype.names))
-            for name, one in numbers.items()
-        }
+        return {name: tuple(map(_as_plain, self._state[row].item())) for name, row in self._rows.items()}
 
     def load(self, state: Mapping[str, tuple[Any, ...]]) -> None:
         """Restore a result of :meth:`state`."""
@@ -219,7 +214,7 @@ class RuleState:
         return rows
 
     def _base(self, state: NDArray[Any]) -> NDArray[np.float64]:
-        """The base that limits are multiples of; NaN where it is not known yet."""
+        """The base of which limits are multiples; NaN while it is not known."""
         if self.rule.relative_to == "median":
             is_known = (~np.isnan(state["recent"])).sum(axis=1) >= self.rule.base_records
             base = np.full(len(state), np.nan)
@@ -242,11 +237,15 @@ class RuleState:
         return is_met
 
 
+def _as_plain(field: Any) -> Any:  # noqa: ANN401  # an array of numbers, or a number
+    return field[~np.isnan(field)].tolist() if isinstance(field, np.ndarray) else field
+
+
 _CONDITIONS = ("name", "above", "below", "relative_to", "num_base", "until_step", "is_unchanged", "for_steps")
 
 
 def conditions(rule: AlertRule) -> str:
-    """Differs between rules that fire at different times."""
+    """A text that differs between rules that fire at different times."""
     return repr(tuple(getattr(rule, name) for name in _CONDITIONS))
 
 
@@ -260,26 +259,27 @@ def _matches(patterns: Sequence[re.Pattern[str]], _parts: Key, key: str) -> bool
 
 
 def words_of(rule: AlertRule, fired: Sequence[Fired], step: int) -> str:
-    """What a rule found in a record, in a sentence."""
-    since = min(one.since for one in fired)
+    """The finding of a rule in a record, in a sentence."""
+    since = min(figure.since for figure in fired)
     if rule.phrase:
-        first, num_sites = fired[0], len({Key.parse(one.key).site for one in fired})
+        first, num_sites = fired[0], len({Key.parse(figure.key).site for figure in fired})
         parts = Key.parse(first.key)
         times = abs(first.value) / first.base if first.base else math.inf
         sites = parts.site + (f" and {num_sites - 1} more" if num_sites > 1 else "")
         text = rule.phrase.format(value=first.value, times=times, sites=sites, kind=parts.kind.replace("_", " "), statistic=parts.statistic)
-        return f"{text}, since step {since}."
+        return f"{text}, since step {since}{' at the latest' if since else ''}."
     when = f"in {rule.for_steps} records from step {since} to {step}" if rule.for_steps > 1 else f"in step {step}"
     more = f"; and {len(fired) - MAX_NAMED} more" if len(fired) > MAX_NAMED else ""
-    figures = "; ".join(f"{one.key}: {_figure(rule, one)}" for one in fired[:MAX_NAMED])
+    figures = "; ".join(f"{figure.key}: {_figure(rule, figure)}" for figure in fired[:MAX_NAMED])
     return f"{figures}{more}, {when}. {_condition(rule)}"
 
 
-def _figure(rule: AlertRule, one: Fired) -> str:
-    """A figure that met the condition, and the one it is compared with."""
+def _figure(rule: AlertRule, fired: Fired) -> str:
+    """A figure that met the condition, and its base."""
     if not rule.relative_to:
-        return f"{one.value:.4g}"
-    return f"{one.value:.4g} ({abs(one.value) / one.base:.3g} times its median)" if one.base else f"{one.value:.4g} (its median is 0)"
+        return f"{fired.value:.4g}"
+    base = f"{abs(fired.value) / fired.base:.3g} times its median" if fired.base else "its median is 0"
+    return f"{fired.value:.4g} ({base})"
 
 
 def _condition(rule: AlertRule) -> str:
@@ -291,22 +291,23 @@ def _condition(rule: AlertRule) -> str:
 
 # Between ranks
 
-CURE = "look for what moves it on one rank alone, e.g. a parameter that the reduction of gradients leaves out"
+CURE = "look for code that changes it on a single rank, e.g. a parameter that the reduction of gradients leaves out"
 
 
 class ReplicaAlert:
-    """Reports once that ranks have different values of a parameter that should be the same, and again after a record without."""
+    """Reports parameters that differ between ranks although they must be equal; again only after a record in which all are equal."""
 
     def __init__(self) -> None:
         self._is_reported = False
 
     def examine(self, step: int, differing: Sequence[Stream]) -> list[Finding]:
-        """The finding of a record, if there is one, from the streams whose values differ, in the order of the model."""
+        """The finding of a record, if any, from the streams whose values differ, in the order of the model."""
         was_reported, self._is_reported = self._is_reported, bool(differing)
         if was_reported or not differing:
             return []
         first, num_sites = differing[0], len({stream.site for stream in differing})
         what = f"{first.kind} {first.site}" + (f" and {num_sites - 1} more" if num_sites > 1 else "")
-        meaning = "Those recorded are of all ranks' elements together"
-        words = f"Ranks have different values of {what}, and should have the same. {meaning}. Try: {CURE}."
+        words = (
+            f"Ranks have different values of {what}, which must be equal. Recorded statistics cover the elements of all ranks. Try: {CURE}."
+        )
         return [Finding(step, RANK_DISAGREEMENT, first.site, next(iter(first.number_keys), ""), words)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.alerts import CURE
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
-from lightning_module_monitor.health.history import SMALL_REACH, History
+from lightning_module_monitor.health.run_history import SMALL_REACH, History
 from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Finding
 
 MAX_DIAGNOSES = MAX_EVIDENCE = 3
@@ -20,14 +20,14 @@ class Diagnosis:
     """A likely cause of findings, and what to try.
 
     Attributes:
-        name: Of the cause, e.g. ``learning_rate``.
+        name: Name of the cause, e.g. ``learning_rate``.
         headline: The cause in a sentence.
         first_step: The first step that shows it.
-        site: The first module or parameter that shows it; empty where it is about none.
-        evidence: What was found, in sentences with figures, and what rules other causes out.
+        site: The first module or parameter that shows it; empty if the cause has no site.
+        evidence: The findings in sentences with figures, and facts that rule other causes out.
         consequences: Names of the other findings that follow from it.
         advice: What to try.
-        key: The key of the series that shows it first; empty where there is none.
+        key: The key of the series that shows it first; empty if there is none.
     """
 
     name: str
@@ -41,13 +41,18 @@ class Diagnosis:
 
     @property
     def num_consequences(self) -> int:
-        """How many other findings it explains."""
+        """Number of other findings that it explains."""
         return len(self.consequences)
+
+    @property
+    def begin(self) -> str:
+        """The first step in words: a condition that a record shows may have begun after the record before."""
+        return f"from step {self.first_step} {'at the latest' if self.key and self.first_step else 'on'}"
 
     @property
     def title(self) -> str:
         """The cause with its first step and site."""
-        return f"{self.headline}, from step {self.first_step} on{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
+        return f"{self.headline}, {self.begin}{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
 
     def __str__(self) -> str:
         num = self.num_consequences
@@ -59,7 +64,7 @@ class Diagnoses(Described, list[Diagnosis]):
     """Diagnoses in their order."""
 
     def _describe(self) -> Description:
-        rows = [(str(one.first_step), one.headline, one.site, one.evidence[0], one.advice) for one in self]
+        rows = [(str(cause.first_step), cause.headline, cause.site, cause.evidence[0], cause.advice) for cause in self]
         return Description(counted(len(self), "diagnosis", "diagnoses"), ("from step", "what", "where", "evidence", "try"), rows)
 
     def __repr__(self) -> str:
@@ -76,20 +81,20 @@ class Cause:
     """Names of the findings that show it."""
     advice: str
     explains: tuple[str, ...] = ()
-    """Names of the findings that may follow from it, where they do not begin earlier."""
+    """Names of the findings that may follow from it, unless they begin earlier."""
     needs: str = ""
-    """Further evidence for it, in words; ``is_shown`` decides."""
+    """Further evidence for it, in words; ``is_shown`` tests it."""
     is_shown: Callable[[Finding, History], bool] = lambda _finding, _history: True
-    """Whether a finding of such a name, with the run's history, does show it."""
+    """Whether a finding with such a name shows the cause, given the history of the run."""
     evidence_against: str = ""
-    """What rules it out, in words; ``is_ruled_out`` decides."""
+    """The evidence that rules it out, in words; ``is_ruled_out`` tests it."""
     is_ruled_out: Callable[[History], bool] = lambda _history: False
     remark: Callable[[History], str] = lambda _history: ""
-    """A sentence with the figures that show it, or that rule others out."""
+    """A sentence with the figures that show it, or that rule other causes out."""
 
 
 def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
-    """Whether the search for a non-finite value found one of these causes itself, or none of its own (an empty name)."""
+    """Whether the search for a non-finite value named one of these causes; an empty name stands for no cause."""
     return lambda finding, _history: finding.name != NONFINITE or finding.cause in names
 
 
@@ -102,14 +107,15 @@ def _reach_in_words(history: History) -> str:
 def _rate_in_words(history: History) -> str:
     name, (_num, largest, first) = max(history.rates.items(), key=lambda item: item[1][1])
     rises = history.newest(name) == largest > 2 * first
-    return f"The learning rate is at most {largest:.2g}{', and its warm-up is longer than the run' if rises else ''}."
+    warm_up = ", and its warm-up is longer than the run (Lightning steps a scheduler once per epoch, unless its interval is step)"
+    return f"The learning rate is at most {largest:.2g}{warm_up if rises else ''}."
 
 
 _ZERO = ("zero_outputs", "zero_gradients")
 _STILL = ("frozen_updates", "tiny_updates")
 _GROWTH = ("exploding", "growing_weights", "diverging", "growing_activations", "growing_over_depth", "large_updates", "gradient_spike")
 _UNEXPLAINED = ("", "learning_rate", "update", "recurrent")
-"""Causes in the evidence of a value that is not finite which leave room for another."""
+"""Causes that the search for a non-finite value names, and that another diagnosis may explain."""
 _FLAT = ("saturation", "vanishing", "entropy_collapse", "large_logits")
 _SYMPTOMS = (*_ZERO, *_STILL, *_FLAT, "dead_units", NOT_LEARNING)
 _SLOWER = "a learning rate that is ten times lower, warm-up, clipping of gradients"
@@ -136,12 +142,13 @@ CAUSES = (
         ZERO_RATE,
         "The learning rate of a parameter group is 0",
         (ZERO_RATE,),
-        "give the group a learning rate, or set requires_grad to False where it is to stay as it is",
+        "give the group a learning rate; for a warm-up in steps, configure the scheduler with interval: step, as Lightning's default is a "
+        "step per epoch; or set requires_grad to False where the group is to stay as it is",
         (*_STILL, NOT_LEARNING),
     ),
     Cause(
         "stale_gradients",
-        "Gradients are never set to zero: each step adds to those before",
+        "Gradients are never set to zero: each step adds to the gradients of earlier steps",
         ("stale_gradients",),
         "optimizer.zero_grad() before the backward pass",
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
@@ -180,17 +187,17 @@ CAUSES = (
         "overflow",
         "Values overflow float16",
         (NONFINITE, "skipped_steps"),
-        "precision: bf16-mixed, which has the range of float32; or smaller weights, inputs or losses",
+        "precision: bf16-mixed, which has the range of float32; smaller weights, inputs or losses",
         (NONFINITE, "skipped_steps", NOT_LEARNING, *_STILL),
         "the run computes in float16",
         is_shown=_cause_is("overflow"),
     ),
     Cause(
         "infinite_slope",
-        "A function has no finite slope there",
+        "The derivative of a function is infinite at its input",
         (NONFINITE,),
-        "a root or a norm of 0 has an infinite slope: add a small number below the root, e.g. 1e-8; torch.where passes on a NaN from the "
-        "side that it does not take",
+        "the derivative of a root or a norm is infinite at 0: add a small number below the root, e.g. 1e-8; torch.where passes on a NaN "
+        "from the branch that it does not take",
         (*_SYMPTOMS, *_GROWTH, NONFINITE),
         "all values are finite, and a gradient is not",
         is_shown=_cause_is("infinite_slope"),
@@ -298,7 +305,7 @@ CAUSES = (
     ),
     Cause(
         "vanished",
-        "Gradients have come to vanish while training: updates were too large",
+        "Gradients have vanished while training: updates were too large",
         ("vanishing",),
         "a lower learning rate, warm-up; a normalization layer",
         (*_ZERO, *_STILL, NOT_LEARNING),
@@ -309,7 +316,7 @@ CAUSES = (
         (NOT_LEARNING, *_STILL),
         "a larger gradient_clip_val; 1.0 is customary",
         (NOT_LEARNING, *_STILL),
-        "gradients are as large as clipping lets them be, in 9 of 10 records, and at a norm of 1 the steps would be large enough",
+        "gradients have the largest size that clipping allows in 9 of 10 records, and with a norm of 1 the steps would be large enough",
         is_shown=lambda _finding, history: history.is_clipped,
         remark=lambda history: f"gradient_clip_val is {history.facts.clip:.3g}. {_reach_in_words(history)}",
     ),
@@ -336,15 +343,15 @@ CAUSES = (
         "frozen",
         "Parameters that are to be trained do not move",
         _STILL,
-        "set requires_grad to False where the model does not use them, as the mask token of a checkpoint; else look for a detach() or "
-        "no_grad() in their way, and, in half precision, for updates that are rounded away",
+        "look for a detach() or no_grad() between the parameters and the loss, and, in half precision, for updates that are rounded away; "
+        "if the model does not use the parameters, as the mask token of a checkpoint, set requires_grad to False",
         (*_ZERO, NOT_LEARNING),
     ),
     Cause(
         "update",
         "Weights are not finite: an update, or code of the model that writes into them, has made them so",
         (NONFINITE,),
-        "health: {nonfinite: always}, which names the module whose gradient was not finite",
+        "health: {nonfinite: always}, which names the module with the first non-finite gradient",
         (NONFINITE, *_GROWTH, *_SYMPTOMS),
         "the weights themselves are not finite when the step begins",
         is_shown=_cause_is("update"),
@@ -353,14 +360,14 @@ CAUSES = (
         NONFINITE,
         "A value is not finite",
         (NONFINITE,),
-        "look in the code that is named for logarithms of 0, divisions by 0 and overflow of exp",
+        "look in the named code for logarithms of 0, divisions by 0 and overflow of exp",
         (NONFINITE, *_GROWTH, *_SYMPTOMS),
     ),
     Cause(
         "zero",
-        "A part of the model passes on zeros alone",
+        "A part of the model outputs nothing but zeros",
         _ZERO,
-        "look whether it is meant to be idle, for a detach() or no_grad(), and for a softmax over one value, which has no slope",
+        "check whether it is meant to be idle; look for a detach() or no_grad(), and for a softmax over one value, whose derivative is 0",
         (*_STILL, NOT_LEARNING),
     ),
     Cause(
@@ -369,15 +376,15 @@ CAUSES = (
         ("exploding", "growing_weights", "growing_activations", "diverging", "large_updates", "growing_over_depth"),
         "clipping of gradients, a normalization layer, weight decay; look at the scale of inputs and targets",
         (*_GROWTH, NOT_LEARNING),
-        remark=lambda _history: "The loss has not risen above its first values: this alone does not show that the rate is too high.",
+        remark=lambda _history: "The loss has not risen above its first values, so this alone does not show that the rate is too high.",
     ),
-    Cause("shrinking_weights", "Weights shrink towards zero", ("shrinking_weights",), "look for what pulls them there", (NOT_LEARNING,)),
+    Cause("shrinking_weights", "Weights shrink towards zero", ("shrinking_weights",), "look for a penalty on the weights", (NOT_LEARNING,)),
     Cause(
         NOT_LEARNING,
         "The loss does not fall, though weights move and gradients arrive",
         (NOT_LEARNING,),
         "check that labels belong to their inputs, and that output and target have the same shape; train on one batch until its loss is "
-        "near 0; other learning rates. A run that begins with trained weights may stay where it is",
+        "near 0; other learning rates. The loss of trained weights may stay where it is",
         remark=_reach_in_words,
     ),
 )
@@ -386,25 +393,26 @@ CAUSES = (
 
 def diagnose(findings: Iterable[Finding], history: History | None = None) -> Diagnoses:
     """The causes that findings show, the surest first; at most ``MAX_DIAGNOSES``. Each finding belongs to one of them."""
-    rest, history = sorted(findings, key=lambda one: one.first_step), History() if history is None else history
+    rest, history = sorted(findings, key=lambda finding: finding.first_step), History() if history is None else history
     diagnoses = Diagnoses()
     for cause in CAUSES:
-        found = [one for one in rest if one.name in cause.evidence_for and cause.is_shown(one, history)]
-        if not found or cause.is_ruled_out(history):
+        evidence = [finding for finding in rest if finding.name in cause.evidence_for and cause.is_shown(finding, history)]
+        if not evidence or cause.is_ruled_out(history) or len(diagnoses) == MAX_DIAGNOSES:
             continue
-        first = found[0]
-        others = [one for one in rest if one not in found and one.name in cause.explains]
-        # What a record shows began after the record before it; a value that is not finite has its own step.
-        begin = max((step for step in history.steps if step < first.first_step), default=-1) + 1
-        begins = [begin if one.name == NONFINITE and one.cause in _UNEXPLAINED else first.first_step for one in others]
-        explained = [one for one, at in zip(others, begins, strict=True) if one.first_step >= at or one.name == NOT_LEARNING]
-        shown = sorted(found, key=lambda one: one.name != NONFINITE)[:MAX_EVIDENCE]
-        evidence = tuple(filter(None, [*(one.words for one in shown), cause.remark(history)]))
-        consequences = tuple(one.name for one in explained)
-        diagnoses.append(
-            Diagnosis(cause.name, cause.headline, first.first_step, first.site, evidence, consequences, cause.advice, first.key)
-        )
-        rest = [one for one in rest if one not in found and one not in explained]
-        if len(diagnoses) == MAX_DIAGNOSES:
-            break
+        first = evidence[0]
+        consequences = [finding for finding in rest if finding not in evidence and _follows(finding, cause, first, history)]
+        shown = sorted(evidence, key=lambda finding: finding.name != NONFINITE)[:MAX_EVIDENCE]
+        words = tuple(filter(None, [*(finding.words for finding in shown), cause.remark(history)]))
+        names = tuple(finding.name for finding in consequences)
+        diagnoses.append(Diagnosis(cause.name, cause.headline, first.first_step, first.site, words, names, cause.advice, first.key))
+        rest = [finding for finding in rest if finding not in evidence and finding not in consequences]
     return diagnoses
+
+
+def _follows(finding: Finding, cause: Cause, first: Finding, history: History) -> bool:
+    """Whether a cause, first shown by ``first``, explains another finding."""
+    begin = first.first_step
+    if finding.name == NONFINITE and finding.cause in _UNEXPLAINED:
+        # It has its own step, and the condition that a record shows may have begun right after the record before.
+        begin = max((step for step in history.steps if step < begin), default=-1) + 1
+    return finding.name in cause.explains and (finding.first_step >= begin or finding.name == NOT_LEARNING)

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_module_monitor.health.alerts import Action, AlertRule
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN, Key, Severity
-
-Sources = Sequence[tuple[Sequence[str], Sequence[str]]]
-"""Kinds, and statistics of them; all that are recorded are judged."""
+from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, OWN_KIND, TRAIN, Key, Severity
 
 
 @dataclass(frozen=True)
@@ -17,26 +14,25 @@ class Detector:
     """A frequent problem of training, and its condition on recorded values."""
 
     name: str
-    sources: Sources
-    """The values of training that it judges."""
+    sources: Sequence[tuple[Sequence[str], Sequence[str]]]
+    """The values of training that it judges: pairs of kinds and their statistics."""
     formula: str
     limit: str
     """The limit in words; ``rule`` has the number."""
     source: str
-    cure: str
     severity: Severity = "warning"
     rule: AlertRule | None = None
-    """Without name and keys, which the other fields give. ``None``: it is judged once, at the end of a run."""
+    """The condition, without name and keys, which other fields give. ``None``: it is judged once, at the end of a run."""
     min_records: int = 0
-    """Number of records that it needs, where it has no rule or the rule does not know."""
+    """Number of records that it needs, if it has no rule or needs more than its rule."""
     types: tuple[str, ...] = ()
-    """Names of the classes of modules that it looks at; empty: all."""
+    """Names of the classes of modules that it judges; empty: all."""
     is_by_default: bool = True
     """Whether the default rules record what it needs."""
-    without: str = "there are no such values"
-    """Why there may be no values, where no option records them."""
+    without: str = "no trained parameter has a gradient"
+    """Why there may be no values where a run records what it needs."""
     recorded_by: str = ""
-    """The option that records the values, where ``health.watch`` does not; ``-``: they are recorded wherever they exist."""
+    """The option that records the values, where ``health.watch`` does not."""
 
     def alert(self, then: tuple[Action, ...] = ("warn",)) -> AlertRule:
         """The detector as a rule on the values that are recorded for it."""
@@ -53,6 +49,16 @@ class Detector:
         return parts.stage == TRAIN and any(parts.kind in kinds and parts.statistic in statistics for kinds, statistics in self.sources)
 
     @property
-    def is_of_monitor(self) -> bool:
-        """Whether it looks at figures that have no sites: the monitor's own, and the context."""
-        return self.sources[0][0][0] in (OWN_KIND, CONTEXT_KIND)
+    def needs_rate(self) -> bool:
+        """Whether it judges parameters only while their learning rate is not 0."""
+        return self.rule is not None and self.rule.needs_rate
+
+    @property
+    def judges_facts(self) -> bool:
+        """Whether it judges facts of a Trainer's run besides numbers."""
+        return FACT_KIND in self.sources[0][0] or (self.rule is not None and self.rule.is_of_facts)
+
+    @property
+    def is_always_recorded(self) -> bool:
+        """Whether every run records its values if there are any: figures without a site, and facts."""
+        return self.sources[0][0][0] in (OWN_KIND, CONTEXT_KIND, FACT_KIND)

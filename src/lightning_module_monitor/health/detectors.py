@@ -1,4 +1,4 @@
-"""The table of detectors: the values that each judges, its limit, the limit's source, and the advice.
+"""The table of detectors: the values that each judges, its limit, and the limit's source. ``causes.py`` has the advice.
 
 All are judged record by record, while training and later on a store, by the same code (``judge.py``). Those without a rule need the whole
 run and are judged at its end.
@@ -16,11 +16,11 @@ from lightning_module_monitor.health.figures import (
     at_least_typical,
     moved_by_gradients,
     not_finite,
-    of_weights,
     over_the_input,
     relative_to_largest,
     strengths,
     totals,
+    weights_only,
     zeros,
     zeros_of_weights,
 )
@@ -36,6 +36,8 @@ _rule = functools.partial(AlertRule, "", _nothing)
 _SIZES = ("rms", "norm", "abs_max", "abs_mean")
 _OF_PARAMETERS = ((("parameter",), ("norm",)), (("gradient",), ("norm",)))
 _HEURISTIC = "a heuristic"
+_NO_LOSS, _NO_OUTPUT, _NO_ATTENTION = "no loss was recorded", "no output of a module was recorded", "no attention ran"
+_NO_WEIGHT = "no trained parameter with 'weight' in its name has a gradient"
 DIVERGING = "diverging"
 NONFINITE = "nonfinite"
 NOT_LEARNING = "not_learning"
@@ -50,10 +52,9 @@ DETECTORS = {
             formula="whether a tensor has NaN or infinity, in the order of events of a step; training searches for its origin instead",
             limit="one element",
             source="plain arithmetic",
-            cure="train again with health: {nonfinite: always}, which names the module that made the first one",
             severity="error",
+            recorded_by="health: {nonfinite: always}",
             rule=_rule(figures=not_finite, above=0.0, needs_step=True, phrase="The first value that is not finite is in {kind} {sites}"),
-            recorded_by="-",
         ),
         Detector(
             NOT_LEARNING,
@@ -65,9 +66,8 @@ DETECTORS = {
             limit="the last losses are not lower at the level of 5 %, and that they are lower by 20 % is excluded at 5 %; between the two "
             "nothing is known. Or all steps together can move no weight by more than 2 % of its norm, and the loss is not 10 % lower",
             source='H. Mann, D. Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947',
-            cure="see the diagnosis: it looks at learning rates, clipping, gradients and movement",
+            without=_NO_LOSS,
             min_records=10,
-            recorded_by="-",
         ),
         Detector(
             ZERO_RATE,
@@ -75,10 +75,9 @@ DETECTORS = {
             formula="the learning rates of parameter groups whose parameters have a gradient",
             limit="0 in every record, at least 3",
             source="plain arithmetic",
-            cure="give the group a learning rate, or set requires_grad to False where it is to stay as it is",
             severity="error",
+            without="no learning rate was recorded",
             min_records=3,
-            recorded_by="-",
         ),
         Detector(
             "in_eval",
@@ -86,9 +85,7 @@ DETECTORS = {
             formula="whether a module with running statistics is in eval (module.training is False) while its own weights are trained",
             limit="in 3 records",
             source="plain arithmetic",
-            cure="call train() on it, or set requires_grad of its weights to False",
             rule=_rule(above=0.5, for_steps=3, is_of_facts=True, phrase="{sites}: in eval mode while the weights are trained"),
-            recorded_by="-",
         ),
         Detector(
             "softmax_twice",
@@ -97,9 +94,7 @@ DETECTORS = {
             "of a binary cross-entropy with logits",
             limit="in 1 record",
             source="plain arithmetic",
-            cure="give the loss the logits, without softmax or sigmoid",
             rule=_rule(above=0.5, phrase="The loss takes the softmax or sigmoid of one"),
-            recorded_by="-",
         ),
         Detector(
             "constant_input",
@@ -107,10 +102,8 @@ DETECTORS = {
             formula="whether the largest tensor of a batch is the same for all of its samples",
             limit="in 3 records",
             source="plain arithmetic",
-            cure="look at what the data set returns, and at its transforms",
             without="no batch has a tensor of two or more samples",
             rule=_rule(above=0.5, for_steps=3, unless_loss_falls=0.5, phrase="The input is the same for all samples of a batch"),
-            recorded_by="-",
         ),
         Detector(
             "stale_gradients",
@@ -118,10 +111,9 @@ DETECTORS = {
             formula="whether an optimizer's gradients were not zero when each backward pass of a step began",
             limit="in 3 records",
             source="plain arithmetic",
-            cure="call optimizer.zero_grad() before the backward pass",
             severity="error",
+            without="no step of an optimizer was observed",
             rule=_rule(above=0.5, for_steps=3, phrase="Gradients of earlier steps were still there when the backward pass began"),
-            recorded_by="-",
         ),
         Detector(
             "dead_units",
@@ -130,8 +122,8 @@ DETECTORS = {
             "ranks; a unit is a channel of an output with four or five dimensions, else an index of its last dimension",
             limit="more than half of the units, for 10 records, on all ranks: they get no gradient, and stay dead",
             source="L. Lu, Y. Shin, Y. Su, G. Karniadakis, Dying ReLU and Initialization, arXiv 1903.06733; the limit is a heuristic",
-            cure="a lower learning rate, biases that start at 0 or above, LeakyReLU or GELU, a normalization layer in front",
             types=("ReLU", "ReLU6"),
+            without="no such module ran",
             rule=_rule(above=0.5, for_steps=10, unless_loss_falls=0.5, phrase="{sites}: {value:.0%} of the units are zero for every input"),
         ),
         Detector(
@@ -142,9 +134,8 @@ DETECTORS = {
             limit="more than 90 % of the outputs in the flat part in 3 records: next to no gradient comes through",
             source="X. Glorot, Y. Bengio, Understanding the difficulty of training deep feedforward neural networks, AISTATS 2010; "
             "the limit is a heuristic",
-            cure="a smaller initialization or learning rate, a normalization layer in front; for a softmax a scale of 1 / sqrt(d), "
-            "or a temperature",
             types=("Sigmoid", "Tanh", "Softmax"),
+            without="no such module ran",
             rule=_rule(above=0.9, for_steps=3, unless_loss_falls=0.5, phrase="{sites}: {value:.0%} of the outputs are in the flat part"),
         ),
         Detector(
@@ -155,7 +146,7 @@ DETECTORS = {
             limit="below a millionth of the largest weight gradient's rms in 3 records, as those of the weights before it",
             source="S. Hochreiter, Untersuchungen zu dynamischen neuronalen Netzen, 1991; Y. Bengio, P. Simard, P. Frasconi, "
             "Learning Long-Term Dependencies with Gradient Descent is Difficult, 1994; the limit is a heuristic",
-            cure="residual connections, normalization layers, an initialization that keeps the scale (He, orthogonal), fewer layers",
+            without=_NO_WEIGHT,
             rule=_rule(
                 figures=relative_to_largest,
                 below=1e-6,
@@ -172,7 +163,6 @@ DETECTORS = {
             limit="more than 100 times",
             source="R. Pascanu, T. Mikolov, Y. Bengio, On the difficulty of training recurrent neural networks, arXiv 1211.5063; "
             "the limit is a heuristic",
-            cure="a lower learning rate, warm-up, clipping of gradients",
             severity="error",
             rule=_rule(
                 figures=totals,
@@ -190,7 +180,6 @@ DETECTORS = {
             formula="the norm of all trained parameters together, over that of the first record",
             limit="more than 3 times, in 2 records within 200 steps; later, gradients, outputs and the loss show it",
             source=_HEURISTIC,
-            cure="a learning rate that is ten times lower, warm-up",
             rule=_rule(
                 figures=totals,
                 above=3.0,
@@ -210,7 +199,6 @@ DETECTORS = {
             formula="the norm of all trained parameters together, over that of the first record",
             limit="below a tenth, in 3 records",
             source=_HEURISTIC,
-            cure="a weight decay that is ten times lower",
             rule=_rule(
                 figures=totals,
                 below=0.1,
@@ -231,8 +219,6 @@ DETECTORS = {
             "expert that was not chosen, while its learning rate is 0, and, under manual optimization, while others of its group move",
             limit="3 times",
             source="plain arithmetic: what moves changes its norm",
-            cure="where the model does not use it, as the mask token of a checkpoint, set requires_grad to False; else look whether a "
-            "detach() or no_grad() is in its way, and, in half precision, whether its updates are rounded away",
             rule=_rule(
                 figures=moved_by_gradients,
                 is_unchanged=True,
@@ -249,7 +235,6 @@ DETECTORS = {
             formula="the norm of the gradient of a parameter that requires a gradient and belongs to no optimizer",
             limit="above 0: it does not learn, and its gradient may accumulate",
             source="plain arithmetic",
-            cure="give its parameters to the optimizer in configure_optimizers, or set requires_grad to False where it is to stay as it is",
             severity="error",
             rule=_rule(above=0.0, parameters="untrained", is_of_facts=True, phrase="{sites}: with a gradient, but in no optimizer"),
         ),
@@ -259,10 +244,9 @@ DETECTORS = {
             formula="the training loss over the largest of its first 5 records, while all are above 0; only under automatic optimization",
             limit="in 3 records more than 3 times, and by more than its noise: twice the spread of its logarithm from record to record",
             source=_HEURISTIC,
-            cure="a lower learning rate, warm-up, clipping of gradients",
             min_records=8,
+            without=_NO_LOSS,
             rule=_rule(above=3.0, for_steps=3, phrase="The training loss is {value:.3g} times the largest of its first records"),
-            recorded_by="-",
         ),
         Detector(
             "growing_over_depth",
@@ -271,8 +255,8 @@ DETECTORS = {
             limit="more than 10,000 times, in 3 records: magnitudes multiply from layer to layer, or from token to token",
             source="K. He, X. Zhang, S. Ren, J. Sun, Delving Deep into Rectifiers, arXiv 1502.01852, on what keeps magnitudes; "
             "the limit is a heuristic",
-            cure="normalization layers, an initialization that keeps the scale (He for ReLU), residual connections",
             severity="error",
+            without=_NO_OUTPUT,
             rule=_rule(
                 figures=over_the_input,
                 above=1e4,
@@ -288,7 +272,7 @@ DETECTORS = {
             "counts as that tenth",
             limit="more than 100 times, in 2 records",
             source=_HEURISTIC,
-            cure="a lower learning rate, a normalization layer, a smaller initialization",
+            without=_NO_OUTPUT,
             rule=_rule(
                 figures=at_least_typical,
                 above=100.0,
@@ -305,7 +289,7 @@ DETECTORS = {
             limit="below 0.01 in 3 records: the head looks at a single key for nearly every token",
             source="S. Zhai and others, Stabilizing Transformer Training by Preventing Attention Entropy Collapse, arXiv 2303.06296; "
             "the limit is a heuristic",
-            cure="a lower learning rate or longer warm-up, a normalization of queries and keys, a smaller scale of the logits",
+            without=_NO_ATTENTION,
             rule=_rule(below=0.01, for_steps=3, unless_loss_falls=0.5, phrase="{sites}: the relative entropy is {value:.2g}"),
             is_by_default=False,
         ),
@@ -315,7 +299,7 @@ DETECTORS = {
             formula="the largest logit of a head",
             limit="above 1000 in 3 records; training tends to fail near 10,000",
             source="M. Wortsman and others, Small-scale proxies for large-scale Transformer training instabilities, arXiv 2309.14322",
-            cure="a normalization of queries and keys, a lower learning rate",
+            without=_NO_ATTENTION,
             rule=_rule(above=1e3, for_steps=3, phrase="{sites}: the largest logit of attention is {value:.3g}"),
             is_by_default=False,
         ),
@@ -325,7 +309,7 @@ DETECTORS = {
             formula="the fraction of an output's elements that are zero; without it, whether the size of the output is 0",
             limit="above 0.99 in 10 records",
             source=_HEURISTIC,
-            cure="check whether the module is meant to be idle; for a ReLU, the advice of dead_units",
+            without=_NO_OUTPUT,
             rule=_rule(figures=zeros, above=0.99, for_steps=10, phrase="{sites}: {value:.0%} of the output is zero"),
         ),
         Detector(
@@ -334,16 +318,15 @@ DETECTORS = {
             formula="whether the gradient of a weight is exactly zero",
             limit="in 10 records",
             source="plain arithmetic",
-            cure="look for a detach() or no_grad() in its way, for dead units behind it, for a softmax over one value, which has no slope",
+            without=_NO_WEIGHT,
             rule=_rule(figures=zeros_of_weights, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: gradients are exactly zero"),
         ),
         Detector(
             "gradient_spike",
             [(["gradient"], ["norm"])],
             formula="the norm of all gradients together, over the median of its last 50 records",
-            limit="more than 100 times",
+            limit="more than 100 times: look at the batch of that step, or clip gradients",
             source=_HEURISTIC,
-            cure="clipping of gradients; look at the batch of that step",
             rule=_rule(
                 figures=totals,
                 above=100.0,
@@ -360,9 +343,9 @@ DETECTORS = {
             formula="the norm of an update over that of its parameter, of weights; what begins at zero is far below the limit by then",
             limit="above 0.15 in 10 records; 0.001 is customary",
             source='A. Karpathy, "Neural Networks: Zero to Hero", part 4, for the customary value; the limit is a heuristic',
-            cure="a lower learning rate",
+            without=_NO_WEIGHT,
             rule=_rule(
-                figures=of_weights,
+                figures=weights_only,
                 above=0.15,
                 for_steps=10,
                 unless_loss_falls=0.1,
@@ -376,9 +359,9 @@ DETECTORS = {
             formula="the norm of an update over that of its parameter, of weights",
             limit="below 1e-7, the rounding of float32, in 10 records",
             source="plain arithmetic",
-            cure="the advice of frozen_updates, or a higher learning rate",
+            without=_NO_WEIGHT,
             rule=_rule(
-                figures=of_weights,
+                figures=weights_only,
                 below=1e-7,
                 for_steps=10,
                 needs_step=True,
@@ -394,7 +377,7 @@ DETECTORS = {
             formula="the larger of the gain of the gradient between two blocks and its inverse",
             limit="above 10 in 5 records",
             source=_HEURISTIC,
-            cure="residual connections, normalization layers, another initialization",
+            without="no gradient arrived at two blocks",
             rule=_rule(figures=strengths, above=10.0, for_steps=5, phrase="{sites}: the gradient changes {value:.3g} times here"),
             is_by_default=False,
             recorded_by="gradient_flow: {blocks: NAME.OF.THE.BLOCKS}",
@@ -403,11 +386,10 @@ DETECTORS = {
             "monitor_errors",
             [([OWN_KIND], ["errors"])],
             formula="the number of errors of the monitor in a step",
-            limit="above 0",
+            limit="above 0: the log has each error once",
             source="plain arithmetic",
-            cure="the log has each error once",
+            without="nothing was recorded",
             rule=_rule(above=0.0, phrase="{value:.0f} values could not be measured"),
-            recorded_by="-",
         ),
         Detector(
             "skipped_steps",
@@ -415,14 +397,12 @@ DETECTORS = {
             formula="whether the loss scale skipped a step",
             limit="in 5 records; single skipped steps are normal, as a GradScaler tries a larger scale every 2,000 steps",
             source=_HEURISTIC,
-            cure="a lower learning rate, bfloat16",
             without="no GradScaler scales the loss",
             rule=_rule(above=0.5, for_steps=5, phrase="The loss scale skipped every recorded step"),
-            recorded_by="-",
         ),
     )
 }
 """Detector by name, which is the name of its findings."""
 
-BUILT_IN = {name: one for name, one in DETECTORS.items() if name != NONFINITE}
+BUILT_IN = {name: detector for name, detector in DETECTORS.items() if name != NONFINITE}
 """Detectors that ``health.watch`` may name."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
 from lightning_module_monitor.health.detectors import DIVERGING, NOT_LEARNING, ZERO_RATE
-from lightning_module_monitor.health.history import NO_FACTS, History, is_kept
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, STEP_SKIPPED, Finding, Key, ParameterFacts, Record
+from lightning_module_monitor.health.run_history import NO_FACTS, History, is_kept
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, Finding, Key, ParameterFacts, Record, Severity
 
 UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
 """Without facts every parameter counts as trained."""
@@ -24,7 +24,7 @@ class Alarm(NamedTuple):
     finding: Finding
     then: tuple[Action, ...] = ("warn",)
     fired: Sequence[Fired] = ()
-    """The figures that it is about."""
+    """The figures that met the condition."""
 
 
 class Judge:
@@ -32,39 +32,41 @@ class Judge:
 
     Args:
         rules: The rules.
-        sites: The names of all sites in the order of the model, in which rules get their values. A record groups keys by what is recorded.
+        sites: The names of all sites in the order of the model. Rules get their values in this order; a record groups keys by kind.
     """
 
     def __init__(self, rules: Sequence[AlertRule], sites: Iterable[str] = ()) -> None:
         self.states = [RuleState(rule) for rule in rules]
         self.history = History()
-        self._places = {site: place for place, site in enumerate(dict.fromkeys(sites))}
-        self._place_of_key: dict[str, int] = {}
+        self._order = {site: rank for rank, site in enumerate(dict.fromkeys(sites))}
+        self._rank_by_key: dict[str, int] = {}
+        """Position of the key's site in the order of the model."""
         self._parts: dict[str, Key] = {}
         self._kept: dict[str, Key | None] = {}
         """Keys without prefix of the values that the history keeps."""
-        self._concerned: dict[str, list[int]] = {}
+        self._rules_by_key: dict[str, list[int]] = {}
+        """Indices of the rules that judge a key."""
         self._has_value: dict[str, bool] = {}
         """Whether any record had a value that is not NaN, by key."""
 
     def observe(self, record: Record) -> list[Alarm]:
-        """The alarms of a record: of each rule at most one, for all keys together that meet its condition now and did not before."""
+        """The alarms of a record: at most one per rule, about all keys that meet its condition now and did not before."""
         history = self.history
         if record.facts is not None and record.facts != history.facts:
             history.facts = record.facts
-            self._concerned.clear()
-        of_rules: list[dict[str, float]] = [{} for _state in self.states]
+            self._rules_by_key.clear()
+        values_by_rule: list[dict[str, float]] = [{} for _state in self.states]
         values: dict[Key, float] = {}
         for key, value in itertools.chain(record.values.items(), () if record.facts is None else record.facts.as_values().items()):
             parts = self._parts.get(key)
             if parts is None:
                 parts = self._parts[key] = Key.parse(key)
-                self._place_of_key[key] = self._places.get(parts.site, -1)
+                self._rank_by_key[key] = self._order.get(parts.site, -1)
                 self._kept[key] = parts._replace(prefix="") if is_kept(parts) else None
-            if key not in self._concerned:
-                self._concerned[key] = self._rules_of(parts, key)
-            for place in self._concerned[key]:
-                of_rules[place][key] = value
+            if key not in self._rules_by_key:
+                self._rules_by_key[key] = self._rules_of(parts, key)
+            for rule in self._rules_by_key[key]:
+                values_by_rule[rule][key] = value
             self._has_value[key] = self._has_value.get(key, False) or not math.isnan(value)
             kept = self._kept[key]
             if kept is not None:
@@ -72,12 +74,9 @@ class Judge:
         if values:
             history.add(record.step, values)
         was_skipped = values.get(Key(OWN_KIND, "", STEP_SKIPPED), 0.0) > 0
-        alarms = []
-        for state, own in zip(self.states, of_rules, strict=True):
-            alarm = self._judge(state, record.step, own, was_skipped=was_skipped)
-            if alarm is not None:
-                alarms.append(alarm)
-        return alarms
+        judged = zip(self.states, values_by_rule, strict=True)
+        alarms = (self._judge(state, record.step, rule_values, was_skipped=was_skipped) for state, rule_values in judged)
+        return [alarm for alarm in alarms if alarm is not None]
 
     def _judge(self, state: RuleState, step: int, values: Mapping[str, float], *, was_skipped: bool) -> Alarm | None:
         rule, history = state.rule, self.history
@@ -92,34 +91,35 @@ class Judge:
             return None
         has_fallen_by_now = has_fallen(history.first_loss, history.loss, rule.unless_loss_falls)
         if step > rule.until_step or has_fallen_by_now:
-            state.num_records += 1  # it was looked at, and is well
+            state.num_records += 1
             state.num_passed_over += has_fallen_by_now
             return None
-        keys = tuple(sorted(values, key=self._place_of_key.__getitem__))
+        keys = tuple(sorted(values, key=self._rank_by_key.__getitem__))
         fired = state.observe(step, keys, np.array([values[key] for key in keys], dtype=float))
         if rule.needs_rate and history.facts.is_manual:
             fired = self._without_clamped(state, fired)
         if not fired:
             return None
-        since, parts = min(one.since for one in fired), Key.parse(fired[0].key)
-        finding = Finding(step, rule.name, parts.site, fired[0].key, words_of(rule, fired, step), rule.severity, step - since)
+        since, site = min(figure.since for figure in fired), Key.parse(fired[0].key).site
+        finding = Finding(step, rule.name, site, fired[0].key, words_of(rule, fired, step), rule.severity, step - since)
         return Alarm(finding, rule.then, fired)
 
     def _without_clamped(self, state: RuleState, fired: Sequence[Fired]) -> list[Fired]:
-        """The parameters whose group as a whole stands still: else code of the user holds them, as the clamp of a WGAN does."""
-        parameters = self.history.facts.parameters
-        moving = {parameters.get(Key.parse(name).site, UNKNOWN_PARAMETER).group for name, num in state.num_met().items() if num == 0}
-        return [one for one in fired if parameters.get(Key.parse(one.key).site, UNKNOWN_PARAMETER).group not in moving]
+        """The parameters in groups that stand still as a whole. In other groups, code of the user holds weights, as a WGAN's clamp does."""
+        moving = {self._parameter(Key.parse(name).site).group for name, num in state.num_met().items() if num == 0}
+        return [figure for figure in fired if self._parameter(Key.parse(figure.key).site).group not in moving]
+
+    def _parameter(self, site: str) -> ParameterFacts:
+        return self.history.facts.parameters.get(site, UNKNOWN_PARAMETER)
 
     def _rules_of(self, parts: Key, key: str) -> list[int]:
-        """Places of the rules that are for a key."""
-        training = self.history.facts.parameters.get(parts.site, UNKNOWN_PARAMETER).training
-        rules = [state.rule for state in self.states]
-        is_for = [rule.parameters is None or training == rule.parameters for rule in rules]
-        return [place for place, rule in enumerate(rules) if is_for[place] and rule.concerns(parts, key)]
+        """Indices of the rules that judge a key."""
+        accepted = (None, self._parameter(parts.site).training)
+        rules = (state.rule for state in self.states)
+        return [index for index, rule in enumerate(rules) if rule.parameters in accepted and rule.concerns(parts, key)]
 
     def finish(self) -> list[Alarm]:
-        """What only the whole run shows."""
+        """The alarms that need the whole run."""
         return [*self._zero_rates(), *self._not_learning()]
 
     def series(self) -> list[tuple[Key, bool]]:
@@ -127,38 +127,38 @@ class Judge:
         return [(self._parts[key], has_value) for key, has_value in self._has_value.items()]
 
     def _zero_rates(self) -> list[Alarm]:
-        history, found = self.history, []
+        history, alarms = self.history, []
         for name, (num_records, largest, _first) in history.rates.items():
             sites = history.sites_of(name)
             if largest == 0 and num_records >= 3 and sites:
                 more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
                 words = f"{sites[0]}{more}: the learning rate is 0 in all {num_records} records, and the gradient is not."
-                found.append(self._of_run(ZERO_RATE, sites[0], Key(CONTEXT_KIND, "", name).format(), words, "error"))
-        return found
+                alarms.append(self._alarm_of_run(ZERO_RATE, sites[0], name, words, "error"))
+        return alarms
 
     def _not_learning(self) -> list[Alarm]:
         history, (before, after) = self.history, self.history.ends
         if history.learning not in ("flat", "still"):
             return []
-        losses = f"median {np.median(before):.4g} at first, {np.median(after):.4g} at last, in {len(history.losses)} records"
+        medians = f"its median is {np.median(before):.4g} in the first {len(before)} records and {np.median(after):.4g} in the last"
         what = "does not fall" if history.learning == "flat" else "hardly changes, and the weights hardly move"
-        words = f"The loss {what}: {losses}."
-        return [self._of_run(NOT_LEARNING, "", Key(CONTEXT_KIND, "", "loss").format(), words, "warning")]
+        words = f"The loss {what}: {medians} {len(after)}."
+        return [self._alarm_of_run(NOT_LEARNING, "", LOSS, words, "warning")]
 
-    def _of_run(self, name: str, site: str, key: str, words: str, severity: Any) -> Alarm:  # noqa: ANN401  # a Severity
-        first, last = self.history.steps[0], self.history.steps[-1]
+    def _alarm_of_run(self, name: str, site: str, statistic: str, words: str, severity: Severity) -> Alarm:
+        first, last, key = self.history.steps[0], self.history.steps[-1], Key(CONTEXT_KIND, "", statistic).format()
         return Alarm(Finding(last, name, site, key, words, severity, last - first), fired=[Fired(key, math.nan, 1.0, first)])
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, in plain numbers and texts: the state of every rule's figures, and the history."""
         return {
             "history": self.history.state(),
-            **{conditions(one.rule): (one.num_records, one.num_passed_over, one.state()) for one in self.states},
+            **{conditions(state.rule): (state.num_records, state.num_passed_over, state.state()) for state in self.states},
         }
 
     def load(self, content: Mapping[str, Any]) -> None:
         """Restore a result of :meth:`state`; a rule with other conditions begins anew."""
         self.history.load(content.get("history", {}))
-        for one in self.states:
-            one.num_records, one.num_passed_over, figures = content.get(conditions(one.rule), (0, 0, {}))
-            one.load(figures)
+        for state in self.states:
+            state.num_records, state.num_passed_over, figures = content.get(conditions(state.rule), (0, 0, {}))
+            state.load(figures)

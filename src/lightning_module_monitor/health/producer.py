@@ -19,40 +19,40 @@ class Producer:
     """The module; ``_root_`` for the LightningModule's own code, and for the batch."""
     is_forward: bool
     micro_batch: int
-    """Its number in the step; ``UNKNOWN`` where only that there is such a value is known."""
+    """The number of the micro-batch in the step; ``UNKNOWN`` if the step is known and no more."""
     place: int
-    """Its position in the order of the micro-batch: of two ranks' the earlier one is the cause."""
+    """Position of the call in the micro-batch. Among ranks, the earliest position is the cause."""
     words: str
     """The evidence, in a sentence."""
     is_known: bool = True
-    """Whether it was ``site``; else the words give the reason why it is not known."""
+    """Whether ``site`` is the source; else the words give the reason why the source is not known."""
     value: str = ""
     """``NaN`` or ``infinity``."""
     cause: str = ""
     """The name of the diagnosis that the evidence itself shows; empty where there is none."""
     place_in_words: str = ""
-    """Where it was, if not in ``site``."""
+    """The source in words, where it is not ``site``."""
 
 
 HUGE = 1e5
-"""Magnitudes beyond this, next to a value that is not finite, have grown there."""
+"""A magnitude above this next to a non-finite value shows that values have grown there."""
 
 
 class _Evidence(NamedTuple):
-    """A part of the evidence: words, and the magnitude that they name."""
+    """A part of the evidence: a phrase, and the magnitude in it."""
 
     words: str = ""
     magnitude: float = 0.0
 
 
 def producer(observed: Observed | None) -> Producer | None:
-    """The module that made the first non-finite value of a step (``observed``; ``None`` if all of it was finite).
+    """The module that made the first non-finite value of a step (``observed``; ``None`` if all values were finite).
 
     ``None`` if no non-finite value was passed on: the infinities of a mask end in a softmax, for example.
     """
     if observed is None:
         return None
-    searches = (_Search(observed, micro_batch) for micro_batch in range(len(observed.passes)))
+    searches = (_MicroBatchSearch(observed, micro_batch) for micro_batch in range(len(observed.passes)))
     return next(filter(None, (search.forward() or search.backward() for search in searches)), None)
 
 
@@ -61,8 +61,8 @@ def kind_of(value: float) -> str:
     return "NaN" if math.isnan(value) else "infinity"
 
 
-class _Search:
-    """The search in one micro-batch. ``place`` is the index of a call."""
+class _MicroBatchSearch:
+    """The search in one micro-batch. ``index`` is the index of a call."""
 
     def __init__(self, observed: Observed, micro_batch: int) -> None:
         self._sites, self._values, self._weights = observed.sites, observed.values, observed.weights
@@ -76,88 +76,90 @@ class _Search:
     def forward(self) -> Producer | None:
         """The first call with finite inputs and a non-finite output that later modules did not mask."""
         suspect = None  # its infinities were masked, but code may have used them elsewhere too
-        for place, call in enumerate(self._calls):
-            nans = (one for one in call.others if math.isnan(self._values[one]))
+        for index, call in enumerate(self._calls):
+            nans = (tensor for tensor in call.others if math.isnan(self._values[tensor]))
             # A non-finite input that code made; infinities beside the first tensor may be a mask.
-            given = call.input if call.is_new and self._is_bad(call.input) else next(nans, UNKNOWN)
-            if given != UNKNOWN and self._is_passed_on(place):
-                return suspect or self._code_before(place, given)
-            if not self._is_bad(call.output) or self._stays_within(place):
+            bad_input = call.input if call.is_new and self._is_bad(call.input) else next(nans, UNKNOWN)
+            if bad_input != UNKNOWN and self._is_passed_on(index):
+                return suspect or self._code_before(index, bad_input)
+            if not self._is_bad(call.output) or self._stays_within(index):
                 continue
             mask = next(filter(self._is_bad, call.others), UNKNOWN)
-            found = self._module(place) if mask == UNKNOWN else self._code_before(place, mask)
-            if self._is_masked(place):
-                suspect = suspect or found
+            source = self._module(index) if mask == UNKNOWN else self._code_before(index, mask)
+            if self._is_masked(index):
+                suspect = suspect or source
                 continue
             is_certain = call.entered == NO_CALL and call.input != UNKNOWN and not self._is_bad(call.input) and mask == UNKNOWN
-            return found if is_certain else suspect or found
+            return source if is_certain else suspect or source
         if self._is_bad(self._loss):
             kind = kind_of(self._values[self._loss])
             outcome = f"All modules' outputs are finite, and the loss is {kind}"
-            words = f"{outcome}: the LightningModule's own code has made that of them and the batch."
+            words = f"{outcome}: the LightningModule's own code computed it from them and the batch."
             before = self._last_output(len(self._calls))
             return suspect or self._producer(ROOT, len(self._calls), kind, f"{words.removesuffix('.')}{before.words}.", before)
         return None
 
-    def _stays_within(self, place: int) -> bool:
+    def _stays_within(self, index: int) -> bool:
         """Whether a call returned infinities, and the module that called it returned finite values."""
-        call, calls = self._calls[place], self._calls
+        call, calls = self._calls[index], self._calls
         if call.caller == NO_CALL or math.isnan(self._values[call.output]):
             return False
-        starts = (number for number in reversed(range(place)) if calls[number].site == call.caller and calls[number].output == UNKNOWN)
+        starts = (number for number in reversed(range(index)) if calls[number].site == call.caller and calls[number].output == UNKNOWN)
         start = next(starts, None)
-        returns = [one for one in calls if start is not None and one.entered == start]
-        return bool(returns) and not any(self._is_bad(one.output) for one in returns)
+        returns = [returned for returned in calls if start is not None and returned.entered == start]
+        return bool(returns) and not any(self._is_bad(returned.output) for returned in returns)
 
-    def _is_masked(self, place: int) -> bool:
+    def _is_masked(self, index: int) -> bool:
         """Whether a call returned infinities, and the next one with infinite inputs returned finite values."""
-        if math.isnan(self._values[self._calls[place].output]):
+        if math.isnan(self._values[self._calls[index].output]):
             return False
-        user = next((number for number in range(place + 1, len(self._calls)) if self._is_bad(self._calls[number].input)), None)
+        user = next((number for number in range(index + 1, len(self._calls)) if self._is_bad(self._calls[number].input)), None)
         return user is not None and not self._is_passed_on(user)
 
-    def _is_passed_on(self, place: int) -> bool:
+    def _is_passed_on(self, index: int) -> bool:
         """Whether a call with a non-finite input has a non-finite output."""
-        if self._calls[place].output != UNKNOWN:
-            return self._is_bad(self._calls[place].output)
-        returns = [call for call in self._calls if call.entered == place]
+        if self._calls[index].output != UNKNOWN:
+            return self._is_bad(self._calls[index].output)
+        returns = [call for call in self._calls if call.entered == index]
         return not returns or any(self._is_bad(call.output) for call in returns)
 
-    def _code_before(self, place: int, given: int) -> Producer:
-        """Code between modules, or the batch, made the input of a call that is at the place ``given`` of the values."""
-        call = self._calls[place]
-        kind, name, before = kind_of(self._values[given]), self._sites[call.site].name, self._last_output(place)
+    def _code_before(self, index: int, bad_input: int) -> Producer:
+        """Code between modules, or the batch, made a non-finite input of a call; ``bad_input`` is its index in the values."""
+        call = self._calls[index]
+        kind, name, before = kind_of(self._values[bad_input]), self._sites[call.site].name, self._last_output(index)
         if call.caller == NO_CALL:
             first = f"The first module of the pass, {name}, was given {kind}"
-            origin = f"{name} was given {kind}, and all before it is finite{before.words}" if place else first
-            return self._producer(ROOT, place, kind, f"{origin}: the batch has it, or the LightningModule's own code before it.", before)
+            origin = f"{name} was given {kind}, and all outputs before it are finite{before.words}" if index else first
+            words = f"{origin}: the batch has it, or the LightningModule's own code before it."
+            return self._producer(ROOT, index, kind, words, before)
         where = self._sites[call.caller].name
         code = f"Code in the forward of {where}, between its modules"
-        words = f"{code}, has made {kind} of what is finite{before.words}, and gives it to {name}."
-        return self._producer(where, place, kind, words, before)
+        words = f"{code}, has made {kind} of finite values{before.words}, and passes it to {name}."
+        return self._producer(where, index, kind, words, before)
 
-    def _module(self, place: int) -> Producer:
+    def _module(self, index: int) -> Producer:
         """A module with finite inputs returned a non-finite output."""
-        call, name = self._calls[place], self._sites[self._calls[place].site].name
+        call, name = self._calls[index], self._sites[self._calls[index].site].name
         kind = kind_of(self._values[call.output])
         bad = {key: value for key, value in self._weights_of(name).items() if not math.isfinite(value)}
-        given = _Evidence()
+        evidence = _Evidence()
         if bad:
             listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
             words = f"Its weights are not finite ({listed}), so that its output has {kind}."
         elif call.entered != NO_CALL:
-            given = self._last_output(place)
-            words = f"Its own code, after its modules, has made {kind} of what is finite{given.words}."
+            evidence = self._last_output(index)
+            words = f"Its own code, after its modules, has made {kind} of finite values{evidence.words}."
         else:
-            given = self._largest_magnitude(call.input, "") if call.input != UNKNOWN else given
-            words = f"Its input is finite{given.words}, and its output has {kind}."
-        return self._producer(name, place, kind, words, given, cause="update" if bad else self._recurrent(call.site))
+            evidence = self._largest_magnitude(call.input, "") if call.input != UNKNOWN else evidence
+            words = f"Its input is finite{evidence.words}, and its output has {kind}."
+        return self._producer(name, index, kind, words, evidence, cause="update" if bad else self._recurrent(call.site))
 
     # Backward
 
     def backward(self) -> Producer | None:
         """The module whose backward pass made the first non-finite gradient of finite ones."""
-        place, first = next(((place, one) for place, one in enumerate(self._gradients) if self._is_bad(one.place)), (0, None))
+        bad = ((index, gradient) for index, gradient in enumerate(self._gradients) if self._is_bad(gradient.place))
+        index, first = next(bad, (0, None))
         if first is None:
             return None
         call, kind = self._calls[first.call], kind_of(self._values[first.place])
@@ -167,30 +169,28 @@ class _Search:
         behind = first.call if first.of_input else next(users, None)
         if behind is not None:
             site = self._calls[behind].site
-            at_output = next((one for one in self._gradients if one.call == behind and not one.of_input), None)
+            at_output = next((gradient for gradient in self._gradients if gradient.call == behind and not gradient.of_input), None)
             arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.place, " at the output")
             words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}."
-            return self._producer(self._sites[site].name, place, kind, words, arrived, is_forward=False, cause=self._recurrent(site))
+            return self._producer(self._sites[site].name, index, kind, words, arrived, is_forward=False, cause=self._recurrent(site))
         name = self._sites[call.site].name
-        # A container that returns what its last part has returned, unchanged, has no code there.
-        after = next(
-            (one for one in self._calls[first.call + 1 :] if one.is_new or (one.entered != NO_CALL and one.output != call.output)), None
-        )
+        # A container that returns the output of its last module unchanged has no code there.
+        following = self._calls[first.call + 1 :]
+        after = next((later for later in following if later.is_new or (later.entered != NO_CALL and later.output != call.output)), None)
         if after is None:
             before = self._last_output(len(self._calls))
-            words = f"The loss is finite, and the gradient that it hands to {name} has {kind}{before.words}."
-            return replace(
-                self._producer(ROOT, place, kind, words, before, is_forward=False), place_in_words="the backward pass of the loss"
-            )
+            words = f"The loss is finite, and its gradient that arrives at {name} has {kind}{before.words}."
+            source = self._producer(ROOT, index, kind, words, before, is_forward=False)
+            return replace(source, place_in_words="the backward pass of the loss")
         owner = after.site if after.entered != NO_CALL else after.caller
         where = ROOT if owner == NO_CALL else self._sites[owner].name
-        words = f"Code of its own between its modules gets a gradient that is finite, and hands {kind} back to {name}."
-        return self._producer(where, place, kind, words, is_forward=False)
+        words = f"Its own code between its modules receives a finite gradient, and passes {kind} back to {name}."
+        return self._producer(where, index, kind, words, is_forward=False)
 
     # Evidence
 
     def _producer(
-        self, site: str, place: int, kind: str, words: str, *evidence: _Evidence, is_forward: bool = True, cause: str = ""
+        self, site: str, index: int, kind: str, words: str, *evidence: _Evidence, is_forward: bool = True, cause: str = ""
     ) -> Producer:
         largest = max((value for value in self._weights_of(site).values() if math.isfinite(value)), default=None)
         if largest is not None:
@@ -200,7 +200,7 @@ class _Search:
         elif not is_forward:
             cause = cause or "infinite_slope"
         in_words = "the batch or training_step" if site == ROOT else site
-        return Producer(site, is_forward, self._micro_batch, place, words, value=kind, cause=cause, place_in_words=in_words)
+        return Producer(site, is_forward, self._micro_batch, index, words, value=kind, cause=cause, place_in_words=in_words)
 
     def _recurrent(self, site: int) -> str:
         """The cause that a recurrent module shows: it multiplies by one matrix for every token."""
@@ -210,13 +210,13 @@ class _Search:
         """Largest magnitudes of the parameters of a module, and of those within it."""
         return {key: value for key, value in self._weights.items() if name != ROOT and key.startswith(f"{name}.")}
 
-    def _last_output(self, place: int) -> _Evidence:
-        last = next((call for call in reversed(self._calls[:place]) if call.output != UNKNOWN), None)
+    def _last_output(self, index: int) -> _Evidence:
+        last = next((call for call in reversed(self._calls[:index]) if call.output != UNKNOWN), None)
         if last is None:
             return _Evidence()
         magnitude = self._values[last.output]
-        return _Evidence(f" (last the output of {self._sites[last.site].name}, its largest magnitude {magnitude:.4g})", magnitude)
+        return _Evidence(f" (the output before it, of {self._sites[last.site].name}, has the largest magnitude {magnitude:.4g})", magnitude)
 
-    def _largest_magnitude(self, place: int, where: str) -> _Evidence:
-        magnitude = self._values[place]
+    def _largest_magnitude(self, index: int, where: str) -> _Evidence:
+        magnitude = self._values[index]
         return _Evidence(f" (the largest magnitude{where} is {magnitude:.4g})", magnitude)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.health.verdict import LEVELS, Verdict
+from lightning_module_monitor.health.judgement import LEVELS, Verdict
 from lightning_module_monitor.record import LOSS, ModuleInfo
 from lightning_module_monitor.report.stored_run import StoredRun, early, late, typical
 from lightning_module_monitor.sinks.store.matrices import Table
@@ -114,7 +114,7 @@ def _diagnoses(verdict: Verdict) -> list[str]:
         where = f", first at `{_text(diagnosis.site)}`" if diagnosis.site else ""
         num = diagnosis.num_consequences
         follows = f" {counted(num, 'other finding')} may follow from it." if num else ""
-        first = f"{number}. **{_text(diagnosis.headline)}**, from step {diagnosis.first_step} on{where}.{follows}"
+        first = f"{number}. **{_text(diagnosis.headline)}**, {diagnosis.begin}{where}.{follows}"
         texts.append("\n   - ".join([first, *map(_text, diagnosis.evidence), f"Try: {_text(diagnosis.advice)}."]))
     return texts
 

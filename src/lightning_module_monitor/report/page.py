@@ -18,13 +18,11 @@ import numpy as np
 
 from lightning_module_monitor.errors import in_bytes, package_version, require
 from lightning_module_monitor.health.detectors import DETECTORS
-from lightning_module_monitor.health.verdict import (
+from lightning_module_monitor.health.judgement import (
     NOT_APPLICABLE,
-    NOT_COMPUTED,
     NOT_FOUND,
-    NOT_RECORDED,
     PASSED_OVER,
-    TOO_FEW,
+    WITHOUT_ANSWER,
     Verdict,
 )
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
@@ -217,7 +215,7 @@ def _shown(run: StoredRun, name: str) -> dict[str, Any]:
         "checks": [
             ("found nothing", verdict.checks_with(NOT_FOUND)),
             (PASSED_OVER, verdict.checks_with(PASSED_OVER)),
-            ("could not judge", verdict.checks_with(TOO_FEW, NOT_COMPUTED, NOT_RECORDED)),
+            ("could not judge", verdict.checks_with(*WITHOUT_ANSWER)),
             ("not applicable", verdict.checks_with(NOT_APPLICABLE)),
         ],
         "facts": _facts(run),

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.display import counted
-from lightning_module_monitor.health.verdict import Verdict
+from lightning_module_monitor.health.judgement import Verdict
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, Facts, Finding, Key, ModuleInfo
-from lightning_module_monitor.report.verdict import verdict_on
+from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Matrix, Table
 from lightning_module_monitor.sinks.store.reader import StoreReader
 

@@ -8,13 +8,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.health.verdict import (
+from lightning_module_monitor.health.judgement import (
     NOT_APPLICABLE,
-    NOT_COMPUTED,
     NOT_FOUND,
-    NOT_RECORDED,
     PASSED_OVER,
-    TOO_FEW,
+    WITHOUT_ANSWER,
     Verdict,
 )
 from lightning_module_monitor.report.stored_run import StoredRun
@@ -58,7 +56,7 @@ def print_verdict(run: StoredRun, verdict: Verdict) -> None:
         if names:
             show(f"[{style}]{status}[/]")
             explain(names)
-    for status in (TOO_FEW, NOT_COMPUTED, NOT_RECORDED, NOT_APPLICABLE):
+    for status in (*WITHOUT_ANSWER, NOT_APPLICABLE):
         checks = verdict.checks_with(status)
         if checks:
             show(f"[dim]{status}[/]")

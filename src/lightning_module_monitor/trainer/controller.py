@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.options import watch_rules
+from lightning_module_monitor.health.alert_options import watch_rules
 from lightning_module_monitor.kernels.table import warm_up
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.compiled import UNCOMPILED

@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
+from lightning_module_monitor.health.alert_options import IGNORE
 from lightning_module_monitor.health.alerts import Action
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.health.options import IGNORE
-from lightning_module_monitor.health.verdict import verdict_of
+from lightning_module_monitor.health.judgement import verdict_of
 from lightning_module_monitor.lightning_packages import is_a, messages
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.sinks.store.rewrite import free
@@ -69,7 +69,7 @@ class HealthController:
                 messages.warning("[monitor] Diagnosis %d: %s", number, one)
             if self._judge.history.steps and not self.options.is_off:
                 types = {type(site.module).__name__ for site in self._run.planner.index.modules}
-                verdict = verdict_of(self._judge, (), self._run.results.findings, searched=self.options.nonfinite != IGNORE, types=types)
+                verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)
                 messages.info("[monitor] Verdict: %s.", verdict.sentence)
         return found
 

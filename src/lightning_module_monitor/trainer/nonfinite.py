@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.health.alert_options import WARN
 from lightning_module_monitor.health.figures import FINITE_STATISTICS
-from lightning_module_monitor.health.options import WARN
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.names import ROOT

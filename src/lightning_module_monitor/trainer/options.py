@@ -16,7 +16,7 @@ from lightning_module_monitor.config.plain import plain
 from lightning_module_monitor.config.rules import as_tuple, check_choice, parse_patterns
 from lightning_module_monitor.config.schedule import ParsedSchedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, require
-from lightning_module_monitor.health.options import IGNORE, ParsedHealth, parse_health
+from lightning_module_monitor.health.alert_options import ParsedHealth, parse_health
 from lightning_module_monitor.record import TRAIN
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
@@ -95,8 +95,7 @@ class Options:
 
     def described(self) -> dict[str, Any]:
         """The options in types that JSON has, and the names of the watches, for the store."""
-        nonfinite = ["nonfinite"] if self.health.nonfinite != IGNORE else []
-        return {**_in_json(self.given), "watched": [*nonfinite, *self.health.recorded]}
+        return {**_in_json(self.given), "watched": [*self.health.watched]}
 
 
 def _parse_flag(value: object, name: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_module_monitor.health.causes import Diagnoses, diagnose
-from lightning_module_monitor.health.history import History
+from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.planner import Planner

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
-from lightning_module_monitor.health.options import STOP
+from lightning_module_monitor.health.alert_options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION, Record
 from lightning_module_monitor.trainer.context import ContextNames, MonitoredStep
 from lightning_module_monitor.trainer.health import HealthController

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from lightning_module_monitor.distributed.shards import fsdp2_units
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.options import ALWAYS, STOP, ParsedHealth
+from lightning_module_monitor.health.alert_options import ALWAYS, STOP, ParsedHealth
 from lightning_module_monitor.lightning_packages import Trainer, is_a
 from lightning_module_monitor.plan.matching import token_statistics
 from lightning_module_monitor.plan.planner import Planner

@@ -23,12 +23,12 @@ def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
     """One line about a monitored step; ``roll_ups`` is a sentence about what loggers get, if that is not everything."""
     plan, captured = planner.plan(), planner.capture_plan()
     num_keys = len(planner.planned_keys()) + len(planner.planned_histograms())
-    keys = f"{num_keys} keys" + (", and those of attention heads if there are any," if plan.has_heads() else "")
+    keys = f"{num_keys} keys a step" + (", more if attention runs" if plan.has_heads() else "")
     blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
     num_modules = sum(one.site.runs for one in plan.modules)
     raw = "" if captured is None else f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters."
     watched = f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}"
-    return f"{watched}: {keys} a step, {schedule}.{roll_ups}{raw}"
+    return f"{watched}: {keys}, {schedule}.{roll_ups}{raw}"
 
 
 def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:

@@ -22,8 +22,8 @@ NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
 """Values of ``nonfinite``."""
 
 ALL = "all"
-CHEAP = tuple(name for name, one in BUILT_IN.items() if one.is_by_default)
-"""The watches that record their values beside the default rules: attention and updates cost more."""
+CHEAP = tuple(name for name, detector in BUILT_IN.items() if detector.is_by_default)
+"""The detectors whose values are recorded beside the default rules. Values of attention and updates cost more."""
 
 WATCH = (ALL, *BUILT_IN)
 """Values of ``watch``."""
@@ -34,15 +34,15 @@ EXAMPLE = "{keys: gradient/.*/norm, above: 100}"
 @any_hints
 @dataclass(frozen=True, kw_only=True)
 class Health(PlainFields):
-    """Which signs of ill health are looked for, beside the alerts.
+    """Options of the search for non-finite values and of the detectors.
 
     Attributes:
-        nonfinite: Where the first NaN or infinity is looked for. ``warn``: in monitored steps, and lightly in all others. ``always``: in
-            every step. ``stop``: in every step, and it ends training by an error before the optimizer uses it. ``ignore``: nowhere.
-        watch: Names of detectors, e.g. ``entropy_collapse``, or ``all``: what they need is recorded in addition. All detectors judge
-            whatever is recorded. ``[]``: none does.
-        then: What follows a finding of a watch, beside the message: ``stop``, ``checkpoint``, ``capture``; one or several.
-        capture_steps: For how many steps ``capture``, of watches and alerts, raises detail.
+        nonfinite: The steps that are searched for the first NaN or infinity. ``warn``: monitored steps, and all others lightly.
+            ``always``: every step. ``stop``: every step; an error ends training before the optimizer uses the value. ``ignore``: none.
+        watch: Names of detectors, e.g. ``entropy_collapse``, or ``all``: the values that they need are recorded in addition. All detectors
+            judge all recorded values. ``[]``: no detectors.
+        then: Actions after a finding of a detector, besides the message: ``stop``, ``checkpoint``, ``capture``; one or several.
+        capture_steps: Number of steps for which ``capture``, of detectors and alerts, raises detail.
     """
 
     nonfinite: str = WARN
@@ -54,17 +54,17 @@ class Health(PlainFields):
 @any_hints
 @dataclass(frozen=True, kw_only=True)
 class Alert(PlainFields):
-    """A rule on recorded values: their limits, and what follows when they leave them.
+    """A rule on recorded values: limits, and actions when a value crosses them.
 
     Attributes:
         keys: Pattern or patterns (``re.fullmatch``) of keys; each key is judged by itself. Required.
-        above: Fires where a value is larger than this.
-        below: Fires where a value is smaller than this.
-        relative_to_median: Whether the two are multiples of the median of the key's own last 50 values, once there are 10.
-        for_steps: In how many consecutive records the condition has to be met.
-        then: What follows, beside the message: ``stop`` (after this step), ``checkpoint``, ``capture`` (every statistic and the raw tensors
-            of the site, for the next steps); one or several.
-        name: Its name in findings; default: the first pattern.
+        above: Fires if a value is larger than this limit.
+        below: Fires if a value is smaller than this limit.
+        relative_to_median: Whether the limits are multiples of the median of the key's last 50 values (at least 10).
+        for_steps: Number of consecutive records in which the condition has to be met.
+        then: Actions besides the message: ``stop`` (after this step), ``checkpoint``, ``capture`` (every statistic and the raw tensors of
+            the site, for the next steps); one or several.
+        name: The name of the alert in findings; default: the first pattern.
     """
 
     keys: str | Sequence[str] = ""
@@ -86,12 +86,17 @@ class ParsedHealth:
     is_off: bool
     """Whether no detector judges."""
     then: tuple[Action, ...]
-    """What follows a finding of a detector."""
+    """Actions after a finding of a detector."""
     alerts: tuple[AlertRule, ...]
     """The user's alerts."""
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
     """Patterns of the user's alerts, each with its name in messages."""
     capture_steps: int
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The detectors for which values are recorded, with ``nonfinite`` if training searches for non-finite values."""
+        return (*(["nonfinite"] if self.nonfinite != IGNORE else []), *self.recorded)
 
     @property
     def is_at_every_step(self) -> bool:
@@ -111,7 +116,7 @@ class ParsedHealth:
 
 
 def parse_health(health: object, alerts: Sequence[object], *, has_default_rules: bool) -> ParsedHealth:
-    """Check the options. Where the user gave no rules (``has_default_rules``), the watches record what they need, if that is cheap.
+    """Check the options. With the default rules (``has_default_rules``), values for cheap detectors are recorded, too.
 
     Raises:
         ConfigError: If a value is wrong.
@@ -129,39 +134,36 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
     then = _parse_actions(health.then, "health.then")
     by_label = {f"alerts[{number}]": alert for number, alert in enumerate(as_tuple(alerts))}
     parsed = {label: options_of(Alert, alert, label, EXAMPLE) for label, alert in by_label.items()}
-    of_user = [_parse_alert(alert, label) for label, alert in parsed.items()]
-    patterns = [(f"{label}.keys", one) for label, alert in parsed.items() for one in parse_patterns(alert.keys, f"{label}.keys")]
+    alert_rules = tuple(_parse_alert(alert, label) for label, alert in parsed.items())
+    patterns = [(f"{label}.keys", pattern) for label, alert in parsed.items() for pattern in parse_patterns(alert.keys, f"{label}.keys")]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(health.nonfinite, recorded, is_off, then, tuple(of_user), tuple(patterns), capture_steps)
+    return ParsedHealth(health.nonfinite, recorded, is_off, then, alert_rules, tuple(patterns), capture_steps)
+
+
+_SATURATION = ((nn.Sigmoid, saturated_sigmoid), (nn.Tanh, saturated_tanh), (nn.Softmax, saturated_softmax))
+_SIZES = ("exploding", "growing_weights", "shrinking_weights", "frozen_updates", "no_optimizer", "zero_gradients", "gradient_spike")
+_RECORDING: tuple[tuple[tuple[str, ...], tuple[Rule, ...]], ...] = (
+    (("dead_units",), (Rule(kinds="activation", types=[nn.ReLU, nn.ReLU6], statistics="dead_fraction"),)),
+    (
+        ("saturation",),
+        tuple(Rule(kinds="activation", types=kind, functions={"saturated_fraction": function}) for kind, function in _SATURATION),
+    ),
+    (("vanishing",), (Rule(kinds="gradient", sites=".*weight.*", statistics="rms"),)),
+    (_SIZES, (Rule(kinds=["parameter", "gradient"], statistics="norm"),)),
+    (
+        ("growing_over_depth", "growing_activations", "zero_outputs"),
+        (Rule(kinds="activation", leaf_modules=True, statistics="rms"),),
+    ),
+    (("entropy_collapse",), (Rule(kinds="attention_relative_entropy", statistics="mean"),)),
+    (("large_logits",), (Rule(kinds="attention_max_logit", statistics="max"),)),
+    (("large_updates", "tiny_updates"), (Rule(kinds="update", sites=".*weight.*", statistics="ratio"),)),
+)
+"""Detectors, and the rules that record their values where the model has them."""
 
 
 def watch_rules(watches: Sequence[str]) -> list[Rule]:
-    """The rules that record the values of built-in watches, where the model has them."""
-    rules = {
-        "dead_units": [Rule(kinds="activation", types=[nn.ReLU, nn.ReLU6], statistics="dead_fraction")],
-        "saturation": [
-            Rule(kinds="activation", types=one, functions={"saturated_fraction": function})
-            for one, function in ((nn.Sigmoid, saturated_sigmoid), (nn.Tanh, saturated_tanh), (nn.Softmax, saturated_softmax))
-        ],
-        "vanishing": [Rule(kinds="gradient", sites=".*weight.*", statistics="rms")],
-        "exploding": [Rule(kinds=["parameter", "gradient"], statistics="norm")],
-        "growing_over_depth": [Rule(kinds="activation", leaf_modules=True, statistics="rms")],
-        "entropy_collapse": [Rule(kinds="attention_relative_entropy", statistics="mean")],
-        "large_logits": [Rule(kinds="attention_max_logit", statistics="max")],
-        "large_updates": [Rule(kinds="update", sites=".*weight.*", statistics="ratio")],
-    }
-    same = {
-        "growing_weights": "exploding",
-        "shrinking_weights": "exploding",
-        "frozen_updates": "exploding",
-        "no_optimizer": "exploding",
-        "zero_gradients": "exploding",
-        "gradient_spike": "exploding",
-        "tiny_updates": "large_updates",
-        "growing_activations": "growing_over_depth",
-        "zero_outputs": "growing_over_depth",
-    }
-    return [rule for name in dict.fromkeys(same.get(watch, watch) for watch in watches) for rule in rules.get(name, ())]
+    """The rules that record the values of detectors."""
+    return [rule for names, rules in _RECORDING if {*names} & {*watches} for rule in rules]
 
 
 def _parse_alert(alert: Alert, label: str) -> AlertRule:
@@ -177,7 +179,7 @@ def _parse_alert(alert: Alert, label: str) -> AlertRule:
     if all(limit is None for limit in limits.values()):
         raise ConfigError(f"{label} has no limit; expected above or below, e.g. above: 100.")
     if alert.above is not None and alert.below is not None and alert.below > alert.above:
-        why = "every value is above the one or below the other"
+        why = "every value is above the first limit or below the second"
         raise ConfigError(f"{label}.above is {alert.above}, and below is {alert.below}: {why}; expected below to be the smaller one.")
     if not isinstance(alert.relative_to_median, bool):
         raise ConfigError(f"{label}.relative_to_median is {alert.relative_to_median!r}; expected true or false.")

@@ -8,12 +8,12 @@ import numpy as np
 
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.health.verdict import Verdict, verdict_of
+from lightning_module_monitor.health.judgement import Verdict, verdict_of
 from lightning_module_monitor.record import Facts, Finding, ModuleInfo, Record
 from lightning_module_monitor.sinks.store.matrices import Table
 
 
-def verdict_on(  # noqa: PLR0917  # what a store has
+def verdict_on(  # noqa: PLR0917  # the contents of a store
     tables: Sequence[Table],
     figures: Sequence[Table] = (),
     findings: Sequence[Finding] = (),
@@ -25,29 +25,31 @@ def verdict_on(  # noqa: PLR0917  # what a store has
 
     Args:
         tables: The tables of one run's sites.
-        figures: The monitor's own, and others without sites.
-        findings: Those of training, which knew more than is recorded: of values that are not finite, of alerts, of ranks.
-        watched: ``nonfinite`` if the training searched for such values, and the detectors that ``health.watch`` may have named.
-        facts: What is known of training besides numbers, each with its first step.
+        figures: Series without sites, such as the monitor's own.
+        findings: The findings of training. Those on non-finite values, alerts and ranks are kept, because they rest on more than records.
+        watched: The detectors for which training recorded values, with ``nonfinite`` if it searched for non-finite values.
+        facts: Facts about training besides numbers, each with its first step.
         modules: The modules of the model; empty where they are not known.
 
     Returns:
-        The findings on training; validation and other stages are not judged.
+        The verdict on training; validation and other stages are not judged.
     """
     searched = NONFINITE in watched
-    rules = [one.alert() for name, one in DETECTORS.items() if one.rule is not None and not (name == NONFINITE and searched)]
+    detectors = [detector for name, detector in DETECTORS.items() if detector.rule is not None and not (name == NONFINITE and searched)]
+    rules = [detector.alert() for detector in detectors]
     judge = Judge(rules, [site for table in tables for site in table.sites])
     alarms = [alarm for record in _records([*tables, *figures], facts) for alarm in judge.observe(record)] + judge.finish()
-    of_training = [one for one in findings if one.name not in DETECTORS or one.name == NONFINITE]
-    together = [*of_training, *(alarm.finding for alarm in alarms)]
-    return verdict_of(judge, alarms, together, searched=searched, types={one.type for one in modules})
+    others = [finding for finding in findings if finding.name not in DETECTORS or finding.name == NONFINITE]
+    return verdict_of(
+        judge, alarms, [*others, *(alarm.finding for alarm in alarms)], watched=watched, types={module.type for module in modules}
+    )
 
 
 def _records(tables: Sequence[Table], facts: Sequence[tuple[int, Facts]]) -> Iterator[Record]:
     """The records of training, as far as a store has them."""
     steps = np.unique(np.concatenate([table.steps for table in tables])) if tables else np.empty(0, int)
     columns = [
-        (table, [table.key(row) for row in range(len(table.sites))], dict(zip(table.steps.tolist(), range(len(table.steps)), strict=True)))
+        (table, [table.key(row) for row in range(len(table.sites))], {step: column for column, step in enumerate(table.steps.tolist())})
         for table in tables
     ]
     waiting, current = [*facts], None
@@ -55,9 +57,9 @@ def _records(tables: Sequence[Table], facts: Sequence[tuple[int, Facts]]) -> Ite
         while waiting and waiting[0][0] <= step:
             current = waiting.pop(0)[1]
         values: dict[str, float] = {}
-        for table, keys, places in columns:
-            place = places.get(step)
-            if place is not None:
-                own = zip(keys, table.values[:, place].tolist(), table.is_recorded[:, place].tolist(), strict=True)
-                values |= {key: value for key, value, is_recorded in own if is_recorded}
+        for table, keys, column_by_step in columns:
+            column = column_by_step.get(step)
+            if column is not None:
+                rows = zip(keys, table.values[:, column].tolist(), table.is_recorded[:, column].tolist(), strict=True)
+                values |= {key: value for key, value, is_recorded in rows if is_recorded}
         yield Record(step, values, facts=current)

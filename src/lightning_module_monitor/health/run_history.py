@@ -1,7 +1,8 @@
-"""What causes are judged by, besides findings: the losses and learning rates of a run, and sizes in its first and last record."""
+"""The history of a run: its losses and learning rates, and sizes in its first and last record. Causes are judged by it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -15,13 +16,18 @@ MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""
 MIN_FOR_THIRDS = 15
 """Number of losses from which the last third is compared with the first; below it are halves."""
+MIN_IN_THIRD = 4
+"""Number of losses in a third of the records below which a loss is not judged to have stalled."""
 FALLS, MAY_FALL = 2.326, 1.645
 """Quantiles of the normal distribution for 1 % and 5 %."""
 SMALL_REACH, NO_REACH = 0.05, 0.02
-"""Steps that together move no weight by more than the first part of its norm are too small where the loss does not fall; by the second,
-where it falls by less than ``A_LITTLE``."""
+"""The largest part of its norm by which all steps together move a weight: below the first, steps are too small if the loss does not fall;
+below the second, if it falls by less than ``A_LITTLE``."""
 A_GOOD_PART, A_LITTLE = 0.2, 0.1
-"""A loss does not fall if its records exclude, at 5 %, that it fell by a good part."""
+"""A loss does not fall if its records exclude, at 5 %, that it fell by a good part; a loss that fell before has stalled if they exclude
+that it fell by a little."""
+CONVERGED = 1 / 3
+"""A loss below this part of its first value has converged where it stalls."""
 NUM_FIRST = 5
 """Number of losses that are the start of a loss that diverges."""
 CHANCE = 0.5
@@ -30,9 +36,9 @@ _ADAM_LIKE = ("Adam", "Lion", "RMSprop", "Adagrad")
 """Parts of the names of optimizers that move an element by the learning rate at most."""
 
 NO_FACTS = Facts()
-"""Nothing is known beside the numbers."""
+"""Facts of a run of which only numbers are known."""
 
-Learning = Literal["falls", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
+Learning = Literal["falls", "stalled", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
 
 
 def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
@@ -41,33 +47,38 @@ def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
     >>> round(rank_test([4, 5, 6, 7, 8], [0, 1, 2, 3, 3]), 2), rank_test([1, 2], [1, 2])
     (2.61, 0.0)
     """
-    one, other = np.asarray(before)[:, np.newaxis], np.asarray(after)[np.newaxis]
-    num_one, num_other = len(before), len(after)
-    wins = (one > other).sum() + 0.5 * (one == other).sum()
-    return float((wins - num_one * num_other / 2) / math.sqrt(num_one * num_other * (num_one + num_other + 1) / 12))
+    earlier, later = np.asarray(before)[:, np.newaxis], np.asarray(after)[np.newaxis]
+    num_pairs = len(before) * len(after)
+    num_lower = (earlier > later).sum() + 0.5 * (earlier == later).sum()
+    return float((num_lower - num_pairs / 2) / math.sqrt(num_pairs * (len(before) + len(after) + 1) / 12))
+
+
+def excludes_fall(before: Sequence[float], after: Sequence[float], part: float) -> bool:
+    """Whether ``after`` is not lower than ``before`` at the level of 5 %, and a fall by a part is excluded at the same level."""
+    return rank_test(before, after) <= MAY_FALL <= rank_test(after, [(1 - part) * loss for loss in before])
 
 
 def is_kept(key: Key) -> bool:
-    """Whether a history looks at a value: the context of training, sizes of parameters and outputs, updates."""
+    """Whether a history uses a value: the context of training, sizes of parameters and outputs, updates."""
     sizes = {"parameter": "norm", "gradient": "norm", "activation": "rms", "update": "ratio", OWN_KIND: STEP_SKIPPED}
     return key.stage == TRAIN and (sizes.get(key.kind) == key.statistic or (key.kind == CONTEXT_KIND and not key.site))
 
 
 class History:
-    """The course of a run, of which little is kept."""
+    """The losses and learning rates of a run, and sizes in its first and last record."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        """Of the losses."""
+        """The steps of the losses."""
         self.losses: list[float] = []
         self.rates: dict[str, tuple[int, float, float]] = {}
         """Number of records, largest and first value of every learning rate, by its name."""
         self._moved = 0, math.nan, math.nan
-        """Of the last record with parameters: the step, how far it can move a weight, and how far all steps up to it can."""
+        """The step of the last record with parameters, how far it can move a weight, and how far all steps up to it can."""
         self.num_gradients, self.num_clipped = 0, 0
-        """Number of records with gradients, and of those in which they were as large as clipping lets them be."""
+        """Number of records with gradients, and number of records whose gradients have the largest size that clipping allows."""
         self.first: dict[str, float] = {}
-        """Sizes in the first record: ``gradient``, ``output`` of the last and ``first_output`` of the first module, ``input_abs_max``."""
+        """Sizes in the first record: ``gradient``, ``output`` (last module), ``first_output`` (first module), ``input_abs_max``."""
         self.last: Mapping[Key, float] = {}
         """The values of the last record with parameters."""
         self._context: Mapping[str, float] = {}
@@ -93,6 +104,11 @@ class History:
                 outputs = [value for key, value in values.items() if key.kind == "activation"]
                 self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
                 self.first |= {"gradient": math.hypot(*norms), **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
+
+    @property
+    def has_no_rate(self) -> bool:
+        """Whether every learning rate was 0 in all records."""
+        return bool(self.rates) and all(largest == 0 for _num, largest, _first in self.rates.values())
 
     # The loss
 
@@ -120,20 +136,33 @@ class History:
 
     @property
     def learning(self) -> Learning:
-        """Whether the loss falls, or why that is not known."""
+        """Whether the loss falls, or the reason why that is not known."""
         unjudged = self._unjudged()
         if unjudged is not None:
             return unjudged
         before, after = self.ends
-        statistic = rank_test(before, after)
-        if statistic > FALLS or self._fell_at_once(after):
-            return "falls"
-        if statistic > MAY_FALL or rank_test(after, [(1 - A_GOOD_PART) * loss for loss in before]) < MAY_FALL:
+        if rank_test(before, after) > FALLS or self._fell_at_once(after):
+            return "falls" if self.stalled_since is None else "stalled"
+        if not excludes_fall(before, after, A_GOOD_PART):
             return "unclear"
         return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
 
+    @property
+    def stalled_since(self) -> int | None:
+        """The step from which on the loss does not fall any more, far above what a converged run reaches; ``None`` if it falls.
+
+        The last third of the records is compared with the third before it, so the loss may have stalled earlier.
+        """
+        records = [(step, loss) for step, loss in zip(self.steps, self.losses, strict=True) if math.isfinite(loss)]
+        num = len(records) // 3
+        if num < MIN_IN_THIRD:
+            return None
+        before, after = ([loss for _step, loss in part] for part in (records[-2 * num : -num], records[-num:]))
+        is_low = np.median(after) < CONVERGED * self.first_loss
+        return None if is_low or not excludes_fall(before, after, A_LITTLE) else records[-2 * num][0]
+
     def _unjudged(self) -> Learning | None:
-        """What is known of the loss without its ranks, or why they are not looked at."""
+        """What is known of the loss without the rank test, or the reason why it is not tested."""
         before, after = self.ends
         is_enough = len(self.losses) >= MIN_LOSSES and len(before) > 0
         if is_enough and self.reach < NO_REACH and not has_fallen(float(np.median(before)), float(np.median(after)), A_LITTLE):
@@ -146,7 +175,7 @@ class History:
 
     @property
     def rise(self) -> float:
-        """How many times the largest of the first losses the newest one is; 0 where that is within the noise, or not known."""
+        """The newest loss relative to the largest of the first losses; 0 if the rise is within the noise, or not known."""
         first, newest = self.losses[:NUM_FIRST], self.loss
         is_known = len(self.losses) > NUM_FIRST and all(map(math.isfinite, [*first, newest]))
         if not is_known or min(first) <= 0 or newest <= max(first):
@@ -180,23 +209,23 @@ class History:
     def rate_of(self, site: str) -> float:
         """The learning rate of a parameter in the newest record; NaN where it is not known."""
         parameter = self.facts.parameters.get(site)
-        return math.nan if parameter is None else self._context.get(name_of_rate(parameter.group), math.nan)
+        return math.nan if parameter is None else self.newest(name_of_rate(parameter.group))
 
     def has_decayed(self, site: str) -> bool:
-        """Whether the learning rate of a parameter is below a millionth of the largest that it has had."""
+        """Whether the learning rate of a parameter is below a millionth of its largest rate in this run."""
         parameter = self.facts.parameters.get(site)
         largest = 0.0 if parameter is None else self.rates.get(name_of_rate(parameter.group), (0, 0.0, 0.0))[1]
         return 0 < self.rate_of(site) < 1e-6 * largest
 
     def sites_of(self, rate: str) -> list[str]:
-        """Trained parameters with a learning rate, by its name, whose last gradient was not 0."""
-        parameters = self.facts.parameters
-        own = [name for name, one in parameters.items() if one.training == "trained" and name_of_rate(one.group) == rate]
-        return [name for name in own if self.last.get(Key("gradient", name, "norm"), 0.0) > 0]
+        """The trained parameters with this learning rate (its name) whose last gradient was not 0."""
+        parameters = self.facts.parameters.items()
+        sites = [site for site, facts in parameters if facts.training == "trained" and name_of_rate(facts.group) == rate]
+        return [site for site in sites if self.last.get(Key("gradient", site, "norm"), 0.0) > 0]
 
     @property
     def has_small_outputs(self) -> bool:
-        """Whether a regression began with outputs that are much smaller than the root of its loss, as far from its targets."""
+        """Whether a regression began with outputs much smaller than the root of its loss, so that its targets are far larger."""
         is_large = not self.facts.is_classification and self.first_loss > 100
         return is_large and self.first.get("output", math.nan) < 0.1 * math.sqrt(self.first_loss)
 
@@ -214,7 +243,7 @@ class History:
 
     @property
     def first_sizes(self) -> dict[str, float]:
-        """Loss, norm of the gradient and rms of the last output in the first record, by their names, where they are known."""
+        """Loss, norm of the gradient and rms of the last output in the first record, by name, where they are known."""
         sizes = {"loss": self.first_loss, "gradient": self.first.get("gradient", math.nan), "output": self.first.get("output", math.nan)}
         return {name: size for name, size in sizes.items() if not math.isnan(size)}
 
@@ -225,43 +254,41 @@ class History:
 
     @property
     def reach(self) -> float:
-        """By how much of its norm all steps together can move a weight, the largest of all; NaN where it is not known."""
+        """The largest part of its norm by which all steps together can move a weight; NaN if not known."""
         return self._moved[2]
 
     @property
     def is_clipped(self) -> bool:
-        """Whether clipping limits every step, and all together to next to nothing: at a gradient of size 1 they would not be so small."""
+        """Whether clipping limits every step, and makes all steps together too small: with a gradient of size 1 they would suffice."""
         is_at_limit = self.facts.clip > 0 and self.num_clipped > 0.9 * self.num_gradients
         return is_at_limit and self.reach < SMALL_REACH <= self.reach / self.facts.clip
 
     def _least_clipped(self) -> float:
-        """The norm from which the gradients of trained parameters are as large as clipping lets them be; 0 where nothing is clipped."""
-        if not self.facts.clip:
-            return 0.0
-        num = sum(one.numel for one in self.facts.parameters.values() if one.training == "trained")
+        """The norm at which gradients of trained parameters have the largest size that clipping allows; 0 without clipping."""
+        num = sum(facts.numel for facts in self.facts.parameters.values() if facts.training == "trained")
         return self.facts.clip * (0.5 * math.sqrt(num) if self.facts.clips_values else 0.99)
 
     def _add_movement(self, step: int) -> None:
-        """Add by how much of its norm the steps since the last record can move a weight."""
+        """Add the part of its norm by which the steps since the last record can move a weight."""
         before, ratio_before, total = self._moved
-        ratio = float(np.fmax.reduce([math.nan, *(self._movement(name, one) for name, one in self.facts.parameters.items())]))
+        ratio = float(np.fmax.reduce([math.nan, *itertools.starmap(self._movement, self.facts.parameters.items())]))
         num_steps = 1 if math.isnan(ratio_before) else step - before
         if not math.isnan(ratio):
             self._moved = step, ratio, float(np.nansum([total, num_steps * np.fmax(ratio, ratio_before)]))
 
-    def _movement(self, name: str, one: ParameterFacts) -> float:
-        """By how much of its norm a step can move a weight; infinite where the optimizer is not known, NaN where it does not move."""
-        norm, gradient = (self.last.get(Key(kind, name, "norm"), math.nan) for kind in ("parameter", "gradient"))
-        if one.training != "trained" or "weight" not in name or one.group < 0 or not (norm > 0 and gradient > 0):
+    def _movement(self, site: str, facts: ParameterFacts) -> float:
+        """The part of its norm by which a step can move a weight; infinite if the optimizer is not known, NaN if the weight is fixed."""
+        norm, gradient = (self.last.get(Key(kind, site, "norm"), math.nan) for kind in ("parameter", "gradient"))
+        if facts.training != "trained" or "weight" not in site or facts.group < 0 or not (norm > 0 and gradient > 0):
             return math.nan
-        group, rate = self.facts.groups[one.group], self._context.get(name_of_rate(one.group), math.nan)
-        ratio = self.last.get(Key("update", name, "ratio"), math.nan)
+        group, rate = self.facts.groups[facts.group], self.newest(name_of_rate(facts.group))
+        ratio = self.last.get(Key("update", site, "ratio"), math.nan)
         if math.isfinite(ratio):
             return ratio
         if group.optimizer == "SGD":
             return rate * gradient / (1 - min(group.momentum, 0.99)) / norm
         is_known = any(kind in group.optimizer for kind in _ADAM_LIKE)
-        return rate * math.sqrt(one.numel) / norm if is_known else math.inf
+        return rate * math.sqrt(facts.numel) / norm if is_known else math.inf
 
     # A checkpoint
 
