@@ -19,7 +19,7 @@ from lightning_module_monitor import Histogram, load_store
 from lightning_module_monitor.cli import COMMANDS, main
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.sinks.store.opening import is_in_use
+from lightning_module_monitor.sinks.store.read_access import is_in_use
 
 SERIES: dict[str, list[float | None]] = {
     "activation/fc/rms": [1.0, 2.0, math.inf],

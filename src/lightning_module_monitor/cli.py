@@ -355,7 +355,7 @@ def _no_formula(text: str) -> str:
 
 
 def _repair(arguments: argparse.Namespace) -> int:
-    from lightning_module_monitor.sinks.store.opening import is_in_use
+    from lightning_module_monitor.sinks.store.read_access import is_in_use
 
     store = _open_store(arguments.store)
     was_open = is_in_use(store.path)

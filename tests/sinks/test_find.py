@@ -46,7 +46,7 @@ def test_of_several_runs_the_newest_is_used_and_all_are_listed(tmp_path: Path, c
     assert load_store(tmp_path).path == newest
     (message,) = caplog.messages
     assert message.splitlines() == [
-        f"{tmp_path} has 3 runs; the newest is used: {newest}. Give the path of a file for another one:",
+        f"{tmp_path} has 3 runs; the newest is used: {newest}. Give the path of a file for another run:",
         f"  {middle}",
         f"  {oldest}",
     ]
@@ -70,7 +70,7 @@ def test_a_damaged_newest_run_is_an_error(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
     """It names the folder and what was expected there."""
-    with pytest.raises(FileNotFoundError, match=r"no store at .*\. Neither in this folder nor below it is a run's \.h5 file"):
+    with pytest.raises(FileNotFoundError, match=r"no store at .*: no folder from here down has a run's \.h5 file"):
         load_store(tmp_path)
 
 

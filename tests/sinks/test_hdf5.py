@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks.store import lock, rewrite, schema
-from lightning_module_monitor.sinks.store.opening import is_in_use
+from lightning_module_monitor.sinks.files import is_numbered_path_of, temporary_path, tensors_path
+from lightning_module_monitor.sinks.store import lock, schema
+from lightning_module_monitor.sinks.store.read_access import is_in_use
 from lightning_module_monitor.sinks.store.reader import load_store
-from lightning_module_monitor.sinks.store.writer import Store, is_name_of
+from lightning_module_monitor.sinks.store.writer import Store
 
 RMS = "activation/model.fc/rms"
 STD = "activation/model.fc/std"
@@ -353,7 +354,7 @@ def test_a_resumed_run_whose_other_file_cannot_be_read(tmp_path: Path, caplog: p
 )
 def test_the_names_that_a_run_writes_by_itself(tmp_path: Path, name: str, is_own: bool) -> None:
     """What it asks for, and the numbered names beside it."""
-    assert is_name_of((tmp_path / name).resolve(), tmp_path / "m.h5") is is_own
+    assert is_numbered_path_of((tmp_path / name).resolve(), tmp_path / "m.h5") is is_own
 
 
 def test_resume_without_the_file_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -412,7 +413,7 @@ def test_an_empty_file_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     """One of zero bytes, at the store's name or the tensors', without a holder of its lock, holds nothing: the run takes the name."""
     path = tmp_path / "m.h5"
     path.touch()
-    rewrite.tensors_path(path).touch()
+    tensors_path(path).touch()
     opened = store(path, Record(3, {RMS: 1.0}), **({"resume_from": 3} if resumes else {}))
     assert opened.path == path
     assert content(path) == {RMS: [(3, bits(1.0))]}
@@ -459,7 +460,7 @@ def test_a_leftover_of_a_killed_rewrite_is_no_trouble(tmp_path: Path) -> None:
     """What a killed rewrite left beside the file is ignored, and gone after the next one."""
     path = tmp_path / "m.h5"
     store(path, Record(0, {RMS: 1.0}))
-    rewrite.temporary_path(path).write_bytes(b"half a file")
+    temporary_path(path).write_bytes(b"half a file")
     assert content(path) == {RMS: [(0, bits(1.0))]}
     store(path, Record(1, {RMS: 2.0}), resume_from=1)
     assert content(path) == {RMS: [(0, bits(1.0)), (1, bits(2.0))]}
@@ -471,7 +472,8 @@ def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "m.h5"
     opened = Store(path, configuration={})
     opened.write(Record(0, {RMS: 1.0}))
-    values = opened._tables[0].values
+    assert opened._open_file is not None
+    values = opened._open_file.numbers.tables[0].values
     values.resize(2, axis=0)
     values[1] = 2.0
     opened.close()

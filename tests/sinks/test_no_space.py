@@ -19,7 +19,8 @@ from helpers.processes import start
 
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import Finding, RawTensor, Record
-from lightning_module_monitor.sinks.store import rewrite, space
+from lightning_module_monitor.sinks.files import temporary_path
+from lightning_module_monitor.sinks.store import space
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
@@ -412,4 +413,4 @@ def test_tensors_that_fill_the_disk(small_disk: Path) -> None:
     assert len(steps) > 20
     assert all((store.tensor("activation", "fc", step) == step).all() for step in steps)
     assert [entry.name for entry in small_disk.iterdir()] == ["m.tensors.h5"]
-    assert not rewrite.temporary_path(small_disk / "m.tensors.h5").exists()
+    assert not temporary_path(small_disk / "m.tensors.h5").exists()

@@ -19,7 +19,7 @@ from lightning_module_monitor import load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.store import rewrite
+from lightning_module_monitor.sinks.files import tensors_path
 from lightning_module_monitor.sinks.store.tensors import TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
 
@@ -114,11 +114,11 @@ def test_a_resumed_run_copies_nothing_from_outside(
 
 def test_tensors_outside_of_the_file_are_refused(path: Path) -> None:
     """As numbers are."""
-    tensors = TensorStore(rewrite.tensors_path(path), configuration={})
+    tensors = TensorStore(tensors_path(path), configuration={})
     tensors.write(Record(0, tensors=[RawTensor("activation", "columns", 0, torch.ones(2))]))
     tensors.close()
     assert load_store(path).tensor("activation", "columns", 0).tolist() == [1.0, 1.0]
-    with h5py.File(rewrite.tensors_path(path), "r+") as file:
+    with h5py.File(tensors_path(path), "r+") as file:
         dataset = file["activation"].create_dataset(
             "fc/0", SECRET.shape, "f8", external=[(str(Path("secret").resolve()), 0, h5py.h5f.UNLIMITED)]
         )
@@ -180,7 +180,7 @@ def test_tables_that_do_not_fit_are_a_line(path: Path, change: Callable[[h5py.Fi
     with h5py.File(path, "r+") as file:
         change(file)
     for command in COMMANDS:
-        assert "is damaged: what was asked for cannot be read" in one_line(capsys, command, "m.h5")
+        assert "is damaged: the requested data cannot be read" in one_line(capsys, command, "m.h5")
 
 
 VALUES: list[Any] = [

@@ -18,8 +18,10 @@ import torch
 from helpers.processes import kill, start
 from torch import Tensor
 
+from lightning_module_monitor import sinks
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.store import rewrite, tensors
+from lightning_module_monitor.sinks.files import temporary_path, tensors_path
+from lightning_module_monitor.sinks.store import tensors
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
@@ -322,11 +324,11 @@ def test_ctrl_c_in_the_middle_leaves_the_file_as_it_was(tmp_path: Path, monkeypa
         if moment == "tensors":
             patch.setattr(tensors, "_to_array", interrupted(tensors._to_array, at_call=2))
         else:
-            patch.setattr(rewrite, "replace", interrupted(rewrite.replace, at_call=1))
+            patch.setattr(sinks.files, "replace", interrupted(sinks.files.replace, at_call=1))
         with pytest.raises(KeyboardInterrupt):
             opened.write(record(1, raw(torch.tensor([2])), raw(torch.tensor([3]), "b")))
     assert list(content(path)) == [("activation", "fc", 0, 0)]
-    assert not rewrite.temporary_path(path).exists()
+    assert not temporary_path(path).exists()
     opened.write(record(2, raw(torch.tensor([4]))))
     opened.close()
     assert [load_store(path).tensor("activation", "fc", step).item() for step in (0, 2)] == [1, 4]
@@ -350,10 +352,10 @@ def test_a_broken_write_does_not_end_training(tmp_path: Path, caplog: pytest.Log
 WRITER = """
 import torch
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.sinks.store import rewrite
+from lightning_module_monitor.sinks.files import tensors_path
 from lightning_module_monitor.sinks.store.tensors import TensorStore
 store = Store(path, configuration={"by": "writer"})
-tensors = TensorStore(rewrite.tensors_path(path), configuration={"by": "writer"})
+tensors = TensorStore(tensors_path(path), configuration={"by": "writer"})
 for step in range(100_000):
     values = [RawTensor("activation", f"fc{i}", 0, torch.full((int(sys.argv[2]),), step, dtype=torch.bfloat16)) for i in range(3)]
     record = Record(step, {"monitor/errors": 0.0}, tensors=values)
@@ -387,7 +389,7 @@ def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
         time.sleep(float(np.random.default_rng().uniform(0, 0.25)))
         last_step = kill(process, first)
         assert_written(path, last_step, size)
-        with h5py.File(rewrite.tensors_path(path)) as file:
+        with h5py.File(tensors_path(path)) as file:
             np.testing.assert_array_equal(file[f"activation/fc2/{last_step}"], torch.full((size,), last_step).bfloat16().view(torch.int16))
         cut = last_step // 2 + 1
         run(path, record(cut, *(raw(torch.full((size,), cut, dtype=torch.bfloat16), f"fc{i}") for i in range(3))), resume_from=cut)

@@ -13,7 +13,7 @@ from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
 from lightning_module_monitor.record import KINDS, Key
 from lightning_module_monitor.sinks.store.matrices import Table
-from lightning_module_monitor.sinks.store.opening import AbsentKeyError
+from lightning_module_monitor.sinks.store.read_access import AbsentKeyError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and is an extra
     from matplotlib.axes import Axes

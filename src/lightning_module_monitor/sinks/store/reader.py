@@ -16,10 +16,11 @@ from lightning_module_monitor.display import Described, Description, Findings, c
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
 from lightning_module_monitor.record import Facts, Finding, Key, ModuleInfo
+from lightning_module_monitor.sinks import files
 from lightning_module_monitor.sinks.store import rewrite, schema, tensors
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
-from lightning_module_monitor.sinks.store.opening import AbsentKeyError, find_store, open_store
 from lightning_module_monitor.sinks.store.plot import StorePlots
+from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, find_store, open_store
 from lightning_module_monitor.sinks.store.schema import StoredTensor
 
 if TYPE_CHECKING:
@@ -344,7 +345,7 @@ class StoreReader(Described):
     @contextmanager
     def _open_tensors(self) -> Iterator[h5py.File]:
         # If a run could not continue the file beside the store, its tensors are in a numbered file, which is opened by its own path.
-        beside = rewrite.tensors_path(self.path)
+        beside = files.tensors_path(self.path)
         with open_store(beside if beside.exists() else self.path, is_checked=self._has_checked_tensors) as file:
             self._has_checked_tensors = True
             if not schema.has_tensors(file):
