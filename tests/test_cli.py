@@ -1,4 +1,4 @@
-"""The command line as a whole: the console script, its commands, and what is said of a wrong one."""
+"""The command line as a whole: the console script, its commands, and the errors of wrong commands."""
 
 from __future__ import annotations
 

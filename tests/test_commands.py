@@ -100,7 +100,7 @@ def test_summary_of_histograms_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_export(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each recorded value, in CSV and in Parquet; where it was written is said."""
+    """A row for each recorded value, in CSV and in Parquet; the path is printed."""
     pytest.importorskip("pandas")
     rows = sum(value is not None for values in SERIES.values() for value in values)
     assert f"monitor.csv: {rows} values, " in printed(capsys, "export", "monitor.h5")
@@ -134,7 +134,7 @@ def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_report_and_compare_write_a_page(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside the store, or where it is wanted; where and how large is said."""
+    """Beside the store, or at the given path; path and size are printed."""
     assert re.fullmatch(r"monitor\.html: \d\.\d+ MiB\n", printed(capsys, "report", "monitor.h5"))
     assert f"<title>{'/'.join(store.parts[-3:])}</title>" in Path("monitor.html").read_text()
     Path("pages").mkdir()
@@ -259,7 +259,7 @@ def test_a_store_that_cannot_be_read_is_a_line(command: str, capsys: pytest.Capt
         file.attrs["format_version"] = 99
     Path("damaged.h5").write_bytes(b"no HDF5")
     Path("folder.h5").mkdir()
-    said = {
+    messages = {
         "missing.h5": "There is no store at 'missing.h5'.",
         "folder.h5": "There is no store at 'folder.h5'.",
         "foreign.h5": "is an HDF5 file of another program",
@@ -267,7 +267,7 @@ def test_a_store_that_cannot_be_read_is_a_line(command: str, capsys: pytest.Capt
         "damaged.h5": "is not a readable HDF5 file",
     }
     before = sorted(Path().iterdir())
-    for name, words in said.items():
+    for name, words in messages.items():
         assert words in error(capsys, command, *([name, name] if command == "compare" else [name]))
     assert sorted(Path().iterdir()) == before
 

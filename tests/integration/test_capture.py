@@ -80,8 +80,8 @@ PRECISIONS: dict[str, torch.dtype] = {
 @pytest.mark.shows("Trainer, one device", "raw tensors")
 def test_round_trip_is_bit_exact_in_every_dtype(precision: Any, tmp_path: Path) -> None:
     """Every kind under accumulation and clipping: dtype, shape and bits, each micro-batch a call of its own."""
-    wish = Capture(sites=f"{LAYER}(.weight)?", steps=[0, 2, 3], kinds=KINDS)
-    callback, truth = ModuleMonitorCallback(rules=[Rule(kinds="parameter", statistics="norm")], capture=wish), Truth()
+    capture = Capture(sites=f"{LAYER}(.weight)?", steps=[0, 2, 3], kinds=KINDS)
+    callback, truth = ModuleMonitorCallback(rules=[Rule(kinds="parameter", statistics="norm")], capture=capture), Truth()
     seed()
     # The short last group of ten batches too: 3, 3, 3 and 1.
     run = trainer(tmp_path, [callback, truth], accumulate_grad_batches=3, gradient_clip_val=0.02, precision=precision)
@@ -127,8 +127,8 @@ def test_capture_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 @pytest.mark.shows("validate, test, predict", "raw tensors")
 def test_validation_is_not_captured_and_module_and_exclude_hold(tmp_path: Path) -> None:
     """Also in the middle of an accumulated step; what the callback never watches is not captured."""
-    wish = Capture(sites=".*", steps=[0, 1], kinds="activation")
-    callback = ModuleMonitorCallback(module="model.layers", exclude=".*3", capture=wish, stages=["train", "validate"])
+    capture = Capture(sites=".*", steps=[0, 1], kinds="activation")
+    callback = ModuleMonitorCallback(module="model.layers", exclude=".*3", capture=capture, stages=["train", "validate"])
     run = trainer(tmp_path, [callback], accumulate_grad_batches=4, val_check_interval=2, num_sanity_val_steps=2, max_steps=2)
     run.fit(Classifier("mlp"), loader(32), loader(8))
     listed = load_store(tmp_path / "monitor.h5").tensors()
@@ -181,10 +181,10 @@ def test_a_test_after_the_fit_leaves_the_tensors(tmp_path: Path) -> None:
     assert [one.step for one in load_store(tmp_path / "monitor.h5").tensors()] == [0, 3]
 
 
-def fit(folder: Path, max_steps: int, resume: Path | None = None, **wish: Any) -> ModuleMonitorCallback:
+def fit(folder: Path, max_steps: int, resume: Path | None = None, **capture: Any) -> ModuleMonitorCallback:
     """A run that saves a checkpoint every five steps."""
     seed()
-    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm")], capture=Capture(**wish))
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm")], capture=Capture(**capture))
     checkpoint = ModelCheckpoint(folder / f"to_{max_steps}", every_n_train_steps=5, save_top_k=-1, filename="{step}")
     run = trainer(folder, [callback, checkpoint], enable_checkpointing=True, max_steps=max_steps, max_epochs=-1)
     run.fit(Classifier(nn.Linear(6, 3)), loader(), loader(8), ckpt_path=resume)
@@ -194,10 +194,10 @@ def fit(folder: Path, max_steps: int, resume: Path | None = None, **wish: Any) -
 @pytest.mark.shows("resume at a step", "raw tensors")
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     """Steps that are run again are taken out; the tensors are those of an uninterrupted run, to the last bit."""
-    wish = {"sites": "model.*", "steps": [0, 4, 11, 12, 15], "kinds": KINDS}
-    whole = fit(tmp_path / "whole", 20, **wish)
-    first = fit(tmp_path / "parts", 13, **wish)
-    second = fit(tmp_path / "parts", 20, tmp_path / "parts" / "to_13" / "step=10.ckpt", **wish)
+    capture = {"sites": "model.*", "steps": [0, 4, 11, 12, 15], "kinds": KINDS}
+    whole = fit(tmp_path / "whole", 20, **capture)
+    first = fit(tmp_path / "parts", 13, **capture)
+    second = fit(tmp_path / "parts", 20, tmp_path / "parts" / "to_13" / "step=10.ckpt", **capture)
     assert second.store_path == first.store_path
     expected, resumed = load_store(whole.store_path or ""), load_store(second.store_path or "")
     listed = [one[:6] for one in expected.tensors()]

@@ -194,8 +194,8 @@ def test_trouble_with_a_heat_map_is_one_warning(tmp_path: Path, caplog: pytest.L
     monkeypatch.setattr(loggers, "time", Clock(9.0))
     with caplog.at_level(logging.WARNING):
         fit(tmp_path, [ModuleMonitorCallback(1)], logger=Full(tmp_path, name="", version="tensorboard"))
-    said = [message for message in caplog.messages if "Heat maps" in message]
-    assert said == ["Heat maps were not drawn for the loggers (OSError: no space left). Reported once."]
+    messages = [message for message in caplog.messages if "Heat maps" in message]
+    assert messages == ["Heat maps were not drawn for the loggers (OSError: no space left). Reported once."]
     assert len(events_of(tmp_path).Scalars("parameter/model.0.weight/norm")) == 6
 
 

@@ -213,8 +213,8 @@ def test_a_failing_logger_costs_one_warning_and_no_value_elsewhere(place: int, t
         kept = train(tmp_path, loggers)
     assert_holds("csv", read_csv(tmp_path), kept.logged())
     assert len(kept.records) == 4
-    said = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
-    assert said == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Logged once."]
+    messages = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
+    assert messages == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Logged once."]
 
 
 # Roll-ups
@@ -326,12 +326,12 @@ def test_columns_are_the_same_at_every_step(tmp_path: Path) -> None:
 
 
 def test_the_roll_up_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That loggers get roll-ups is said at the start, with the option that changes it."""
+    """The first message reports roll-ups, with the option that changes them."""
     with caplog.at_level(logging.INFO, logger=NAME):
         with_roll_ups(tmp_path)
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
-    assert len(said) == 1
-    assert said[0].endswith("Loggers get roll-ups, as these are more than max_logged_keys=5.")
+    messages = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
+    assert len(messages) == 1
+    assert messages[0].endswith("Loggers get roll-ups, as these are more than max_logged_keys=5.")
 
 
 def test_a_finding_is_a_table_in_wandb(tmp_path: Path) -> None:

@@ -96,15 +96,15 @@ def test_attention_that_was_never_observed_is_reported(
     how: str | None, options: dict[str, Any], step: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In one line after the first monitored step that should have some, with the remedy; not where a built-in watch alone wants it."""
-    said: list[int] = []
+    num_reports: list[int] = []
 
     class Listens(Callback):
         def on_train_batch_end(self, *_args: Any) -> None:
-            said.append(sum("attention: step" in message for message in caplog.messages))
+            num_reports.append(sum("attention: step" in message for message in caplog.messages))
 
     callback = ModuleMonitorCallback(1, store=False, **options)
     trainer(tmp_path, [callback, Listens()], max_steps=4).fit(Classifier(Attends(how)), loader(), loader(8))
-    assert said == [int(step is not None and done >= step) for done in range(4)]
+    assert num_reports == [int(step is not None and done >= step) for done in range(4)]
     if step is not None:
         (message,) = [message for message in caplog.messages if "attention: step" in message]
         assert message.startswith(f"attention: step {step} called none of F.scaled_dot_product_attention")

@@ -70,7 +70,7 @@ def test_a_damaged_newest_run_is_an_error(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
     """It names the folder and what was expected there."""
-    with pytest.raises(FileNotFoundError, match=r"no store at .*: no folder from here down has a run's \.h5 file"):
+    with pytest.raises(FileNotFoundError, match=r"no store at .*\. No folder from here down has a run's \.h5 file"):
         load_store(tmp_path)
 
 

@@ -209,7 +209,7 @@ def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
         assert file["activation/steps"][...].tolist() == [4, 5]
 
 
-def test_late_keys_are_added_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_keys_are_added_and_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A branch that first runs at step 2 gets its columns; what was written stays; a reader held meanwhile sees both."""
     caplog.set_level(logging.INFO)
     opened = Store(tmp_path / "m.h5", configuration={}, keys=[RMS])
@@ -336,7 +336,7 @@ def test_a_resumed_run_reads_the_file_of_a_live_run(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_whose_other_file_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It begins without the copy, and says why; a file that is gone is no trouble."""
+    """It begins without the copy, and logs the reason; a missing file is no failure."""
     path, own = tmp_path / "first.h5", tmp_path / "own.h5"
     path.write_text("not HDF5 at all")
     store(own, Record(3, {RMS: 1.0}), resumed=path, resume_from=3)
@@ -358,7 +358,7 @@ def test_the_names_that_a_run_writes_by_itself(tmp_path: Path, name: str, is_own
 
 
 def test_resume_without_the_file_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file that is gone is no trouble: a new one at its path."""
+    """A missing file is no failure: a new file has its path."""
     resumed = store(tmp_path / "gone" / "m.h5", Record(3, {RMS: 1.0}), resume_from=3)
     assert resumed.path == tmp_path / "gone" / "m.h5"
     assert content(resumed.path) == {RMS: [(3, bits(1.0))]}
@@ -456,7 +456,7 @@ def test_load_store_says_what_is_wrong(tmp_path: Path, how: str, reason: str) ->
     assert str(path) in str(caught.value)
 
 
-def test_a_leftover_of_a_killed_rewrite_is_no_trouble(tmp_path: Path) -> None:
+def test_a_leftover_of_a_killed_rewrite_is_ignored(tmp_path: Path) -> None:
     """What a killed rewrite left beside the file is ignored, and gone after the next one."""
     path = tmp_path / "m.h5"
     store(path, Record(0, {RMS: 1.0}))
@@ -482,7 +482,7 @@ def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path) -> None:
     assert content(path) == {RMS: [(0, bits(1.0))]}
 
 
-# ------------------------------------------------------------------ trouble
+# ------------------------------------------------------------------ failures
 
 
 def test_a_broken_write_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,7 +31,7 @@ for step in range(100_000):
 
 
 def run_and_kill(path: Path, mode: str, wait_s: float) -> int:
-    """Kill a writer so long after its first record; the last step that it said was written."""
+    """Kill a writer so long after its first record; returns the last step that it reported."""
     process = start(WRITER, path, mode)
     assert process.stdout is not None
     first = process.stdout.readline()
@@ -105,14 +105,14 @@ def run(first, resumed):
     return files.path
 
 def killed_at(line, resumed):
-    seen = 0
+    num_lines = 0
 
     def trace(frame, event, argument):
-        nonlocal seen
+        nonlocal num_lines
         if os.path.dirname(frame.f_code.co_filename) != folder:
             return None
-        seen += event == "line"
-        if seen == line:
+        num_lines += event == "line"
+        if num_lines == line:
             os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
@@ -262,7 +262,7 @@ def test_a_copy_that_was_broken_off_is_an_error_in_one_line(tmp_path: Path, caps
 
 
 def test_a_store_that_is_damaged_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Wherever a part of it was lost: what can still be read is, and of the rest it is said."""
+    """Wherever a part of it was lost: intact data is read, damaged data is an error."""
     path = tmp_path / "m.h5"
     with closing(Store(path, configuration={})) as store:
         for step in range(30):

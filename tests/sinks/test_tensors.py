@@ -115,7 +115,7 @@ def test_a_tensor_larger_than_any_chunk(tmp_path: Path) -> None:
     assert torch.equal(store.tensor("activation", "fc", 1), small)
 
 
-def test_calls_kinds_sites_and_steps_are_told_apart_and_listed(tmp_path: Path) -> None:
+def test_calls_kinds_sites_and_steps_are_distinct_and_listed(tmp_path: Path) -> None:
     """Each has its own value; ``tensors`` lists them in their order, all or some."""
     names = [(kind, site, call) for kind in ("activation", "gradient") for site in ("fc", "fc.output_1") for call in (0, 1)]
     steps = [record(step, *(raw(torch.tensor([step, i]), s, k, c) for i, (k, s, c) in enumerate(names))) for step in (0, 100)]
@@ -133,7 +133,7 @@ def test_calls_kinds_sites_and_steps_are_told_apart_and_listed(tmp_path: Path) -
     assert store.tensor("activation", "fc", 0).tolist() == [0, 0]
 
 
-def test_what_was_not_captured_is_said_with_what_was(tmp_path: Path) -> None:
+def test_errors_for_tensors_that_were_not_captured_name_those_that_were(tmp_path: Path) -> None:
     """The part that is wrong, and the nearest right one, or those that there are."""
     run(tmp_path / "m.h5", record(0, raw(torch.ones(2), "model.head")), record(100, raw(torch.ones(2), "model.head", call=1)))
     store = load_store(tmp_path / "m.h5")
@@ -283,7 +283,7 @@ def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pyte
     assert message in caplog.messages
 
 
-def test_damaged_tensors_are_left_alone_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_tensors_are_not_changed_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A resumed run that cannot go on in the file takes a numbered one, which can be opened by itself."""
     path = tmp_path / "m.h5"
     run(path, record(0, raw(torch.ones(2))))
@@ -299,7 +299,7 @@ def test_damaged_tensors_are_left_alone_and_said(tmp_path: Path, caplog: pytest.
         load_store(path).tensor("activation", "fc", 4)
 
 
-# ------------------------------------------------------------------ trouble
+# ------------------------------------------------------------------ failures
 
 
 def interrupted(function: Callable[..., Any], at_call: int) -> Callable[..., Any]:

@@ -54,7 +54,7 @@ class Scale(nn.Module):
 
 
 def by_hand(*norms: float | None, **options: Any) -> GradientGainMonitor:
-    """A monitor that has seen these norms, from gradients that are given to the outputs of blocks directly."""
+    """A monitor with these norms, from gradients of the blocks' outputs."""
     blocks = [nn.Identity() for _ in norms]
     with GradientGainMonitor(blocks, **options) as monitor:
         ends = [block(torch.zeros((), requires_grad=True) * 1) for block in blocks]
@@ -181,7 +181,7 @@ def test_outputs_of_every_kind(kind: str) -> None:
 
 
 def test_outputs_without_a_tensor_end_nothing() -> None:
-    """Such a block has no gradient; one that cannot be taken apart is said."""
+    """Such a block has no gradient; an output that cannot be taken apart is a warning."""
     cyclic: dict[str, Any] = {}
     cyclic["self"] = cyclic
     blocks = [Scale(2.0), Wrapped(lambda h: "text", lambda o: o), Wrapped(lambda h: cyclic, lambda o: o), Scale(3.0)]

@@ -1,4 +1,4 @@
-"""Raw tensors in a list: FEATURES' table 4, row by row, and what was seen wrong in the tool whose names these are."""
+"""Raw tensors in a list: table 4 of FEATURES, row by row, and known faults of the tool whose names these are."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_patterns_are_searched_for_in_names(compiled: bool) -> None:
 
 def test_patterns_that_leave_nothing_are_refused() -> None:
     """A misspelt name is no empty list."""
-    with pytest.raises(ConfigError, match=r"include 'triplle' and exclude None leave none of 3 modules.*\(re.search\).*nearest: 'triple'"):
+    with pytest.raises(ConfigError, match=r"include 'triplle' and exclude None select none of 3 modules.*\(re.search\).*nearest: 'triple'"):
         track(Model(), include="triplle")
     assert hooks_on(Model()) == 0
 
@@ -191,11 +191,11 @@ def test_nothing_is_left_after_an_exception_inside_the_block(where: str) -> None
     assert hooks_on(module) == 1  # this test's own
     assert not outputs[0]._backward_hooks
     assert str(tracker) == f"Tracker(stashes={len(tracker)}, tracking=0)"
-    seen = len(tracker)
-    assert seen > 0
+    num_stashes = len(tracker)
+    assert num_stashes > 0
     where = ""
     module(torch.ones(2, 6)).sum().backward()
-    assert len(tracker) == seen
+    assert len(tracker) == num_stashes
 
 
 def test_a_backward_pass_after_the_block_is_not_kept() -> None:

@@ -316,7 +316,7 @@ def test_row_4_a_validation_forward_does_not_overwrite_the_training_steps_values
 
 
 def test_row_4_a_validation_loop_after_unwatched_steps() -> None:
-    """What was seen of the steps before it is not taken for it; what was seen of it is not taken for the next step."""
+    """Values of earlier steps are not logged for it; its values are not logged for the next step."""
     model, run = Plain(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with TorchWatcher(model, run) as watcher:
@@ -376,7 +376,7 @@ def test_row_5_any_object_that_logs(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert len(lines) == 4
     assert "train/debug/parameter/fc.weight/mean" in lines[0].split(",")
     assert "hist" not in lines[0]
-    assert [record.getMessage() for record in caplog.records] == ["Histograms are left out: CSVLogger has no place for them. Logged once."]
+    assert [record.getMessage() for record in caplog.records] == ["Histograms are left out: CSVLogger has no type for them. Logged once."]
     with pytest.raises(ConfigError, match=r"run is a object; expected an object with log_metrics"):
         TorchWatcher(model, object())  # type: ignore[arg-type]  # refused
     with pytest.raises(ValueError, match=r"expected a torch.nn.Module"):
@@ -445,11 +445,11 @@ def test_row_6_warnings_instead_of_crashes(monkeypatch: pytest.MonkeyPatch, capl
     assert values[f"{PREFIX}/activation/fc/mean"] == values[f"{PREFIX}/activation/fc/mean"]
     assert values[f"{PREFIX}/activation/fc/fails"] != values[f"{PREFIX}/activation/fc/fails"], "NaN"
     assert values[f"{PREFIX}/monitor/errors"] > 0
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("Down did not take the values (ConnectionError: service unavailable)" in message for message in said) == 1
-    assert sum("Watching failed (LookupError: no such step)" in message for message in said) == 1
-    assert sum("fails failed with ArithmeticError: cannot do 2" in message for message in said) == 3  # once for each kind
-    assert len(said) == 5
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("Down did not take the values (ConnectionError: service unavailable)" in message for message in messages) == 1
+    assert sum("Observation failed (LookupError: no such step)" in message for message in messages) == 1
+    assert sum("fails failed with ArithmeticError: cannot do 2" in message for message in messages) == 3  # once for each kind
+    assert len(messages) == 5
 
 
 # The loops that people put it into
@@ -482,7 +482,7 @@ def before_the_update(watcher: TorchWatcher, model: nn.Module, optimizer: torch.
 
 
 def at_the_start(watcher: TorchWatcher, model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
-    """As in some programs: what is told is the step before."""
+    """As in some programs: the logged step is the previous step."""
     for step, batch in enumerate([*data, data[0]]):
         if step:
             watcher.watch(step=step - 1)
@@ -539,18 +539,18 @@ def test_all_micro_batches_of_a_step_count(every_n_steps: int) -> None:
         assert activations(values) == pytest.approx(truth[step], rel=1e-5, abs=1e-7)
 
 
-def test_steps_that_nobody_asks_about_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_without_a_call_of_watch_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """They are watched all the same, which takes time; the message has the option that helps."""
     model, run = Plain(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with TorchWatcher(model, run) as watcher, caplog.at_level(logging.INFO):
         now_and_then(watcher, model, optimizer, batches(4, 4, 4, 4, 4, 4))
-    said = "A step was watched and not asked about, which takes time: every_n_steps says which will be. Logged once."
-    assert [record.getMessage() for record in caplog.records] == [said]
+    message = "A step was observed, but watch() was not called. Set every_n_steps. Logged once."
+    assert [record.getMessage() for record in caplog.records] == [message]
 
 
 def test_a_number_that_was_not_expected(caplog: pytest.LogCaptureFixture) -> None:
-    """After a jump to a step that is due, its layers were not watched: that is said, parameters are there, and it goes on."""
+    """After a jump to a step that is due, its layers were not observed: a warning, its parameters are logged, and later steps too."""
     model, run = Plain(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with TorchWatcher(model, run, every_n_steps=10) as watcher, caplog.at_level(logging.WARNING):
@@ -560,7 +560,7 @@ def test_a_number_that_was_not_expected(caplog: pytest.LogCaptureFixture) -> Non
     assert run.steps() == [0, 50]
     assert run.kinds() == {"parameter"}
     assert [record.getMessage() for record in caplog.records] == [
-        "The layers were not watched in step 50: after the one before, another number was expected. Logged once."
+        "The layers were not observed in step 50: after the previous step, another number was expected. Logged once."
     ]
 
 

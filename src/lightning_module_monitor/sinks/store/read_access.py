@@ -50,9 +50,7 @@ def find_store(path: Path) -> Path:
         return path
     newest_first = sorted(filter(_is_of_run, path.rglob("*.h5")), key=lambda file: (file.stat().st_mtime_ns, file), reverse=True)
     if not newest_first:
-        message = (
-            f"There is no store at {str(path)!r}: no folder from here down has a run's .h5 file. Give the path of a store."
-        )
+        message = f"There is no store at {str(path)!r}. No folder from here down has a run's .h5 file; give the path of a store."
         raise FileNotFoundError(message)
     newest, *others = newest_first
     if others:

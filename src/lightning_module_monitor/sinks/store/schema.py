@@ -1,7 +1,7 @@
 """The schema of a run's HDF5 files, for writers, reader and copies.
 
-The store has one group per kind; in it ``values`` (steps x columns, float64), ``steps`` (int64) and ``columns`` (``site/statistic``). A
-row of ``values`` is one chunk: it is compressed and written once, and never rewritten while others read.
+The store has a group for each kind, with ``values`` (steps x columns, float64), ``steps`` (int64) and ``columns`` (``site/statistic``). A
+row of ``values`` is a chunk: it is compressed and written once, and never rewritten while others read.
 
 The histograms of a kind are a table of the same form, in the group ``histograms`` of the kind: ``values`` are steps x columns x ``bins``
 (int64 counts), ``bins`` is a text for each bin, and the attribute ``edges`` has the edges of the bins.
