@@ -8,7 +8,8 @@ import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -52,7 +53,7 @@ class LoggerSink:
             histograms.
         always: Patterns of keys that are always logged.
         messages: Logs the failure of a logger, once.
-        planned_keys: Expected keys, for TensorBoard's layout of charts.
+        keys: Expected keys, for TensorBoard's layout of charts.
     """
 
     def __init__(
@@ -61,16 +62,18 @@ class LoggerSink:
         roll_up: bool,
         always: Sequence[re.Pattern[str]],
         messages: Log,
-        planned_keys: Sequence[str] = (),
+        keys: Iterable[str],
     ) -> None:
         self._loggers = list(loggers)
         self._roll_up = RollUps(always) if roll_up else None
         self._zero_counts = ZeroCounts(always)
-        self._planned_keys: Sequence[str] | None = planned_keys
-        """``None`` once the charts are laid out."""
         self._messages = messages
         self._failed: set[int] = set()
-        self._has_reported_histograms = False
+        self._without_histograms = [type(logger).__name__ for logger in loggers if not takes_histograms(logger)]
+        charts = charts_of(keys)
+        for logger in loggers:
+            with self._reporting(logger):
+                lay_out(logger, charts)
 
     def write(self, record: Record) -> None:
         """Log a record. The failure of a logger is reported once; the next record is logged again."""
@@ -80,23 +83,25 @@ class LoggerSink:
         if self._roll_up is not None:
             values, histograms = self._roll_up(values), summed(histograms)
         self._zero_counts.drop_from(values)
-        without = [type(logger).__name__ for logger in self._loggers if not takes_histograms(logger)]
-        if histograms and without and not self._has_reported_histograms:
-            self._has_reported_histograms = True
-            self._messages.info("Histograms are left out of %s, which has no type for them; the store has them.", ", ".join(without))
-        planned_keys, self._planned_keys = self._planned_keys, None
+        if histograms and self._without_histograms:
+            names, self._without_histograms = ", ".join(self._without_histograms), []
+            self._messages.info("Histograms are left out of %s, which has no type for them; the store has them.", names)
         for logger in self._loggers:
-            try:
+            with self._reporting(logger):
                 if values or histograms:
                     log(logger, values, histograms, record.step)
                 log_findings(logger, record.findings)
-                if planned_keys is not None:
-                    lay_out(logger, charts_of([*planned_keys, *record.values]))
-            except Exception as error:
-                if id(logger) not in self._failed:
-                    self._failed.add(id(logger))
-                    name = type(logger).__name__
-                    self._messages.warning("%s did not take the monitor's values (%s: %s). Logged once.", name, type(error).__name__, error)
+
+    @contextmanager
+    def _reporting(self, logger: Logger) -> Iterator[None]:
+        """Report the first error of a logger."""
+        try:
+            yield
+        except Exception as error:
+            if id(logger) not in self._failed:
+                self._failed.add(id(logger))
+                name = type(logger).__name__
+                self._messages.warning("%s did not take the monitor's values (%s: %s). Logged once.", name, type(error).__name__, error)
 
 
 def without_context(values: Mapping[str, float]) -> dict[str, float]:

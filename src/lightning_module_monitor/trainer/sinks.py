@@ -133,7 +133,8 @@ class SinksController:
         if self._loggers is None:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
             rolls_up = self._rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
-            self._loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, self.planned_keys())
+            keys = [*self.planned_keys(), *record.values]
+            self._loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, keys)
             self._heat_maps = HeatMaps(self._trainer.loggers, messages)
         if self._files is None and self._options.store and (path := self._new_store_path()) is not None:
             self._files = self._open_files(path.resolve())
