@@ -289,9 +289,7 @@ class Tracker:
                 return None
             return float(stat(value if value.is_floating_point() or value.is_complex() else value.double()))
 
-        rows = [
-            (stash.name, f"{stash.type.__module__}.{stash.type.__qualname__}", stash.grad, statistic(stash.first_value)) for stash in self
-        ]
+        rows = [(item.name, f"{item.type.__module__}.{item.type.__qualname__}", item.grad, statistic(item.first_value)) for item in self]
         frame: pandas.DataFrame = pd.DataFrame(rows, columns=["name", "type", "grad", column])
         return frame
 

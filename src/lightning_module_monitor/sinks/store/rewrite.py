@@ -154,8 +154,7 @@ def rewrite(
     parts: list[_Selection] = []
     for name, rows, steps in _steps_by_name(source, columns):
         is_kept = (steps < until) | schema.is_superseded(name)
-        parts.append(_Selection(name, name, rows[is_kept]))
-        parts.append(_Selection(name, f"{superseded}/{name}", rows[~is_kept]))
+        parts += [_Selection(name, name, rows[is_kept]), _Selection(name, f"{superseded}/{name}", rows[~is_kept])]
     # An empty table is copied for its columns.
     parts = [part for part in parts if len(part.rows) or (part.source == part.target and not has_tensors)]
     parts = [part for part in parts if with_superseded or not schema.is_superseded(part.target)]
