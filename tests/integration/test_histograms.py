@@ -1,4 +1,4 @@
-"""Histograms through the callback: in the loggers that have a type for them, and in the store."""
+"""Histograms from the callback: in loggers with a type for them, and in the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULES = [
 
 
 def train(root: Path, loggers: list[Logger] | bool = False, **options: Any) -> tuple[ModuleMonitorCallback, KeepRecords]:
-    """A short run with accumulation and a validation loop; what was recorded."""
+    """The records of a short run with accumulation and a validation loop."""
     callback = ModuleMonitorCallback(**{"every_n_steps": 1, "rules": RULES, "stages": ["train", "validate"], **options})
     kept = KeepRecords(callback)
     fit(root, [callback, kept], logger=loggers, accumulate_grad_batches=2)
@@ -41,7 +41,7 @@ def recorded(kept: KeepRecords) -> dict[tuple[str, int], Histogram]:
 @pytest.mark.shows("Trainer, one device", "histograms")
 @pytest.mark.shows("accumulation", "histograms")
 def test_every_element_of_a_step_is_counted(tmp_path: Path) -> None:
-    """Of both micro-batches, and of parameters as they were before the step; as numpy counts."""
+    """Over both micro-batches, and of parameters before the step; equal to numpy's counts."""
     outputs: list[torch.Tensor] = []
 
     class Keeps(Tiny):
@@ -107,7 +107,7 @@ def test_wandb_has_them_in_its_own_type(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_logger_without_histograms_gets_the_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That they are left out is logged once; the logger beside it has them."""
+    """One message reports that they are left out; another logger has them."""
     with caplog.at_level(logging.INFO, logger=NAME):
         train(tmp_path, [CSVLogger(tmp_path, name="", version="csv"), TensorBoardLogger(tmp_path, name="", version="tb")])
     messages = [record.getMessage() for record in caplog.records if "istogram" in record.getMessage()]
@@ -121,7 +121,7 @@ def test_a_logger_without_histograms_gets_the_numbers(tmp_path: Path, caplog: py
 
 
 def test_roll_ups_have_the_histogram_of_all_sites(tmp_path: Path) -> None:
-    """Beyond max_logged_keys, which counts them, a kind's histograms are one; the store has each."""
+    """Beyond max_logged_keys, which includes them, a kind's histograms are summed; the store has each."""
     callback, kept = train(tmp_path, [TensorBoardLogger(tmp_path, name="", version="tb")], max_logged_keys=25, stages=["train"])
     assert len(kept.records[0].histograms) == 20  # of 22 that are planned: _root_ is not called
     events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"histograms": 0})
@@ -136,7 +136,7 @@ def test_roll_ups_have_the_histogram_of_all_sites(tmp_path: Path) -> None:
 
 @pytest.mark.shows("Trainer, one device", "histograms")
 def test_the_store_has_every_histogram(tmp_path: Path) -> None:
-    """All counts, with their steps and edges; keys() has the numbers, which to_frame and series give."""
+    """All counts, with their steps and edges; keys(), to_frame and series have only numbers."""
     callback, kept = train(tmp_path)
     store = load_store(callback.store_path)
     expected = recorded(kept)
@@ -189,7 +189,7 @@ def test_what_is_not_finite_is_counted_apart(
 
 
 def test_a_histogram_that_turns_up_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A further output that comes at step 2 gets a column then; what was written before stays."""
+    """A further output at step 2 gets a column then; earlier rows stay."""
 
     class Late(nn.Module):
         calls = 0
@@ -219,7 +219,7 @@ def test_a_histogram_that_turns_up_late(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_callback_metrics_cannot_be_histograms(tmp_path: Path) -> None:
-    """A pattern that matches nothing but histograms is refused; one that matches numbers, too, gives those."""
+    """A pattern that matches only histograms is an error; a pattern that also matches numbers logs these."""
     with pytest.raises(
         ConfigError, match=r"'update/\.\*/hist' matches 'update/model.0.weight/hist', a histogram; expected keys of numbers"
     ):

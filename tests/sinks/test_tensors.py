@@ -1,4 +1,4 @@
-"""The raw tensors' file: what is written comes back bit for bit, also after a kill and a resume."""
+"""The raw tensors' file: tensors are read bit for bit, also after a kill and a resume."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ DTYPES = [
 
 
 def bits(tensor: Tensor) -> list[int]:
-    """A tensor's bytes: tells -0.0 from 0.0 and one NaN from another."""
+    """A tensor's bytes: -0.0 differs from 0.0, and NaNs differ by their bits."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Every bit pattern may come: NaN of all kinds, infinities, subnormals."""
+    """Random bit patterns: all kinds of NaN, infinities, subnormals."""
     size = torch.empty((), dtype=dtype).element_size() * int(np.prod(shape))
     high = 2 if dtype is torch.bool else 256
     return torch.randint(high, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).view(dtype).reshape(shape)
 
 
 def raw(value: Tensor, site: str = "fc", kind: str = "activation", call: int = 0) -> RawTensor:
-    """A tensor as a record holds it."""
+    """A tensor in the form of a record."""
     return RawTensor(kind, site, call, value)
 
 
 def run(path: Path, *records: Record, resume_from: int | None = None, resumed: Path | None = None) -> tuple[Path, Path]:
-    """A run's two files, as the callback writes them: closed again; their paths. By default a run resumes the one at the path."""
+    """The paths of a run's two closed files. By default a run resumes the file at the path."""
     resumed = None if resume_from is None else resumed or path
     files = RunFiles(path, configuration={}, resumed=resumed, resume_from=resume_from, logger=logging.getLogger("test"))
     for record in records:
@@ -61,18 +61,18 @@ def run(path: Path, *records: Record, resume_from: int | None = None, resumed: P
 
 
 def record(step: int, *tensors: RawTensor) -> Record:
-    """A step that also has a value, as every step has."""
+    """A step with a value, as every step has."""
     return Record(step, {"monitor/errors": 0.0}, tensors=tensors)
 
 
 def content(path: Path) -> dict[tuple[str, str, int, int], list[int]]:
-    """Everything that was captured, bit-exact."""
+    """All captured tensors, bit-exact."""
     store = load_store(path)
     return {one[:4]: bits(store.tensor(*one[:4])) for one in store.tensors()}
 
 
 def digest(path: Path) -> str:
-    """A file's content and age, to see that nobody touched it."""
+    """A file's content and modification time, which change with every write."""
     return hashlib.sha256(path.read_bytes()).hexdigest() + str(path.stat().st_mtime_ns)
 
 
@@ -82,7 +82,7 @@ def digest(path: Path) -> str:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (2, 3, 5), (1,) * 12])
 def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Every dtype, whatever its bits; no dimension, twelve, and no element."""
+    """Every dtype with any bits; no dimension, twelve dimensions, and no element."""
     value = random_bits(shape, dtype)
     run(tmp_path / "m.h5", record(3, raw(value)))
     back = load_store(tmp_path / "m.h5").tensor("activation", "fc", 3)
@@ -92,7 +92,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype, shape: tupl
 
 
 def test_views_are_written_as_their_elements(tmp_path: Path) -> None:
-    """Transposed, strided, expanded, channels-last, conjugated and negated ones."""
+    """Transposed, strided, expanded, channels-last, conjugated and negated tensors."""
     x = torch.randn(2, 3, 4, 5)
     z = torch.randn(3, 4, dtype=torch.complex64)
     views = [
@@ -106,7 +106,7 @@ def test_views_are_written_as_their_elements(tmp_path: Path) -> None:
 
 
 def test_a_tensor_larger_than_any_chunk(tmp_path: Path) -> None:
-    """Several megabytes, and what follows it."""
+    """A tensor of several megabytes, and the next tensor."""
     large, small = torch.randn(1 << 20), torch.randn(3)
     run(tmp_path / "m.h5", record(0, raw(large), raw(small, "other")), record(1, raw(small)))
     store = load_store(tmp_path / "m.h5")
@@ -116,7 +116,7 @@ def test_a_tensor_larger_than_any_chunk(tmp_path: Path) -> None:
 
 
 def test_calls_kinds_sites_and_steps_are_distinct_and_listed(tmp_path: Path) -> None:
-    """Each has its own value; ``tensors`` lists them in their order, all or some."""
+    """Each tensor has its value; ``tensors`` lists all or some in the order of capture."""
     names = [(kind, site, call) for kind in ("activation", "gradient") for site in ("fc", "fc.output_1") for call in (0, 1)]
     steps = [record(step, *(raw(torch.tensor([step, i]), s, k, c) for i, (k, s, c) in enumerate(names))) for step in (0, 100)]
     run(tmp_path / "m.h5", *steps)
@@ -134,7 +134,7 @@ def test_calls_kinds_sites_and_steps_are_distinct_and_listed(tmp_path: Path) -> 
 
 
 def test_errors_for_tensors_that_were_not_captured_name_those_that_were(tmp_path: Path) -> None:
-    """The part that is wrong, and the nearest right one, or those that there are."""
+    """The error has the wrong part of the request and the nearest value, or the captured values."""
     run(tmp_path / "m.h5", record(0, raw(torch.ones(2), "model.head")), record(100, raw(torch.ones(2), "model.head", call=1)))
     store = load_store(tmp_path / "m.h5")
     for arguments, message in [
@@ -153,7 +153,7 @@ def test_errors_for_tensors_that_were_not_captured_name_those_that_were(tmp_path
 
 
 def test_other_programs_show_it(tmp_path: Path) -> None:
-    """Plain h5py: a dataset for each tensor, under kind, site and step, in its own dtype and shape; further calls beside the first."""
+    """Plain h5py: a dataset for each tensor, by kind, site and step, with its dtype and shape; further calls are beside the first."""
     values = [torch.randn(2, 3), torch.tensor([3, 4, 5], dtype=torch.int16), torch.tensor(True), torch.randn(4, dtype=torch.complex64)]
     sites = ["fc", "fc.output_1", "attn.head_0.query", "attn.head_0"]
     again = torch.randn(2, 3)
@@ -183,7 +183,7 @@ def test_a_dtype_that_hdf5_does_not_have_is_its_bits(tmp_path: Path, dtype: torc
 
 
 def test_a_second_record_of_a_step(tmp_path: Path) -> None:
-    """What both have is of the later one, as it is in the store; the rest is of both."""
+    """Tensors of both records have the later value, as in the store; the others are kept."""
     first, second = (
         record(4, raw(torch.tensor([1])), raw(torch.tensor([2]), "a")),
         record(4, raw(torch.tensor([3])), raw(torch.tensor([4]), "b")),
@@ -194,7 +194,7 @@ def test_a_second_record_of_a_step(tmp_path: Path) -> None:
 
 
 def test_it_is_a_plain_file_while_the_run_goes_on(tmp_path: Path) -> None:
-    """Any program opens it between two captured steps, and one that has it open keeps what it sees."""
+    """Any program opens it between two captured steps; an open file keeps its content."""
     files = RunFiles(tmp_path / "m.h5", configuration={}, logger=logging.getLogger("test"))
     files.write(record(0, raw(torch.tensor([1]))))
     with h5py.File(tmp_path / "m.tensors.h5") as held:
@@ -206,14 +206,14 @@ def test_it_is_a_plain_file_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_nothing_captured_leaves_no_file(tmp_path: Path) -> None:
-    """Records without tensors leave the store alone, and no lock."""
+    """Records without tensors create only the store, and no lock."""
     run(tmp_path / "m.h5", record(0), record(1))
     assert [path.name for path in tmp_path.iterdir()] == ["m.h5"]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("m.h5", "m.tensors.h5"), ("run", "run.tensors.h5"), ("v1.5", "v1.5.tensors.h5")])
 def test_the_file_is_beside_the_store(tmp_path: Path, name: str, expected: str) -> None:
-    """Whatever the store is called; no two stores have one file of tensors."""
+    """For any name of the store; two stores never share a file of tensors."""
     run(tmp_path / name, record(0, raw(torch.ones(2))))
     assert {path.name for path in tmp_path.iterdir()} == {name, expected}
     assert load_store(tmp_path / name).tensor("activation", "fc", 0).tolist() == [1, 1]
@@ -223,7 +223,7 @@ def test_the_file_is_beside_the_store(tmp_path: Path, name: str, expected: str) 
 
 
 def test_tensors_of_another_run_are_never_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Both files of a second run have the same number, also if only the first run's tensors are left."""
+    """Both files of a second run have the same number, also if only the first run's tensors remain."""
     path = tmp_path / "m.h5"
     run(path, record(0, raw(torch.tensor([1]))))
     before = digest(tmp_path / "m.tensors.h5")
@@ -238,7 +238,7 @@ def test_tensors_of_another_run_are_never_touched(tmp_path: Path, caplog: pytest
 
 
 def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) -> None:
-    """Tensors of later steps are superseded, and passed by; both configurations are kept."""
+    """Tensors of later steps are superseded and not listed; both configurations are kept."""
     path = tmp_path / "m.h5"
     values = {step: torch.full((1000,), float(step)) for step in range(6)}
     run(path, *(record(step, raw(value)) for step, value in values.items()))
@@ -256,7 +256,7 @@ def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) 
 
 
 def test_a_resumed_run_that_captures_nothing_takes_out_what_runs_again(tmp_path: Path) -> None:
-    """Already with its first record: a kill right after it leaves no tensor of a step that never was."""
+    """With its first record: after a kill right then, no tensor of a repeated step remains."""
     path = tmp_path / "m.h5"
     run(path, record(0, raw(torch.ones(2))), record(8, raw(torch.ones(2))))
     before = digest(tmp_path / "m.tensors.h5")
@@ -267,7 +267,7 @@ def test_a_resumed_run_that_captures_nothing_takes_out_what_runs_again(tmp_path:
 
 
 def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of the tensors of earlier steps, also if it captures none; the file of the resumed run is not touched."""
+    """A copy of the tensors of earlier steps, also if it captures none; the file of the resumed run is unchanged."""
     caplog.set_level(logging.INFO)
     path = tmp_path / "m.h5"
     values = {step: torch.full((10,), float(step)) for step in range(6)}
@@ -284,7 +284,7 @@ def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pyte
 
 
 def test_damaged_tensors_are_not_changed_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A resumed run that cannot go on in the file takes a numbered one, which can be opened by itself."""
+    """A resumed run that cannot continue the file uses a numbered file, which can be opened by its path."""
     path = tmp_path / "m.h5"
     run(path, record(0, raw(torch.ones(2))))
     damaged = tmp_path / "m.tensors.h5"
@@ -303,7 +303,7 @@ def test_damaged_tensors_are_not_changed_and_reported(tmp_path: Path, caplog: py
 
 
 def interrupted(function: Callable[..., Any], at_call: int) -> Callable[..., Any]:
-    """A function during one of whose calls the user presses Ctrl-C."""
+    """A function that raises KeyboardInterrupt in a given call."""
     calls = itertools.count(1)
 
     def call(*arguments: object) -> object:
@@ -316,7 +316,7 @@ def interrupted(function: Callable[..., Any], at_call: int) -> Callable[..., Any
 
 @pytest.mark.parametrize("moment", ["tensors", "name"])
 def test_ctrl_c_in_the_middle_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Between the tensors of a step, and before the file has its name: none of that step is there, and nothing is left beside it."""
+    """Between the tensors of a step, or before the rename: no tensor of the step is in the file, and no temporary file remains."""
     path = tmp_path / "m.tensors.h5"
     opened = TensorStore(path, configuration={})
     opened.write(record(0, raw(torch.tensor([1]))))
@@ -335,7 +335,7 @@ def test_ctrl_c_in_the_middle_leaves_the_file_as_it_was(tmp_path: Path, monkeypa
 
 
 def test_a_broken_write_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a write runs into is one warning."""
+    """Any error of a write is one warning."""
     opened = TensorStore(tmp_path / "m.tensors.h5", configuration={})
     opened.write(record(0, raw(torch.tensor([1]))))
     opened.write(record(1, raw("no tensor")))  # type: ignore[arg-type]
@@ -366,7 +366,7 @@ for step in range(100_000):
 
 
 def assert_written(path: Path, last_step: int, size: int) -> None:
-    """Every tensor of every step up to the last reported one is there; at most one step more."""
+    """All tensors up to the last reported step are in the file, and at most one further step."""
     store = load_store(path)
     steps = sorted({one.step for one in store.tensors()})
     assert steps == list(range(len(steps)))
@@ -380,7 +380,7 @@ def assert_written(path: Path, last_step: int, size: int) -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
 @pytest.mark.parametrize("size", [5, 100_000])
 def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
-    """Killed at any moment: readable at once, by plain h5py too, and gone on in by the resumed run."""
+    """Killed at any moment: readable at once, also by plain h5py, and continued by the resumed run."""
     for number in range(3):
         path = tmp_path / f"m{number}.h5"
         process = start(WRITER, path, size)
