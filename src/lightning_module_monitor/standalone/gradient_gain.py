@@ -26,7 +26,6 @@ NOTHING_YET = (
     "that ran while the monitor was open."
 )
 
-
 MARKS: dict[Category, str] = {
     "healthy": "[Healthy]",
     "amplifying": "[AMPLIFYING]",
@@ -202,14 +201,15 @@ class _Probe(BlockGradientProbe):
     def reset(self) -> None:
         self.reached: dict[int, StepAccumulator] = {}
         """The accumulator of the latest backward pass that reached a block, by the block's index."""
-        self._current_pass: int | None = None
-        self._norms: list[float | None] | None = None
+        self._current_pass = -1
+        self._norms: list[float | None] = []
+        """Empty after a new gradient."""
         self.tap.forget_calls()
         self.end_micro_batch()
 
     def norms(self) -> list[float | None]:
         """The norm at each block: one transfer for each backward pass and device, repeated only after a new gradient."""
-        if self._norms is None:
+        if not self._norms:
             values = {accumulator: accumulator.collect() for accumulator in set(self.reached.values())}
             keys = [stream.number_keys[0] for stream in self._streams]
             self._norms = [values[self.reached[index]][key] if index in self.reached else None for index, key in enumerate(keys)]
@@ -224,7 +224,7 @@ class _Probe(BlockGradientProbe):
                 "backward passes, or give strict_single_backward=False, which keeps the latest."
             )
         self.reached[index] = self._accumulator
-        self._norms = None
+        self._norms = []
         self._accumulator.observe(self._streams[index], elements_of(gradient))
 
     def fail_block(self, index: int, output: object, error: Exception) -> None:
