@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.lightning_package import CSVLogger, ModelCheckpoint
+from helpers.stores import digests
 from helpers.training import Classifier, loader, seed, trainer
 from torch import nn
 
@@ -28,11 +28,6 @@ def fit(folder: Path, max_steps: int, resume: Path | None = None, *, logger: Any
     )
     run.fit(Classifier(nn.Linear(6, 3)), loader(), loader(8), ckpt_path=resume)
     return callback
-
-
-def digests(*paths: Path) -> list[tuple[str, int]]:
-    """Content and modification time of files, which change with every write."""
-    return [(hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in paths]
 
 
 def steps_of(path: Path | str | None) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import math
 import os
@@ -15,6 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from helpers.stores import digests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,11 +49,6 @@ def content(path: Path) -> dict[str, list[tuple[int, bytes]]]:
     reader = load_store(path)
     keys = reader.keys()
     return {key: [(int(step), bits(value)) for step, value in zip(*reader.series(key), strict=True)] for key in keys}
-
-
-def digest(path: Path) -> str:
-    """A file's content and modification time, which change with every write."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() + str(path.stat().st_mtime_ns)
 
 
 part = st.text("abcXYZ019_.-é", min_size=1, max_size=8) | st.sampled_from(
@@ -154,10 +149,10 @@ def test_close_leaves_only_the_file_and_does_no_harm_twice(tmp_path: Path) -> No
     opened.write(Record(0, {RMS: 1.0}))
     assert is_in_use(path)
     opened.close()
-    before = digest(path)
+    before = digests(path)
     opened.close()
     opened.write(Record(1, {RMS: 2.0}))
-    assert digest(path) == before
+    assert digests(path) == before
     assert not is_in_use(path)
     assert [entry.name for entry in path.parent.iterdir()] == ["m.h5"]
     assert not opened.failed
@@ -168,11 +163,11 @@ def test_an_existing_file_is_never_touched(tmp_path: Path, caplog: pytest.LogCap
     path = tmp_path / "monitor.h5"
     store(path, Record(0, {RMS: 1.0}))
     (tmp_path / "monitor-2.h5").write_text("notes of mine")
-    before = digest(path), digest(tmp_path / "monitor-2.h5")
+    before = digests(path), digests(tmp_path / "monitor-2.h5")
     second = store(path, Record(0, {RMS: 2.0}))
     assert second.path == tmp_path / "monitor-3.h5"
     assert content(second.path) == {RMS: [(0, bits(2.0))]}
-    assert (digest(path), digest(tmp_path / "monitor-2.h5")) == before
+    assert (digests(path), digests(tmp_path / "monitor-2.h5")) == before
     assert [r.getMessage() for r in caplog.records] == [
         f"The store at {path} is left as it is: it exists. This run writes to {second.path}."
     ]
@@ -306,10 +301,10 @@ def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pyte
     path, own = tmp_path / "first.h5", tmp_path / "own" / "m.h5"
     store(path, *(Record(step, {RMS: step}) for step in range(5)), configuration={"run": 1})
     store(path, Record(4, {RMS: 40}), configuration={"run": 1}, resume_from=4)
-    before = digest(path)
+    before = digests(path)
     caplog.clear()
     store(own, Record(3, {STD: 1.0}), configuration={"run": 1}, resumed=path, resume_from=3)
-    assert digest(path) == before
+    assert digests(path) == before
     assert content(own) == {RMS: [(step, bits(step)) for step in range(3)], STD: [(3, bits(1.0))]}
     with h5py.File(own) as file:
         assert "superseded" not in file
@@ -327,11 +322,11 @@ def test_a_resumed_run_reads_the_file_of_a_live_run(tmp_path: Path) -> None:
     for step in range(4):
         live.write(Record(step, {RMS: step}))
     killed = Path(shutil.copy(path, tmp_path / "killed.h5"))
-    before = digest(path), digest(killed)
+    before = digests(path), digests(killed)
     for number, resumed in enumerate((path, killed)):
         own = store(tmp_path / f"own{number}.h5", Record(2, {RMS: 20.0}), resumed=resumed, resume_from=2)
         assert content(own.path) == {RMS: [(0, bits(0)), (1, bits(1)), (2, bits(20))]}
-    assert (digest(path), digest(killed)) == before
+    assert (digests(path), digests(killed)) == before
     live.close()
 
 
@@ -399,9 +394,9 @@ def test_resume_leaves_alone_what_it_cannot_continue(tmp_path: Path, caplog: pyt
     path = tmp_path / "m.h5"
     store(path, *(Record(step, {RMS: 1.0}) for step in range(100)))
     spoil(path, how)
-    before = digest(path)
+    before = digests(path)
     resumed = store(path, Record(3, {RMS: 2.0}), resume_from=3)
-    assert digest(path) == before
+    assert digests(path) == before
     assert resumed.path == tmp_path / "m-2.h5"
     assert content(resumed.path) == {RMS: [(3, bits(2.0))]}
     assert [reason in record.getMessage() for record in caplog.records] == [True]

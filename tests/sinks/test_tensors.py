@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import signal
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.processes import kill, start
+from helpers.stores import digests
 from torch import Tensor
 
 from lightning_module_monitor import sinks
@@ -69,11 +69,6 @@ def content(path: Path) -> dict[tuple[str, str, int, int], list[int]]:
     """All captured tensors, bit-exact."""
     store = load_store(path)
     return {one[:4]: bits(store.tensor(*one[:4])) for one in store.tensors()}
-
-
-def digest(path: Path) -> str:
-    """A file's content and modification time, which change with every write."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() + str(path.stat().st_mtime_ns)
 
 
 # ------------------------------------------------------------------ what comes back
@@ -226,14 +221,14 @@ def test_tensors_of_another_run_are_never_touched(tmp_path: Path, caplog: pytest
     """Both files of a second run have the same number, also if only the first run's tensors remain."""
     path = tmp_path / "m.h5"
     run(path, record(0, raw(torch.tensor([1]))))
-    before = digest(tmp_path / "m.tensors.h5")
+    before = digests(tmp_path / "m.tensors.h5")
     store, tensors = run(path, record(0, raw(torch.tensor([2]))))
     assert (store.name, tensors.name) == ("m-2.h5", "m-2.tensors.h5")
     path.unlink()
     store, tensors = run(path, record(0, raw(torch.tensor([3]))))
     assert (store.name, tensors.name) == ("m-3.h5", "m-3.tensors.h5")
     assert "m.tensors.h5 exists" in caplog.messages[-1]
-    assert digest(tmp_path / "m.tensors.h5") == before
+    assert digests(tmp_path / "m.tensors.h5") == before
     assert [load_store(tmp_path / f"m-{number}.h5").tensor("activation", "fc", 0).item() for number in (2, 3)] == [2, 3]
 
 
@@ -259,9 +254,9 @@ def test_a_resumed_run_that_captures_nothing_takes_out_what_runs_again(tmp_path:
     """With its first record: after a kill right then, no tensor of a repeated step remains."""
     path = tmp_path / "m.h5"
     run(path, record(0, raw(torch.ones(2))), record(8, raw(torch.ones(2))))
-    before = digest(tmp_path / "m.tensors.h5")
+    before = digests(tmp_path / "m.tensors.h5")
     run(path, record(9), resume_from=9)
-    assert digest(tmp_path / "m.tensors.h5") == before
+    assert digests(tmp_path / "m.tensors.h5") == before
     run(path, record(5), resume_from=5)
     assert list(content(path)) == [("activation", "fc", 0, 0)]
 
@@ -272,12 +267,12 @@ def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pyte
     path = tmp_path / "m.h5"
     values = {step: torch.full((10,), float(step)) for step in range(6)}
     run(path, *(record(step, raw(value)) for step, value in values.items()))
-    before = digest(tmp_path / "m.tensors.h5")
+    before = digests(tmp_path / "m.tensors.h5")
     run(tmp_path / "other.h5", record(3), resumed=path, resume_from=3)
     run(tmp_path / "third.h5", record(3, raw(-values[3])), resumed=path, resume_from=3)
     assert content(tmp_path / "other.h5") == {("activation", "fc", step, 0): bits(values[step]) for step in range(3)}
     assert content(tmp_path / "third.h5") == {("activation", "fc", step, 0): bits(values[step] * (-1) ** (step == 3)) for step in range(4)}
-    assert digest(tmp_path / "m.tensors.h5") == before
+    assert digests(tmp_path / "m.tensors.h5") == before
     own, copied = tmp_path / "other.tensors.h5", tmp_path / "m.tensors.h5"
     message = f"{own} goes on from step 3; it begins with a copy of 3 tensors of earlier steps from {copied}, which is left as it is."
     assert message in caplog.messages
@@ -289,9 +284,9 @@ def test_damaged_tensors_are_not_changed_and_reported(tmp_path: Path, caplog: py
     run(path, record(0, raw(torch.ones(2))))
     damaged = tmp_path / "m.tensors.h5"
     damaged.write_bytes(damaged.read_bytes()[:3000])
-    before = digest(damaged)
+    before = digests(damaged)
     store, tensors = run(path, record(3), record(4, raw(torch.tensor([5]))), resume_from=3)
-    assert digest(damaged) == before
+    assert digests(damaged) == before
     assert (store.name, tensors.name) == ("m.h5", "m.tensors-2.h5")
     assert ["cannot be resumed" in message for message in caplog.messages] == [True]
     assert load_store(tensors).tensor("activation", "fc", 4).item() == 5
