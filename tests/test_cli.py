@@ -1,4 +1,4 @@
-"""The command line as a whole: the console script, its commands, and what is said of a wrong one."""
+"""The command line as a whole: the console script, its commands, and the errors of wrong commands."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_console_script_is_this_function() -> None:
-    """What pyproject.toml installs as ``lightning-module-monitor``."""
+    """The console script ``lightning-module-monitor`` of pyproject.toml."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert list(scripts) == ["lightning-module-monitor"]
     assert EntryPoint("", scripts["lightning-module-monitor"], "console_scripts").load() is cli.main
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """With what it does."""
+    """With its description."""
     with pytest.raises(SystemExit) as stop:
         cli.main(["--help"])
     assert stop.value.code == 0
@@ -37,7 +37,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["coordinate-chek", "x.yaml"], ["coordinate-check"], ["coordinate-check", "x.yaml", "--no"]])
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 2, and a line on stderr."""
+    """Status 2 and a line on stderr."""
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""The commands that go with a store: what they print and write, exit statuses, one-line errors."""
+"""The commands for a store: output, files, exit statuses, one-line errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_module_monitor import Histogram, load_store
 from lightning_module_monitor.cli import COMMANDS, main
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.sinks.store.opening import is_in_use
+from lightning_module_monitor.sinks.store.read_access import is_in_use
 
 SERIES: dict[str, list[float | None]] = {
     "activation/fc/rms": [1.0, 2.0, math.inf],
@@ -46,12 +46,12 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A healthy run, but for one infinite activation."""
+    """A healthy run with one infinite activation."""
     return write_store(tmp_path / "monitor.h5", SERIES)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    """What a command prints; its status is checked."""
+    """The output of a command, after a check of its status."""
     assert main(arguments) == status
     out, err = capsys.readouterr()
     assert err == ""
@@ -59,7 +59,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a command that fails."""
+    """The single error line of a command."""
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -70,7 +70,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_keys(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them, or those that a pattern matches; status 1 where there are none."""
+    """All keys, or those that a pattern matches; status 1 without a match."""
     assert sorted(printed(capsys, "keys", "monitor.h5").split()) == sorted(SERIES)
     assert printed(capsys, "keys", "monitor.h5", ".*/(rms|norm)").split() == ["activation/fc/rms", "gradient/fc.weight/norm"]
     assert main(["keys", "monitor.h5", "rms"]) == 1
@@ -79,8 +79,8 @@ def test_keys(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "PATTERN is '('; expected a regular expression" in error(capsys, "keys", "monitor.h5", "(")
 
 
-def test_keys_stop_where_nobody_reads_on(store: Path) -> None:
-    """``keys monitor.h5 | head -1`` is no error."""
+def test_keys_stops_when_the_pipe_is_closed(store: Path) -> None:
+    """``keys monitor.h5 | head -1`` is not an error."""
     many = write_store(store.with_name("many.h5"), {f"activation/layer{number}/rms": [1.0] for number in range(5000)})
     program = f"import sys; from lightning_module_monitor.cli import main; sys.exit(main(['keys', {str(many)!r}]))"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
@@ -93,14 +93,14 @@ def test_keys_stop_where_nobody_reads_on(store: Path) -> None:
 
 
 def test_summary_of_histograms_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their sites and steps count."""
+    """Sites and steps of histograms are counted."""
     histograms = {f"parameter/{site}/hist": [Histogram(np.ones(NUM_COUNTS, np.int64))] * 3 for site in ("a", "b")}
     write_store(tmp_path / "monitor.h5", {"monitor/errors": [0.0] * 3}, histograms=histograms)
     assert "monitor.h5: 3 monitored steps, 0 to 20; 2 sites\n" in printed(capsys, "summary", "monitor.h5")
 
 
 def test_export(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each recorded value, in CSV and in Parquet; where it was written is said."""
+    """A row for each recorded value, in CSV and in Parquet; the path is printed."""
     pytest.importorskip("pandas")
     rows = sum(value is not None for values in SERIES.values() for value in values)
     assert f"monitor.csv: {rows} values, " in printed(capsys, "export", "monitor.h5")
@@ -114,8 +114,8 @@ def test_export(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pandas.testing.assert_frame_equal(pandas.read_parquet("other.parquet"), load_store(store).to_frame(), check_dtype=False)
 
 
-def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Site and evidence of what is sick, with status 1; what was looked for in vain; what was not recorded; status 0 where all is well."""
+def test_summary_prints_the_verdict(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Site and evidence of sick checks, with status 1; healthy checks; checks without data; status 0 if none is sick."""
     out = printed(capsys, "summary", "monitor.h5", status=1)
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0].endswith("monitor.h5: 3 monitored steps, 0 to 20; 2 sites")
@@ -134,7 +134,7 @@ def test_summary_tells_the_verdict(store: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_report_and_compare_write_a_page(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside the store, or where it is wanted; where and how large is said."""
+    """Beside the store, or at the given path; path and size are printed."""
     assert re.fullmatch(r"monitor\.html: \d\.\d+ MiB\n", printed(capsys, "report", "monitor.h5"))
     assert f"<title>{'/'.join(store.parts[-3:])}</title>" in Path("monitor.html").read_text()
     Path("pages").mkdir()
@@ -205,7 +205,7 @@ def test_a_wrong_check_of_two_runs_is_a_line(arguments: tuple[str, ...], message
 
 
 def test_compare_prints_what_differs_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The medians of the last quarter, the largest factor first, for each run against the first; of twins one."""
+    """The medians of the last quarter, the largest factor first, for each run against the first; of two equal series only one."""
     runs = {"one.h5": (1.0, 2.0, 1.0), "two.h5": (1.0, 2.5, 4.0), "three.h5": (1.0, 2.0, 0.0)}
     for name, (same, other, most) in runs.items():
         values = {"same": same, "other": other, "most": most}
@@ -225,19 +225,19 @@ def test_compare_prints_what_differs_most(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("command", [("report",), ("compare", "monitor.h5"), ("export",), ("export", "--format", "parquet")], ids=" ".join)
 def test_a_file_that_cannot_be_written_is_a_line(store: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
-    """The system's reason, and no traceback; here the name is too long."""
+    """The system's reason, without a traceback; here the name is too long."""
     path = "x" * 300
     assert error(capsys, *command, store.name, "-o", path).startswith(f"{path!r} cannot be written: ")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_full_disk_is_a_line(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Found only while the file is written."""
+    """The error occurs while the file is written."""
     assert error(capsys, "export", store.name, "-o", "/dev/full") == "'/dev/full' cannot be written: No space left on device."
 
 
 def test_repair(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A closed store needs none; one that a kill left open becomes plain; one that is being written is left alone."""
+    """A closed store is unchanged; the store of a killed run becomes plain; the store of a live run is an error."""
     assert printed(capsys, "repair", "monitor.h5") == "monitor.h5: was closed; nothing to repair\n"
     live = open_store(Path("live.h5"), SERIES)
     shutil.copy("live.h5", "killed.h5")
@@ -259,7 +259,7 @@ def test_a_store_that_cannot_be_read_is_a_line(command: str, capsys: pytest.Capt
         file.attrs["format_version"] = 99
     Path("damaged.h5").write_bytes(b"no HDF5")
     Path("folder.h5").mkdir()
-    said = {
+    messages = {
         "missing.h5": "There is no store at 'missing.h5'.",
         "folder.h5": "There is no store at 'folder.h5'.",
         "foreign.h5": "is an HDF5 file of another program",
@@ -267,14 +267,14 @@ def test_a_store_that_cannot_be_read_is_a_line(command: str, capsys: pytest.Capt
         "damaged.h5": "is not a readable HDF5 file",
     }
     before = sorted(Path().iterdir())
-    for name, words in said.items():
+    for name, words in messages.items():
         assert words in error(capsys, command, *([name, name] if command == "compare" else [name]))
     assert sorted(Path().iterdir()) == before
 
 
 @pytest.mark.parametrize("command", OF_STORES)
 def test_help_has_examples_and_exit_statuses(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands that can be copied, and what the status says."""
+    """The help has commands to copy and the meaning of the status."""
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
@@ -284,7 +284,7 @@ def test_help_has_examples_and_exit_statuses(command: str, capsys: pytest.Captur
 
 
 def test_a_missing_extra_is_a_line(store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what to install, before anything is read or written."""
+    """The error has the package to install, before a file is read or written."""
     for module in ("plotly.offline", "rich", "pyarrow"):
         monkeypatch.setitem(sys.modules, module, None)
     assert "pip install 'lightning-module-monitor[report]'" in error(capsys, "report", "monitor.h5")
@@ -294,7 +294,7 @@ def test_a_missing_extra_is_a_line(store: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_reading_keys_imports_neither_torch_nor_pandas(store: Path) -> None:
-    """A command pays for its own imports only."""
+    """A command imports only its own packages."""
     program = (
         "import sys; from lightning_module_monitor.cli import main\n"
         f"main(['keys', {str(store)!r}]); main(['summary', {str(store)!r}])\n"
@@ -305,6 +305,6 @@ def test_reading_keys_imports_neither_torch_nor_pandas(store: Path) -> None:
 
 
 def test_every_command_is_tested() -> None:
-    """The list above is that of the command line, but for the width check, which has its own tests."""
+    """The list above has every command but the width check, which has other tests."""
     assert [command.name for command in COMMANDS] == [*OF_STORES, "coordinate-check"]
     assert issubclass(ConfigError, ValueError)

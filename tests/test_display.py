@@ -1,4 +1,4 @@
-"""What the prompt and a notebook show of the public objects."""
+"""The display of public objects at the prompt and in a notebook."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Cells(HTMLParser):
 
 
 def shown(thing: object) -> Cells:
-    """What a notebook shows of an object; nothing in it but a table."""
+    """The texts of an object's display in a notebook, which is a table."""
     cells = Cells(thing._repr_html_())  # type: ignore[attr-defined]  # IPython's own protocol
     assert cells.tags <= {"table", "caption", "b", "thead", "tbody", "tr", "th", "td"}
     return cells
 
 
 def test_a_store_is_a_table_of_its_kinds(tmp_path: Path) -> None:
-    """With sites, statistics, records and steps of each; a store that is gone says so."""
+    """With sites, statistics, records and steps of each kind; a missing store is reported."""
     series = {f"activation/{site}/{name}": [1.0] * 3 for site in ("a", "b") for name in ("rms", "mean")} | {"loss": [1.0, 2.0]}
     histograms = {"gradient/w/hist": [Histogram(np.ones(NUM_COUNTS, np.int64))]}
     path = write_store(tmp_path / f"{NASTY.replace('/', '-')}.h5", series, histograms=histograms)
@@ -73,7 +73,7 @@ def test_a_store_is_a_table_of_its_kinds(tmp_path: Path) -> None:
 
 
 def test_a_monitor_is_a_table_of_its_rules() -> None:
-    """Patterns are shown as they are; the module and the last record are named."""
+    """Patterns are shown unchanged, with the module and the last record."""
     monitor = ModuleMonitor(
         rules=[
             Rule(kinds=["activation", "gradient"], sites=["<b>.*", ".*"], statistics=["rms", "hist"]),
@@ -96,7 +96,7 @@ def test_a_monitor_is_a_table_of_its_rules() -> None:
 
 
 def test_a_callback_says_what_it_did(tmp_path: Path) -> None:
-    """What is watched, the last record, the store, the findings; before the run, after it, and where its options are wrong."""
+    """Rules, the last record, the store and the findings: before the run, after it, and with wrong options."""
     callback = ModuleMonitorCallback(
         2, rules=[Rule(kinds="parameter", statistics="norm")], alerts=[Alert(keys="parameter/.*", above=0.0, name="<large>")]
     )
@@ -117,7 +117,7 @@ def test_a_callback_says_what_it_did(tmp_path: Path) -> None:
 
 
 def test_findings_are_a_list_that_reads_as_a_table(tmp_path: Path) -> None:
-    """A line each at the prompt, a row each in a notebook; a list in every other way, also after a copy."""
+    """A line for each at the prompt, a row for each in a notebook; otherwise a list, also after a copy."""
     finding = Finding(120, "dead_units", NASTY, "activation/x/rms", "97 % of units are zero.")
     assert repr(finding) == f"Finding(step 120, warning, dead_units at {NASTY}: 97 % of units are zero.)"
     several = Findings([finding] * 40)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
     from lightning_module_monitor.record import Finding, Record
     from lightning_module_monitor.report.page import write_report
-    from lightning_module_monitor.sinks.history import StorageManager
+    from lightning_module_monitor.sinks.recent_records import StorageManager
     from lightning_module_monitor.sinks.store.reader import load_store
-    from lightning_module_monitor.standalone.coordinate_check import RefinedCoordinateCheck
     from lightning_module_monitor.standalone.forward import MonitorMixin, monitor_scaled_dot_product_attention
     from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
+    from lightning_module_monitor.standalone.refined_coordinate_check import RefinedCoordinateCheck
     from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
     from lightning_module_monitor.standalone.watcher import TorchWatcher
     from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
@@ -69,9 +69,9 @@ _HOMES = {
     "histogram": ("Histogram",),
     "record": ("Finding", "Record"),
     "report.page": ("write_report",),
-    "sinks.history": ("StorageManager",),
+    "sinks.recent_records": ("StorageManager",),
     "sinks.store.reader": ("load_store",),
-    "standalone.coordinate_check": ("RefinedCoordinateCheck",),
+    "standalone.refined_coordinate_check": ("RefinedCoordinateCheck",),
     "standalone.forward": ("MonitorMixin", "monitor_scaled_dot_product_attention"),
     "standalone.gradient_gain": ("GradientGainMonitor",),
     "standalone.tracker": ("Event", "Stash", "Tracker", "track"),

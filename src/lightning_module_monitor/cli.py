@@ -24,7 +24,7 @@ FAILED = 3
 
 
 class Command(NamedTuple):
-    """A subcommand. Its ``run`` imports what takes long to import: all commands are imported for one."""
+    """A subcommand. Its ``run`` imports slow packages, because every command imports this module."""
 
     name: str
     help: str
@@ -38,17 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: Arguments instead of those of the process.
+        arguments: Arguments; by default those of the process.
 
     Returns:
-        Exit status: that of the subcommand; 2 for wrong usage, 3 if something else went wrong.
+        Exit status of the subcommand; 2 for wrong usage, 3 for any other error.
     """
     parser = argparse.ArgumentParser(prog="lightning-module-monitor", description=__doc__.partition(":")[0] + ".")
     parser.add_argument("--version", action="version", version=f"%(prog)s {package_version()}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
-    for name, words, epilog, add_arguments, run in COMMANDS:
+    for name, help_text, epilog, add_arguments, run in COMMANDS:
         raw = argparse.RawDescriptionHelpFormatter
-        subparser = subparsers.add_parser(name, help=words, description=words, epilog=epilog, formatter_class=raw)
+        subparser = subparsers.add_parser(name, help=help_text, description=help_text, epilog=epilog, formatter_class=raw)
         add_arguments(subparser)
         subparser.set_defaults(run=run)
     options = parser.parse_args(arguments)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ImportError) as error:
         print(f"lightning-module-monitor {options.command}: error: {printable(str(error))}", file=sys.stderr)
         return WRONG_USAGE
-    except BrokenPipeError:  # the reader of the output has closed it, as in "keys monitor.h5 | head"
+    except BrokenPipeError:  # the reader has closed the pipe, as in "keys monitor.h5 | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:
@@ -66,17 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-# ------------------------------------------------------------------ what the subcommands share
+# ------------------------------------------------------------------ shared by the subcommands
 
-_ONE_STORE = "path of a run's monitor.h5, or of a folder, whose newest run is used; the run may be going on, or have been killed"
-
-
-def _add_store(parser: argparse.ArgumentParser, num: int | str | None = None, words: str = _ONE_STORE) -> None:
-    parser.add_argument("store", metavar="STORE", type=Path, nargs=num, help=words)
+_STORE = "path of a run's monitor.h5, or of a folder, whose newest run is used; the run may be live or killed"
 
 
-def _add_output(parser: argparse.ArgumentParser, words: str) -> None:
-    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help=f"default: {words}")
+def _add_store(parser: argparse.ArgumentParser, num: int | str | None = None, help_text: str = _STORE) -> None:
+    parser.add_argument("store", metavar="STORE", type=Path, nargs=num, help=help_text)
+
+
+def _add_output(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help=f"default: {default}")
 
 
 def _open_store(path: Path) -> StoreReader:
@@ -92,7 +92,7 @@ def _output_path(wanted: Path | None, store: Path, suffix: str) -> Path:
     """The path to write to, by default beside the store.
 
     Raises:
-        ConfigError: If there is no such folder, or the file would be the store itself.
+        ConfigError: If the folder does not exist, or the path is the store.
     """
     path = store.with_suffix(suffix) if wanted is None else wanted
     with _writing(path):
@@ -106,7 +106,7 @@ def _output_path(wanted: Path | None, store: Path, suffix: str) -> Path:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Make an error of the system in the block a ``ConfigError`` about the file."""
+    """Raise an ``OSError`` of the block as a ``ConfigError`` about the file."""
     try:
         yield
     except OSError as error:
@@ -120,10 +120,10 @@ examples:
   lightning-module-monitor report monitor.h5
   lightning-module-monitor report monitor.h5 -o report.html
 
-The page is one file that needs no network. The run may still be going on: the page shows what there is by then.
+The page is one file that needs no network. The page of a live run shows the records so far.
 
 exit status:
-  0  it was written
+  0  the page was written
   2  the command is wrong, STORE cannot be read, or an extra is not installed
 """
 
@@ -133,15 +133,15 @@ examples:
   lightning-module-monitor compare seed1.h5 seed2.h5 seed3.h5 -o seeds.html
   lightning-module-monitor compare main.h5 branch.h5 --fail-on 'gradient/.*/norm' --ratio 2
 
-Sites are matched by name; the page says what matched and what did not. Differences are to the first run; the largest are printed.
+Sites are matched by name; the page lists the sites that match no other. Differences are to the first run; the largest are printed.
 
-With --fail-on only a check is made: for every key that PATTERN matches as a whole in both runs, the medians of the last quarter of the
-records are compared, and keys that fail are printed. A key also fails where values of one run are not finite, or the signs differ. A page
-is written with -o only.
+With --fail-on the command only compares the medians of the last quarter of the records, for every key that PATTERN matches as a whole in
+both runs, and prints the keys that fail. A key also fails if values of one run are not finite, or if the signs differ. A page is written
+with -o only.
 
 exit status:
-  0  it was written; with --fail-on no key differs by more than RATIO
-  1  with --fail-on some key does
+  0  the page was written; with --fail-on no key differs by more than RATIO
+  1  with --fail-on a key differs by more than RATIO
   2  the command is wrong, a STORE cannot be read, an extra is not installed, or PATTERN matches no key of both runs
 """
 
@@ -154,8 +154,8 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     _add_store(parser, "+", "paths of the runs' monitor.h5 or folders, two or more")
     _add_output(parser, "compare.html")
-    words = "check the keys that this regular expression matches as a whole; may be given several times"
-    parser.add_argument("--fail-on", metavar="PATTERN", action="append", help=words)
+    help_text = "compare the keys that this regular expression matches as a whole; may be given several times"
+    parser.add_argument("--fail-on", metavar="PATTERN", action="append", help=help_text)
     parser.add_argument("--ratio", type=float, help="largest factor between two runs that is no failure; default: 2")
 
 
@@ -168,30 +168,30 @@ def _compare(arguments: argparse.Namespace) -> int:
         arguments.output = arguments.output or Path("compare.html")
         _write_page(arguments)
         return _print_changes(arguments.store)
-    status = _check_series(arguments.store, [_pattern(one, "--fail-on") for one in arguments.fail_on], arguments.ratio)
+    status = _check_series(arguments.store, [_pattern(text, "--fail-on") for text in arguments.fail_on], arguments.ratio)
     if arguments.output is not None:
         _write_page(arguments)
     return status
 
 
 def _print_changes(paths: Sequence[Path]) -> int:
-    """Print the series that differ most between the first run and each other."""
+    """Print the series that differ most between the first run and each other run."""
     from lightning_module_monitor.report.comparison import largest_changes
     from lightning_module_monitor.report.stored_run import read_run
 
     first, *others = [read_run(_open_store(path)) for path in paths]
     for other in others:
         changes = largest_changes(first, other, most=10)
-        most = "medians of the last quarter that differ most" if changes else "no series of both differs"
-        print(printable(f"{first.path} -> {other.path}: {most}"))
-        for one in changes:
-            factor = "" if math.isnan(one.factor) else f" (x {one.factor:.3g})"
-            print(printable(f"  {one.kind}/{one.site}/{one.statistic}: {one.before:.4g} -> {one.after:.4g}{factor}"))
+        heading = "medians of the last quarter that differ most" if changes else "no series of both differs"
+        print(printable(f"{first.path} -> {other.path}: {heading}"))
+        for change in changes:
+            factor = "" if math.isnan(change.factor) else f" (x {change.factor:.3g})"
+            print(printable(f"  {change.kind}/{change.site}/{change.statistic}: {change.before:.4g} -> {change.after:.4g}{factor}"))
     return 0
 
 
 def _check_series(paths: Sequence[Path], patterns: Sequence[re.Pattern[str]], ratio: float | None) -> int:
-    """Print the keys that differ by more than a factor between the first run and any other."""
+    """Print the keys that differ by more than a factor between the first run and any other run."""
     from lightning_module_monitor.report.comparison import compare_series
     from lightning_module_monitor.report.stored_run import read_run
 
@@ -202,12 +202,12 @@ def _check_series(paths: Sequence[Path], patterns: Sequence[re.Pattern[str]], ra
     num_failures = 0
     for other in others:
         series = compare_series(first, other, patterns)
-        failures = [one for one in series if one.exceeds(ratio)]
+        failures = [difference for difference in series if difference.exceeds(ratio)]
         num_failures += len(failures)
-        for one in failures:
-            print(printable(str(one)))
-        what = f"{len(failures)} of {len(series)} keys differ by more than a factor of {ratio:g}"
-        print(printable(f"{first.path} -> {other.path}: {what}"))
+        for failure in failures:
+            print(printable(str(failure)))
+        result = f"{len(failures)} of {len(series)} keys differ by more than a factor of {ratio:g}"
+        print(printable(f"{first.path} -> {other.path}: {result}"))
     return 1 if num_failures else 0
 
 
@@ -231,12 +231,12 @@ examples:
   lightning-module-monitor summary --markdown monitor.h5 >> "$GITHUB_STEP_SUMMARY"
   lightning-module-monitor summary --json monitor.h5
 
-With --markdown one page for a log or a language model: verdict, diagnoses, the findings and series behind them, what the store has, and
-queries in Python to go on with.
+--markdown prints a page for a log or a language model: verdict, diagnoses, their findings and series, the content of the store, and
+queries in Python.
 
 exit status:
-  0  nothing is sick
-  1  something is
+  0  no check is sick
+  1  a check is sick
   2  the command is wrong, or STORE cannot be read
 """
 
@@ -246,8 +246,8 @@ examples:
   lightning-module-monitor keys monitor.h5 'gradient/.*/norm'
 
 exit status:
-  0  there are such keys
-  1  there are none
+  0  a key matches
+  1  no key matches
   2  the command is wrong, or STORE cannot be read
 """
 
@@ -284,13 +284,13 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 def _print_keys(arguments: argparse.Namespace) -> int:
     store = _open_store(arguments.store)
     pattern, keys = _pattern(arguments.pattern, "PATTERN"), [*store.keys(), *store.histogram_keys()]
-    found = [key for key in keys if pattern.fullmatch(key)]
-    for key in found:
+    matches = [key for key in keys if pattern.fullmatch(key)]
+    for key in matches:
         print(printable(key))
-    if not found:
+    if not matches:
         near = nearest_pattern(arguments.pattern, keys)
         print(printable(f"PATTERN {arguments.pattern!r} matches none of {len(keys)} keys{near}"), file=sys.stderr)
-    return 0 if found else 1
+    return 0 if matches else 1
 
 
 def _pattern(text: str, label: str) -> re.Pattern[str]:
@@ -307,11 +307,11 @@ examples:
   lightning-module-monitor export monitor.h5 --format csv
   lightning-module-monitor export monitor.h5 --format parquet -o run.parquet
 
-The columns are step, stage, kind, site, statistic and value; a row is a recorded value. Histograms are left out. In CSV a text that begins
-with =, +, - or @ gets a ' before it: a spreadsheet would run it as a formula.
+The columns are step, stage, kind, site, statistic and value; a row is a recorded value. Histograms are left out. In CSV, a text that
+begins with =, +, - or @ gets a leading ': a spreadsheet would run it as a formula.
 
 exit status:
-  0  it was written
+  0  the file was written
   2  the command is wrong, STORE cannot be read, or an extra is not installed
 """
 
@@ -319,7 +319,7 @@ REPAIR = """\
 example:
   lightning-module-monitor repair monitor.h5
 
-The other commands, and load_store, read such a store without it. The file of raw tensors beside it needs none: it is always closed.
+The other commands and load_store also read the store of a killed run. The file of raw tensors beside it is always closed.
 
 exit status:
   0  every HDF5 program can read it
@@ -355,7 +355,7 @@ def _no_formula(text: str) -> str:
 
 
 def _repair(arguments: argparse.Namespace) -> int:
-    from lightning_module_monitor.sinks.store.opening import is_in_use
+    from lightning_module_monitor.sinks.store.read_access import is_in_use
 
     store = _open_store(arguments.store)
     was_open = is_in_use(store.path)
@@ -367,10 +367,10 @@ def _repair(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_PAGE = "write one HTML page about a run: a verdict, heat maps, profiles over depth, histograms, the configuration"
-_PAGES = "write one HTML page about several runs, side by side and with their differences; or check them for differences"
-_VERDICT = "show what is healthy in a run and what is not, with the evidence, as a table"
-_PLAIN = "make the store of a run that was killed readable for every HDF5 program"
+_PAGE = "write an HTML page about a run: a verdict, heat maps, profiles over depth, histograms, the configuration"
+_PAGES = "write an HTML page about several runs, side by side and with their differences; or check for differences"
+_VERDICT = "print a table of the checks of a run, healthy or not, with the evidence"
+_REPAIR = "make the store of a killed run readable for every HDF5 program"
 
 COMMANDS: Sequence[Command] = (
     Command("report", _PAGE, REPORT, _add_report, _write_page),
@@ -378,6 +378,6 @@ COMMANDS: Sequence[Command] = (
     Command("summary", _VERDICT, SUMMARY, _add_summary, _print_summary),
     Command("keys", "list the keys of a store", KEYS, _add_keys, _print_keys),
     Command("export", "write every number of a store into a CSV or Parquet file", EXPORT, _add_export, _export),
-    Command("repair", _PLAIN, REPAIR, _add_store, _repair),
+    Command("repair", _REPAIR, REPAIR, _add_store, _repair),
     Command(coordinate_check.NAME, coordinate_check.HELP, coordinate_check.EPILOG, coordinate_check.add_arguments, coordinate_check.run),
 )

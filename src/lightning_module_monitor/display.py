@@ -1,4 +1,4 @@
-"""How objects look at the prompt and in a notebook: a title, and a short table."""
+"""Display of objects at the prompt and in a notebook: a title and a short table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_ROWS = 30
 
 
 class Description(NamedTuple):
-    """What is shown of an object."""
+    """Title and table of an object."""
 
     title: str
     """One line."""
@@ -22,7 +22,7 @@ class Description(NamedTuple):
 
 
 class Described(ABC):
-    """An object that a notebook shows as a table, and the prompt as one line."""
+    """An object that a notebook shows as a table and the prompt as one line."""
 
     @abstractmethod
     def _describe(self) -> Description:
@@ -32,7 +32,7 @@ class Described(ABC):
         return f"{type(self).__name__}({self._describe().title})"
 
     def _repr_html_(self) -> str:
-        """The table, for IPython. All texts are escaped: names of modules and paths may hold anything."""
+        """The table for IPython. All texts are escaped: names of modules and paths may contain any characters."""
         title, columns, rows = self._describe()
         head = "".join(f"<th>{escape(column)}</th>" for column in columns)
         lines = ["".join(f'<td style="text-align: left">{escape(cell)}</td>' for cell in row) for row in rows[:MAX_ROWS]]
@@ -47,7 +47,7 @@ class Findings(Described, list[Finding]):
     """Findings in their order."""
 
     def _describe(self) -> Description:
-        rows = [(str(one.step), one.severity, one.name, one.site, one.words) for one in self]
+        rows = [(str(finding.step), finding.severity, finding.name, finding.site, finding.words) for finding in self]
         return Description(counted(len(self), "finding"), ("step", "severity", "name", "site", "words"), rows)
 
     def __repr__(self) -> str:

@@ -11,33 +11,33 @@ from numpy.typing import NDArray
 
 LOWEST_EXPONENT = -64
 HIGHEST_EXPONENT = 63
-"""A bin for each power of two from 2**-64 to 2**63. The square of a magnitude beyond them leaves float32."""
+"""A bin for each power of two from 2**-64 to 2**63. Squares of larger or smaller magnitudes exceed float32."""
 
 NUM_BINS = 2 * (HIGHEST_EXPONENT - LOWEST_EXPONENT + 1 + 2) + 1
-"""261: of either sign one a power of two, one of smaller and one of larger magnitudes; and one for zero."""
+"""261: for each sign a bin for each power of two, for smaller and for larger magnitudes; and a bin for zero."""
 
 NONFINITE = ("-inf", "inf", "nan")
-"""What is counted besides the bins, in this order."""
+"""Counted besides the bins, in this order."""
 
 NUM_COUNTS = NUM_BINS + len(NONFINITE)
 """A *row of counts*, in the order of the values: minus infinity, the bins, infinity, NaN."""
 
 FINITE = slice(1, 1 + NUM_BINS)
 NOT_FINITE = (0, NUM_COUNTS - 2, NUM_COUNTS - 1)
-"""Where the bins, and :data:`NONFINITE`, are in a row of counts."""
+"""Indices of the bins, and of :data:`NONFINITE`, in a row of counts."""
 
 
 def _edges() -> NDArray[np.float64]:
     powers = 2.0 ** np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 2)
-    # What is nearest to zero and not zero, and what is largest, in float64: no value of a narrower dtype lies beyond.
+    # The smallest and the largest positive value of float64: no value of a narrower dtype lies beyond.
     magnitudes = np.array([2.0**-1074, *powers, np.finfo(np.float64).max])
     return np.concatenate([-magnitudes[::-1], magnitudes])
 
 
 EDGES: NDArray[np.float64] = _edges()
-"""Edges of the bins, ascending, finite, float64, shape ``(NUM_BINS + 1,)``. Of two edges the one nearer to zero belongs to the bin
-between them: a positive bin is ``[2**k, 2**(k + 1))``, a negative one ``(-2**(k + 1), -2**k]``, and the one of zero holds zero alone, of
-either sign. A value equal to the last edge or the first is in the bin beside it."""
+"""Edges of the bins, ascending, finite, float64, shape ``(NUM_BINS + 1,)``. The edge nearer to zero belongs to a bin: a
+positive bin is ``[2**k, 2**(k + 1))``, a negative bin ``(-2**(k + 1), -2**k]``, and the bin of zero has zeros of either sign only. A value
+equal to the first or last edge is in the bin beside it."""
 EDGES.flags.writeable = False
 
 
@@ -51,12 +51,12 @@ def _labels() -> tuple[str, ...]:
 
 
 LABELS = _labels()
-"""What is counted at each place of a row of counts, as text."""
+"""The values that each entry of a row of counts stands for, as text."""
 
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How many elements of a step there were in each bin, exactly.
+    """The exact number of a step's elements in each bin.
 
     Attributes:
         row: Row of counts, int64, shape ``(NUM_COUNTS,)``.
@@ -77,11 +77,11 @@ class Histogram:
         return dict(zip(NONFINITE, self.row[list(NOT_FINITE)].tolist(), strict=True))
 
     def __add__(self, other: Histogram) -> Histogram:
-        """The histogram of the elements of both."""
+        """The histogram of the elements of both histograms."""
         return Histogram(self.row + other.row)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all counts are the same."""
+        """Whether all counts are equal."""
         return isinstance(other, Histogram) and np.array_equal(self.row, other.row)
 
     def __hash__(self) -> int:
@@ -91,7 +91,7 @@ class Histogram:
         """The histogram without the empty bins at its ends.
 
         Returns:
-            Counts of shape ``(bins,)`` and edges of shape ``(bins + 1,)``; no bin and one edge if no element is finite.
+            Counts of shape ``(bins,)`` and edges of shape ``(bins + 1,)``; no bin and an edge if no element is finite.
         """
         filled = np.flatnonzero(self.counts)
         first, last = (filled[0], filled[-1]) if len(filled) else (0, -1)

@@ -25,7 +25,7 @@ from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled
 from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, STEP_SKIPPED, TRAIN, Key, Record
-from lightning_module_monitor.sinks.history import StorageManager
+from lightning_module_monitor.sinks.recent_records import StorageManager
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,4 +1,4 @@
-"""Options come in containers of many programs: Hydra's, NumPy's, any sequence and any mapping. All mean what plain ones mean."""
+"""Options in containers of other programs (Hydra, NumPy, any sequence or mapping) equal options in plain containers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Container = Callable[[Any], Any]
 
 
 def spread(x: Tensor) -> Tensor:
-    """A function of the user's."""
+    """A user function."""
     return x.std()
 
 
@@ -108,12 +108,12 @@ NESTED: dict[str, tuple[type, Options]] = {
 
 
 def of_hydra(value: Any) -> Any:
-    """A value as Hydra gives it."""
+    """A value in Hydra's containers."""
     return OmegaConf.create(value, flags={"allow_objects": True}) if isinstance(value, dict | list) else value
 
 
 def converted(value: Any, mapping: Container, sequence: Container) -> Any:
-    """A value with other mappings and sequences at every depth."""
+    """A value with other mappings and sequences at each depth."""
     if isinstance(value, dict):
         return mapping({key: converted(one, mapping, sequence) for key, one in value.items()})
     return sequence([converted(one, mapping, sequence) for one in value]) if isinstance(value, list) else value
@@ -138,7 +138,7 @@ CONTAINERS: dict[str, Container] = {
 
 
 def callback(options: Options) -> ModuleMonitorCallback:
-    """The callback of these options, none of which is refused."""
+    """The callback with these options, none of which is an error."""
     made = ModuleMonitorCallback(**options)
     assert isinstance(made.monitor, ModuleMonitor)
     return made
@@ -151,7 +151,7 @@ def parsed(made: ModuleMonitorCallback) -> ParsedOptions:
 
 
 def series(root: Path, made: ModuleMonitorCallback) -> dict[str, dict[int, float]]:
-    """What a run records; NaN, which equals nothing, as a text."""
+    """The records of a run; NaN, which equals nothing, as a text."""
     records = KeepRecords(made)
     root.mkdir()
     fit(root, [made, records], max_steps=4)
@@ -161,7 +161,7 @@ def series(root: Path, made: ModuleMonitorCallback) -> dict[str, dict[int, float
 
 
 def test_the_table_has_every_option() -> None:
-    """An option that is added gets its row, and so do those of rules, captures, flows, health and alerts."""
+    """Every option has a row, also those of rules, captures, flows, health and alerts."""
     assert [*OPTIONS] == [*inspect.signature(ModuleMonitorCallback).parameters]
     for options, given in NESTED.values():
         assert {field.name for field in dataclasses.fields(options)} == given.keys()
@@ -170,7 +170,7 @@ def test_the_table_has_every_option() -> None:
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("name", [name for name, value in OPTIONS.items() if isinstance(value, dict | list)])
 def test_an_option_is_the_same_in_any_container(name: str, container: str) -> None:
-    """What is parsed of it, what the store is given of it, and what is pickled holds no container of another package."""
+    """Parsed options, the stored configuration and the pickled callback have no container of another package."""
     others = {key: value for key, value in OPTIONS.items() if key != name}
     given = callback({**others, name: CONTAINERS[container](OPTIONS[name])})
     expected = callback(OPTIONS)
@@ -210,7 +210,7 @@ def test_a_run_is_the_same_in_any_container(container: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(("options", "fields"), NESTED.values(), ids=NESTED)
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_dataclass_of_options_holds_plain_values(options: type, fields: Options, container: str) -> None:
-    """A ``Rule`` of Python code may get any container, too, and equals the one of lists and dicts."""
+    """A ``Rule`` in Python code accepts any container, too, and equals a rule with lists and dicts."""
     given = options(**{name: CONTAINERS[container](value) for name, value in fields.items()})
     assert given == options(**fields)
     assert vars(given) == fields
@@ -230,7 +230,7 @@ def test_a_dataclass_of_options_holds_plain_values(options: type, fields: Option
     ids=lambda value: type(value).__name__,
 )
 def test_steps_in_any_collection(value: Any, steps: list[int], tmp_path: Path) -> None:
-    """The steps of a schedule, the monitor's and a rule's, are those of the collection."""
+    """The steps of the monitor's and a rule's schedule equal the collection."""
     given = callback({"every_n_steps": value, "rules": [{"kinds": "activation", "statistics": "rms"}]})
     assert [step for step in range(6) if given.monitor.is_step_monitored(step)] == steps
 
@@ -277,7 +277,7 @@ def test_other_classes_take_any_container(tmp_path: Path) -> None:
 
 
 def test_what_can_be_iterated_and_called_stays_as_it_is() -> None:
-    """Modules, classes and metrics are values of options, and no collections."""
+    """Modules, classes and metrics are values of options, not collections."""
     module, metric = nn.Sequential(nn.ReLU()), MeanMetric()
     values: Mapping[str, Any] = plain(MappingProxyType({"a": module, "b": (nn.Linear, metric), "c": "text", "d": b"bytes"}))
     assert values["a"] is module
@@ -362,7 +362,7 @@ def test_a_wrong_value_is_named_as_in_plain_containers(options: Options, message
 
 
 def test_a_class_path_that_cannot_be_made() -> None:
-    """The object's own error is in the message."""
+    """The message has the object's error."""
     functions = {"made": {"class_path": "torchmetrics.MeanMetric", "init_args": {"nan_strategy": "bad"}}}
     with pytest.raises(ConfigError, match=r"rules\[0\]\.functions 'made' 'torchmetrics.MeanMetric' was not made \(ValueError: "):
         ModuleMonitor(rules=[{"kinds": "activation", "functions": functions}])

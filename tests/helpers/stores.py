@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -47,3 +48,8 @@ def write_store(path: Path, series: Series, **options: object) -> Path:
     """A store that was closed; arguments as above. Returns its path."""
     open_store(path, series, **options).close()  # type: ignore[arg-type]
     return path
+
+
+def digests(*paths: Path) -> list[tuple[str, int]]:
+    """Content and modification time of files, which change with every write."""
+    return [(hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in paths]

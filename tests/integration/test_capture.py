@@ -1,4 +1,4 @@
-"""``capture`` in a real Trainer: what is read back is what was there, through accumulation, kills of the run, and resumed runs."""
+"""``capture`` in a real Trainer: tensors are read as they were, with accumulation, killed and resumed runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ["activation", "activation_gradient", "parameter", "gradient_before_clip
 
 
 class Truth(Callback):
-    """Keeps the raw tensors of one layer at every step, in its own way."""
+    """Keeps the raw tensors of a layer at every step, independently of the callback."""
 
     def __init__(self) -> None:
         self.kept: dict[tuple[str, int, int], Tensor] = {}
@@ -80,8 +80,8 @@ PRECISIONS: dict[str, torch.dtype] = {
 @pytest.mark.shows("Trainer, one device", "raw tensors")
 def test_round_trip_is_bit_exact_in_every_dtype(precision: Any, tmp_path: Path) -> None:
     """Every kind under accumulation and clipping: dtype, shape and bits, each micro-batch a call of its own."""
-    wish = Capture(sites=f"{LAYER}(.weight)?", steps=[0, 2, 3], kinds=KINDS)
-    callback, truth = ModuleMonitorCallback(rules=[Rule(kinds="parameter", statistics="norm")], capture=wish), Truth()
+    capture = Capture(sites=f"{LAYER}(.weight)?", steps=[0, 2, 3], kinds=KINDS)
+    callback, truth = ModuleMonitorCallback(rules=[Rule(kinds="parameter", statistics="norm")], capture=capture), Truth()
     seed()
     # The short last group of ten batches too: 3, 3, 3 and 1.
     run = trainer(tmp_path, [callback, truth], accumulate_grad_batches=3, gradient_clip_val=0.02, precision=precision)
@@ -126,9 +126,9 @@ def test_capture_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.shows("validate, test, predict", "raw tensors")
 def test_validation_is_not_captured_and_module_and_exclude_hold(tmp_path: Path) -> None:
-    """Also in the middle of an accumulated step; what the callback never watches is not captured."""
-    wish = Capture(sites=".*", steps=[0, 1], kinds="activation")
-    callback = ModuleMonitorCallback(module="model.layers", exclude=".*3", capture=wish, stages=["train", "validate"])
+    """Also in the middle of an accumulated step; excluded modules are not captured."""
+    capture = Capture(sites=".*", steps=[0, 1], kinds="activation")
+    callback = ModuleMonitorCallback(module="model.layers", exclude=".*3", capture=capture, stages=["train", "validate"])
     run = trainer(tmp_path, [callback], accumulate_grad_batches=4, val_check_interval=2, num_sanity_val_steps=2, max_steps=2)
     run.fit(Classifier("mlp"), loader(32), loader(8))
     listed = load_store(tmp_path / "monitor.h5").tensors()
@@ -138,7 +138,7 @@ def test_validation_is_not_captured_and_module_and_exclude_hold(tmp_path: Path) 
 
 
 def test_a_dry_run_says_what_would_be_captured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sites by kind, and what is known of the size; nothing is written."""
+    """Sites by kind, and known sizes; nothing is written."""
     callback = ModuleMonitorCallback(rules=[], capture=Capture(sites="model.layers.0.*", steps=[0]), dry_run=True)
     trainer(tmp_path, [callback], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
     # 6 x 16 weights and 16 biases of 4 bytes, themselves and their gradients.
@@ -151,7 +151,7 @@ def test_a_dry_run_says_what_would_be_captured(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.shows("fast_dev_run", "raw tensors")
 def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
-    """As the store."""
+    """Like the store."""
     callback = ModuleMonitorCallback(capture=Capture(sites=".*", steps=0))
     trainer(tmp_path, [callback], fast_dev_run=True).fit(Classifier("mlp"), loader(), loader(8))
     assert not list(tmp_path.rglob("*.h5"))
@@ -159,7 +159,7 @@ def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.shows("two fits", "raw tensors")
 def test_a_second_run_has_its_own_files(tmp_path: Path) -> None:
-    """The first run's tensors are not touched."""
+    """The first run's tensors are unchanged."""
     callback = ModuleMonitorCallback(capture=Capture(sites="model", steps=0))
     trainer(tmp_path, [callback], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
     before = (tmp_path / "monitor.tensors.h5").read_bytes()
@@ -172,7 +172,7 @@ def test_a_second_run_has_its_own_files(tmp_path: Path) -> None:
 
 
 def test_a_test_after_the_fit_leaves_the_tensors(tmp_path: Path) -> None:
-    """A further loop of the same Trainer goes on in the same files."""
+    """A further loop of the same Trainer continues the same files."""
     callback = ModuleMonitorCallback(capture=Capture(sites="model", steps=[0, 3], kinds="activation"), stages=["train", "test"])
     run = trainer(tmp_path, [callback], max_steps=4)
     module = Classifier("mlp")
@@ -181,10 +181,10 @@ def test_a_test_after_the_fit_leaves_the_tensors(tmp_path: Path) -> None:
     assert [one.step for one in load_store(tmp_path / "monitor.h5").tensors()] == [0, 3]
 
 
-def fit(folder: Path, max_steps: int, resume: Path | None = None, **wish: Any) -> ModuleMonitorCallback:
+def fit(folder: Path, max_steps: int, resume: Path | None = None, **capture: Any) -> ModuleMonitorCallback:
     """A run that saves a checkpoint every five steps."""
     seed()
-    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm")], capture=Capture(**wish))
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm")], capture=Capture(**capture))
     checkpoint = ModelCheckpoint(folder / f"to_{max_steps}", every_n_train_steps=5, save_top_k=-1, filename="{step}")
     run = trainer(folder, [callback, checkpoint], enable_checkpointing=True, max_steps=max_steps, max_epochs=-1)
     run.fit(Classifier(nn.Linear(6, 3)), loader(), loader(8), ckpt_path=resume)
@@ -193,11 +193,11 @@ def fit(folder: Path, max_steps: int, resume: Path | None = None, **wish: Any) -
 
 @pytest.mark.shows("resume at a step", "raw tensors")
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
-    """Steps that are run again are taken out; the tensors are those of an uninterrupted run, to the last bit."""
-    wish = {"sites": "model.*", "steps": [0, 4, 11, 12, 15], "kinds": KINDS}
-    whole = fit(tmp_path / "whole", 20, **wish)
-    first = fit(tmp_path / "parts", 13, **wish)
-    second = fit(tmp_path / "parts", 20, tmp_path / "parts" / "to_13" / "step=10.ckpt", **wish)
+    """Repeated steps are superseded; the tensors equal those of an uninterrupted run bit for bit."""
+    capture = {"sites": "model.*", "steps": [0, 4, 11, 12, 15], "kinds": KINDS}
+    whole = fit(tmp_path / "whole", 20, **capture)
+    first = fit(tmp_path / "parts", 13, **capture)
+    second = fit(tmp_path / "parts", 20, tmp_path / "parts" / "to_13" / "step=10.ckpt", **capture)
     assert second.store_path == first.store_path
     expected, resumed = load_store(whole.store_path or ""), load_store(second.store_path or "")
     listed = [one[:6] for one in expected.tensors()]
@@ -209,7 +209,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_that_captures_nothing_more_takes_out_what_it_runs_again(tmp_path: Path) -> None:
-    """The file has no tensor of a step that this run did otherwise."""
+    """The file has no tensor of the earlier run's repeated steps."""
     fit(tmp_path, 13, sites="model.*", steps=[0, 11])
     resumed = fit(tmp_path, 14, tmp_path / "to_13" / "step=10.ckpt", sites="model.*", steps=[99])
     assert {one.step for one in load_store(resumed.store_path or "").tensors()} == {0}
@@ -251,7 +251,7 @@ def test_what_was_captured_survives_kill_9_of_the_training(tmp_path: Path) -> No
 
 
 def test_a_full_disk_warns_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning for each file, and what was written before is there."""
+    """One warning for each file, and earlier tensors are in it."""
 
     def refuse(*_arguments: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

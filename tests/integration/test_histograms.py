@@ -1,4 +1,4 @@
-"""Histograms through the callback: in the loggers that have a type for them, and in the store."""
+"""Histograms from the callback: in loggers with a type for them, and in the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULES = [
 
 
 def train(root: Path, loggers: list[Logger] | bool = False, **options: Any) -> tuple[ModuleMonitorCallback, KeepRecords]:
-    """A short run with accumulation and a validation loop; what was recorded."""
+    """The records of a short run with accumulation and a validation loop."""
     callback = ModuleMonitorCallback(**{"every_n_steps": 1, "rules": RULES, "stages": ["train", "validate"], **options})
     kept = KeepRecords(callback)
     fit(root, [callback, kept], logger=loggers, accumulate_grad_batches=2)
@@ -41,13 +41,13 @@ def recorded(kept: KeepRecords) -> dict[tuple[str, int], Histogram]:
 @pytest.mark.shows("Trainer, one device", "histograms")
 @pytest.mark.shows("accumulation", "histograms")
 def test_every_element_of_a_step_is_counted(tmp_path: Path) -> None:
-    """Of both micro-batches, and of parameters as they were before the step; as numpy counts."""
-    seen: list[torch.Tensor] = []
+    """Over both micro-batches, and of parameters before the step; equal to numpy's counts."""
+    outputs: list[torch.Tensor] = []
 
     class Keeps(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.first = [self.model[0].weight.detach().clone()] if batch_idx % 2 == 0 else self.first
-            seen.append(self.model[1](self.model[0](batch[0])).detach())
+            outputs.append(self.model[1](self.model[0](batch[0])).detach())
             return super().training_step(batch, batch_idx)
 
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds=["activation", "parameter"], sites=r"model\.(1|0\.weight)", statistics="hist")])
@@ -60,8 +60,8 @@ def test_every_element_of_a_step_is_counted(tmp_path: Path) -> None:
 
     fit(tmp_path, [callback, kept], KeepWeights, accumulate_grad_batches=2)
     for step, record in enumerate(kept.records):
-        # The model's own call above is seen, too.
-        both = torch.cat([seen[2 * step]] * 2 + [seen[2 * step + 1]] * 2)
+        # The call above is observed, too.
+        both = torch.cat([outputs[2 * step]] * 2 + [outputs[2 * step + 1]] * 2)
         assert record.histograms == {
             "activation/model.1/hist": histogram(both),
             "parameter/model.0.weight/hist": histogram(weights[step]),
@@ -107,11 +107,11 @@ def test_wandb_has_them_in_its_own_type(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_logger_without_histograms_gets_the_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That they are left out is logged once; the logger beside it has them."""
+    """One message reports that they are left out; another logger has them."""
     with caplog.at_level(logging.INFO, logger=NAME):
         train(tmp_path, [CSVLogger(tmp_path, name="", version="csv"), TensorBoardLogger(tmp_path, name="", version="tb")])
-    said = [record.getMessage() for record in caplog.records if "istogram" in record.getMessage()]
-    assert said == ["Histograms are left out of CSVLogger, which has no place for them; the store has them."]
+    messages = [record.getMessage() for record in caplog.records if "istogram" in record.getMessage()]
+    assert messages == ["Histograms are left out of CSVLogger, which has no type for them; the store has them."]
     header = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()[0]
     assert "activation/model.2/rms" in header
     assert "hist" not in header
@@ -121,7 +121,7 @@ def test_a_logger_without_histograms_gets_the_numbers(tmp_path: Path, caplog: py
 
 
 def test_roll_ups_have_the_histogram_of_all_sites(tmp_path: Path) -> None:
-    """Beyond max_logged_keys, which counts them, a kind's histograms are one; the store has each."""
+    """Beyond max_logged_keys, which includes them, a kind's histograms are summed; the store has each."""
     callback, kept = train(tmp_path, [TensorBoardLogger(tmp_path, name="", version="tb")], max_logged_keys=25, stages=["train"])
     assert len(kept.records[0].histograms) == 20  # of 22 that are planned: _root_ is not called
     events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"histograms": 0})
@@ -136,7 +136,7 @@ def test_roll_ups_have_the_histogram_of_all_sites(tmp_path: Path) -> None:
 
 @pytest.mark.shows("Trainer, one device", "histograms")
 def test_the_store_has_every_histogram(tmp_path: Path) -> None:
-    """All counts, with their steps and edges; keys() has the numbers, which to_frame and series give."""
+    """All counts, with their steps and edges; keys(), to_frame and series have only numbers."""
     callback, kept = train(tmp_path)
     store = load_store(callback.store_path)
     expected = recorded(kept)
@@ -150,7 +150,7 @@ def test_the_store_has_every_histogram(tmp_path: Path) -> None:
         assert store.nonfinite(key)[1].sum() == 0
     frame = store.to_frame()
     assert set(frame["statistic"][frame["kind"] != "context"]) == {"rms", "errors"}
-    with pytest.raises(KeyError, match=r"is a histogram, and no series of numbers; read it with histogram\('activation/model.0/hist'\)"):
+    with pytest.raises(KeyError, match=r"is a histogram, not a series of numbers; read it with histogram\('activation/model.0/hist'\)"):
         store.series("activation/model.0/hist")
     with pytest.raises(KeyError, match=r"no histogram 'activation/model.0/rms'; nearest: 'activation/model.0/hist'"):
         store.histogram("activation/model.0/rms")
@@ -169,7 +169,7 @@ class Sick(Tiny):
 def test_what_is_not_finite_is_counted_apart(
     loggers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Loggers get the finite elements, the store all; an output without any finite element is no trouble for either."""
+    """Loggers get the finite elements, the store all; an output without any finite element is no error for either."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     made: list[Logger] = [TensorBoardLogger(tmp_path, name="", version="tb")] if loggers == ["tb"] else []
     made += [WandbLogger(project="tiny", save_dir=tmp_path, offline=True)] if loggers == ["wandb"] else []
@@ -189,7 +189,7 @@ def test_what_is_not_finite_is_counted_apart(
 
 
 def test_a_histogram_that_turns_up_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A further output that comes at step 2 gets a column then; what was written before stays."""
+    """A further output at step 2 gets a column then; earlier rows stay."""
 
     class Late(nn.Module):
         calls = 0
@@ -214,12 +214,12 @@ def test_a_histogram_that_turns_up_late(tmp_path: Path, caplog: pytest.LogCaptur
     steps, counts, _edges = store.histogram("activation/late.output_1/hist")
     assert steps.tolist() == [2, 3]
     assert counts.sum(1).tolist() == [20, 20]
-    said = [record.getMessage() for record in caplog.records if "new keys" in record.getMessage()]
-    assert said == ["Step 2 brought 1 new keys (activation/late.output_1/hist, ...): the store gets columns for them."]
+    messages = [record.getMessage() for record in caplog.records if "new keys" in record.getMessage()]
+    assert messages == ["Step 2 brought 1 new keys (activation/late.output_1/hist, ...): the store gets columns for them."]
 
 
 def test_callback_metrics_cannot_be_histograms(tmp_path: Path) -> None:
-    """A pattern that matches nothing but histograms is refused; one that matches numbers, too, gives those."""
+    """A pattern that matches only histograms is an error; a pattern that also matches numbers logs these."""
     with pytest.raises(
         ConfigError, match=r"'update/\.\*/hist' matches 'update/model.0.weight/hist', a histogram; expected keys of numbers"
     ):
@@ -241,7 +241,7 @@ def test_a_dry_run_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_hist_is_a_name_like_any_other() -> None:
-    """A typing error is told the nearest; a function cannot have its name in the same rule."""
+    """The error of a misspelled name has the nearest; a function cannot have its name in the same rule."""
     callback = ModuleMonitorCallback(rules=[Rule(kinds="activation", statistics="histt")])
     with pytest.raises(ConfigError, match=r"'histt' is not a statistic; expected .*hist.*; nearest: 'hist'"):
         callback.setup(None, None, "fit")  # type: ignore[arg-type]  # refused before it looks at them

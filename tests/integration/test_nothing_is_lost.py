@@ -1,4 +1,4 @@
-"""No value of a run is lost without a word: models whose values an earlier state of the callback lost."""
+"""No value of a run is lost without a message."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Attends(nn.Module):
 
 
 def attended(module: nn.Module, h: Tensor) -> Tensor:
-    """Attention written out, and reported."""
+    """Attention in plain operations, and reported."""
     output = (h @ h.mT / math.sqrt(8)).softmax(-1) @ h
     monitor = monitor_of(module)
     if monitor is not None and monitor.is_monitoring():
@@ -95,16 +95,16 @@ WATCHES = {"health": {"watch": "all"}}
 def test_attention_that_was_never_observed_is_reported(
     how: str | None, options: dict[str, Any], step: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line after the first monitored step that should have some, with the remedy; not where a built-in watch alone wants it."""
-    said: list[int] = []
+    """One message after the first monitored step without it, with the remedy; none if only a built-in detector uses it."""
+    num_reports: list[int] = []
 
     class Listens(Callback):
         def on_train_batch_end(self, *_args: Any) -> None:
-            said.append(sum("attention: step" in message for message in caplog.messages))
+            num_reports.append(sum("attention: step" in message for message in caplog.messages))
 
     callback = ModuleMonitorCallback(1, store=False, **options)
     trainer(tmp_path, [callback, Listens()], max_steps=4).fit(Classifier(Attends(how)), loader(), loader(8))
-    assert said == [int(step is not None and done >= step) for done in range(4)]
+    assert num_reports == [int(step is not None and done >= step) for done in range(4)]
     if step is not None:
         (message,) = [message for message in caplog.messages if "attention: step" in message]
         assert message.startswith(f"attention: step {step} called none of F.scaled_dot_product_attention")
@@ -112,7 +112,7 @@ def test_attention_that_was_never_observed_is_reported(
 
 
 def test_attention_that_pauses_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What was there in the first step may be missing in a later one."""
+    """Values of the first step may be missing in a later step."""
     net = Attends("sdpa")
 
     class Pauses(Callback):
@@ -126,7 +126,7 @@ def test_attention_that_pauses_is_not_reported(tmp_path: Path, caplog: pytest.Lo
 
 
 class Loops(Classifier):
-    """Attends in its training step alone."""
+    """Computes attention in its training step only."""
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.model.how = None
@@ -138,13 +138,13 @@ class Loops(Classifier):
 
 
 def median_fails(x: Tensor) -> Tensor:
-    """A function of the user's that fails."""
+    """A user function that fails."""
     raise ValueError("no median")
 
 
 @pytest.mark.parametrize("how", [None, "sdpa"])
 def test_a_message_comes_once_in_all_runs_of_a_model(how: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Fit, test, predict and a second fit, by several Trainers, log nothing twice but where the store is; another model has its own."""
+    """Fit, test, predict and a second fit, by several Trainers, repeat only the message with the store's path; another model logs again."""
     rule = Rule(kinds=["activation", "update"], types=nn.Linear, functions={"median": median_fails})
     options: dict[str, Any] = {"attention": True, "rcc": True, "rules": [rule], "stages": ["train", "test", "predict"]}
     options |= {"callback_metrics": "own/.*", "alerts": [{"keys": "mine/.*", "above": 1.0}]}

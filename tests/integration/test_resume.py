@@ -1,8 +1,7 @@
-"""A run that is resumed from a checkpoint: which file it writes to, and that it costs no other run a row."""
+"""A run that is resumed from a checkpoint: its file, and the rows of other runs."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.lightning_package import CSVLogger, ModelCheckpoint
+from helpers.stores import digests
 from helpers.training import Classifier, loader, seed, trainer
 from torch import nn
 
@@ -30,11 +30,6 @@ def fit(folder: Path, max_steps: int, resume: Path | None = None, *, logger: Any
     return callback
 
 
-def digests(*paths: Path) -> list[tuple[str, int]]:
-    """Content and age of files, to see that nothing wrote to them."""
-    return [(hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in paths]
-
-
 def steps_of(path: Path | str | None) -> list[int]:
     """The steps in a store."""
     assert path is not None
@@ -44,13 +39,13 @@ def steps_of(path: Path | str | None) -> list[int]:
 
 @pytest.fixture
 def first(tmp_path: Path) -> Path:
-    """The folder of a run of twelve steps that has ended, with tensors of two of them."""
+    """The folder of a finished run of twelve steps, with tensors of two steps."""
     fit(tmp_path / "first", 12, capture=Capture(sites="model", steps=[0, 11]))
     return tmp_path / "first"
 
 
 def test_trials_from_one_checkpoint_have_files_of_their_own(first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each begins with the rows up to the checkpoint; the run that was trained first is not touched; one line and the attributes say so."""
+    """Each begins with the rows up to the checkpoint; the first run is unchanged; a message and the attributes name its file."""
     caplog.set_level(logging.INFO)
     finished = first / "monitor.h5", first / "monitor.tensors.h5"
     before, whole = digests(*finished), load_store(finished[0]).series(NORM)
@@ -69,7 +64,7 @@ def test_trials_from_one_checkpoint_have_files_of_their_own(first: Path, tmp_pat
 
 
 def test_an_explicit_store_is_where_a_resumed_run_writes(first: Path, tmp_path: Path) -> None:
-    """Whatever the checkpoint says; resumed once more, it goes on in that file."""
+    """For any path in the checkpoint; resumed again, the run continues that file."""
     before = digests(first / "monitor.h5")
     own = tmp_path / "mine" / "B.h5"
     trial = fit(tmp_path / "second", 16, first / "to_12" / "step=10.ckpt", store=str(own))
@@ -83,7 +78,7 @@ def test_an_explicit_store_is_where_a_resumed_run_writes(first: Path, tmp_path: 
 
 
 def test_the_next_version_of_a_logger_has_its_own_file(tmp_path: Path) -> None:
-    """Lightning gives a resumed run a new folder: the record up to there goes with it, and the old one stays."""
+    """Lightning gives a resumed run a new folder: its store begins with the earlier records, and the old store stays."""
     fit(tmp_path, 12, logger=CSVLogger(tmp_path))
     old = tmp_path / "lightning_logs" / "version_0" / "monitor.h5"
     before = digests(old)
@@ -94,7 +89,7 @@ def test_the_next_version_of_a_logger_has_its_own_file(tmp_path: Path) -> None:
 
 
 def test_the_same_place_goes_on_in_the_same_file_and_keeps_what_runs_again(first: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also under a numbered name; the rows of the steps that run again, and their tensors, are in a group of the file."""
+    """Also with a numbered name; rows and tensors of repeated steps are in a group of the file."""
     caplog.set_level(logging.INFO)
     path = first / "monitor.h5"
     steps, values = load_store(path).series(NORM)
@@ -121,7 +116,7 @@ def test_the_same_place_goes_on_in_the_same_file_and_keeps_what_runs_again(first
 
 
 def test_a_store_that_no_longer_exists_is_reported(first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The resumed run has a store of its own, from the resumed step on."""
+    """The resumed run has a separate store, from the resumed step on."""
     (first / "monitor.h5").unlink()
     resumed = fit(tmp_path / "second", 12, first / "to_12" / "step=10.ckpt")
     assert resumed.store_path is not None
@@ -132,7 +127,7 @@ def test_a_store_that_no_longer_exists_is_reported(first: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("store", ["a file of mine", "no HDF5", 7, None, "", "x" * 5000, "a\0b"])
 def test_a_strangers_checkpoint_decides_nothing(first: Path, tmp_path: Path, store: object) -> None:
-    """The path in it is one to read from at most."""
+    """The path in it is at most read."""
     mine = tmp_path / "precious.h5"
     mine.write_bytes((first / "monitor.h5").read_bytes() if store == "a file of mine" else b"notes of mine")
     path = first / "to_12" / "step=10.ckpt"

@@ -1,4 +1,4 @@
-"""What loggers get beside every number: no counts of zero, charts of all layers, heat maps; read back from what each has written."""
+"""Values for loggers besides numbers: no counts of zero, charts of all layers, heat maps; read from the loggers' files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNT = "activation/blink/nonfinite_count"
 
 
 class Blinking(Tiny):
-    """A module that has no part in the loss and whose output is infinite in one step."""
+    """A module outside of the loss whose output is infinite in one step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Blinking(Tiny):
 
 
 def events_of(root: Path, **guidance: int) -> Any:
-    """What a TensorBoardLogger in a folder has written, by TensorBoard's own reader."""
+    """The content of a TensorBoardLogger's folder, by TensorBoard's reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(root / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0, **guidance})
@@ -51,7 +51,7 @@ def events_of(root: Path, **guidance: int) -> Any:
 
 
 def layout_of(root: Path) -> dict[str, dict[str, list[str]]]:
-    """The patterns of tags by chart by category, of the one layout that was written."""
+    """The patterns of tags by chart by category, of the only layout."""
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
     [event] = events_of(root).Tensors("custom_scalars__config__")
@@ -71,7 +71,7 @@ def with_tensorboard(root: Path, **options: Any) -> KeepRecords:
 
 
 def test_counts_of_zero_are_not_logged(tmp_path: Path) -> None:
-    """The store has every count. A logger gets the one that was not zero, from that step on, in its file with changing columns."""
+    """The store has every count. A logger gets a count from its first non-zero value on, in a file with changing columns."""
     fit(tmp_path, [ModuleMonitorCallback(1)], Blinking, logger=CSVLogger(tmp_path, name="", version="csv"))
     store = load_store(tmp_path)
     counts = [key for key in store if key.endswith("/nonfinite_count")]
@@ -85,7 +85,7 @@ def test_counts_of_zero_are_not_logged(tmp_path: Path) -> None:
 
 
 def test_a_count_that_was_asked_for_by_name_is_logged(tmp_path: Path) -> None:
-    """A key of callback_metrics stays, also among roll-ups, of which those of counts are left out while they are zero."""
+    """A key of callback_metrics is kept, also beside roll-ups; roll-ups of counts are left out while they are zero."""
     options: dict[str, Any] = {"callback_metrics": "activation/model.0/nonfinite_count", "max_logged_keys": 1}
     fit(tmp_path, [ModuleMonitorCallback(1, **options)], Blinking, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=2)
     with (tmp_path / "csv" / "metrics.csv").open() as file:
@@ -94,7 +94,7 @@ def test_a_count_that_was_asked_for_by_name_is_logged(tmp_path: Path) -> None:
 
 
 def test_only_counts_of_elements_that_are_not_finite_are_left_out() -> None:
-    """Any other zero is a value; a NaN is none."""
+    """A zero of another statistic is kept; a NaN is not zero."""
     counts = ZeroCounts()
     for number in (float("nan"), 0.0):
         values = {"a/x/nonfinite_count": 0.0, "a/y/nonfinite_count": number, "a/x/rms": 0.0, "monitor/errors": 0.0}
@@ -107,7 +107,7 @@ def test_only_counts_of_elements_that_are_not_finite_are_left_out() -> None:
 
 @pytest.mark.parametrize("max_logged_keys", [500, 1])
 def test_tensorboard_has_a_chart_for_each_kind_and_statistic(max_logged_keys: int, tmp_path: Path) -> None:
-    """With the tags of all its sites and no others, or of their roll-ups; one layout for all stages, under the logger's prefix."""
+    """A chart has the tags of all its sites, or of their roll-ups, and no others; one layout for all stages, with the logger's prefix."""
     options: dict[str, Any] = {"stages": ["train", "validate"], "gradient_flow": GradientFlow(blocks="model"), "prefix": "a.b"}
     with_tensorboard(tmp_path, max_logged_keys=max_logged_keys, **options)
     scalars = [tag for tag in events_of(tmp_path).Tags()["scalars"] if tag.startswith("my+run-a.b/")]
@@ -131,7 +131,7 @@ def test_tensorboard_has_a_chart_for_each_kind_and_statistic(max_logged_keys: in
 
 
 class Clock:
-    """Minutes that pass from one look at it to the next."""
+    """A clock that advances by minutes with each reading."""
 
     def __init__(self, minutes: float) -> None:
         self.seconds, self._minutes = 0.0, minutes
@@ -142,7 +142,7 @@ class Clock:
 
 
 def test_tensorboard_gets_heat_maps_at_the_end(tmp_path: Path) -> None:
-    """One picture for each kind, of the statistic that most sites have, at the last step."""
+    """A picture for each kind, of the statistic with the most sites, at the last step."""
     kept = with_tensorboard(tmp_path)
     events = events_of(tmp_path)
     tags = [f"my+run-heat_maps/{name}" for name in ("activation/rms", "gradient/norm", "parameter/norm")]
@@ -165,7 +165,7 @@ def test_heat_maps_are_drawn_ever_more_seldom(tmp_path: Path, monkeypatch: pytes
 def test_a_run_without_matplotlib_has_no_heat_maps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And no warning; without a store there are none either."""
+    """No pictures and no warning; likewise without a store."""
     with_tensorboard(tmp_path / "no_store", store=False)
     find = importlib.util.find_spec
     absent = SimpleNamespace(find_spec=lambda name: None if name == "matplotlib" else find(name))
@@ -189,13 +189,13 @@ class Full(TensorBoardLogger):
         return writer
 
 
-def test_trouble_with_a_heat_map_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on, and the numbers arrive."""
+def test_an_error_of_a_heat_map_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training continues, and numbers are logged."""
     monkeypatch.setattr(loggers, "time", Clock(9.0))
     with caplog.at_level(logging.WARNING):
         fit(tmp_path, [ModuleMonitorCallback(1)], logger=Full(tmp_path, name="", version="tensorboard"))
-    said = [message for message in caplog.messages if "Heat maps" in message]
-    assert said == ["Heat maps were not drawn for the loggers (OSError: no space left). Reported once."]
+    messages = [message for message in caplog.messages if "Heat maps" in message]
+    assert messages == ["Heat maps were not drawn for the loggers (OSError: no space left). Reported once."]
     assert len(events_of(tmp_path).Scalars("parameter/model.0.weight/norm")) == 6
 
 

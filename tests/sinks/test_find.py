@@ -17,7 +17,7 @@ SERIES = {"activation/fc/rms": [1.0, 2.0], "monitor/errors": [0.0, 0.0]}
 
 
 def make_run(folder: Path, *, written_at: int, name: str = "monitor.h5") -> Path:
-    """A store in a new folder, last written to at a time."""
+    """A store in a new folder, with this modification time."""
     folder.mkdir(parents=True, exist_ok=True)
     path = write_store(folder / name, SERIES)
     os.utime(path, (written_at, written_at))
@@ -25,7 +25,7 @@ def make_run(folder: Path, *, written_at: int, name: str = "monitor.h5") -> Path
 
 
 def test_the_folder_of_a_run_is_its_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Raw tensors beside it, other HDF5 files and empty ones are not taken for it; nothing is reported, as there is one run."""
+    """Raw tensors beside it, other HDF5 files and empty files are ignored; without a warning, because there is one run."""
     path = make_run(tmp_path / "version_0", written_at=1)
     tensors = path.with_name("monitor.tensors.h5")
     with h5py.File(path) as file, h5py.File(tensors, "w") as copy:
@@ -39,14 +39,14 @@ def test_the_folder_of_a_run_is_its_store(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_of_several_runs_the_newest_is_used_and_all_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In one warning, newest first; the order is by time and not by name."""
+    """In one warning, newest first, in the order of time and not of names."""
     oldest = make_run(tmp_path / "version_2", written_at=1)
     newest = make_run(tmp_path / "version_1", written_at=3, name="monitor-2.h5")
     middle = make_run(tmp_path / "deep" / "down" / "version_0", written_at=2)
     assert load_store(tmp_path).path == newest
     (message,) = caplog.messages
     assert message.splitlines() == [
-        f"{tmp_path} has 3 runs; the newest is used: {newest}. Give the path of a file for another one:",
+        f"{tmp_path} has 3 runs; the newest is used: {newest}. Give the path of a file for another run:",
         f"  {middle}",
         f"  {oldest}",
     ]
@@ -69,13 +69,13 @@ def test_a_damaged_newest_run_is_an_error(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
-    """It names the folder and what was expected there."""
-    with pytest.raises(FileNotFoundError, match=r"no store at .*\. Neither in this folder nor below it is a run's \.h5 file"):
+    """The error has the folder and the expected file."""
+    with pytest.raises(FileNotFoundError, match=r"no store at .*\. No folder from here down has a run's \.h5 file"):
         load_store(tmp_path)
 
 
 def test_commands_take_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also while the run goes on; what a command writes lies beside the store."""
+    """Also during the run; a command writes its file beside the store."""
     monkeypatch.chdir(tmp_path)
     live = open_store(make_run(tmp_path / "logs" / "version_0", written_at=1).with_name("live.h5"), SERIES)
     assert main(["keys", "logs", "activation/.*"]) == 0

@@ -1,9 +1,8 @@
-"""The store's writer: what is written, where, and what it never does."""
+"""The store's writer: content, files, and errors."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import math
 import os
@@ -15,26 +14,28 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from helpers.stores import digests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks.store import lock, rewrite, schema
-from lightning_module_monitor.sinks.store.opening import is_in_use
+from lightning_module_monitor.sinks.files import is_numbered_path_of, temporary_path, tensors_path
+from lightning_module_monitor.sinks.store import lock, schema
+from lightning_module_monitor.sinks.store.read_access import is_in_use
 from lightning_module_monitor.sinks.store.reader import load_store
-from lightning_module_monitor.sinks.store.writer import Store, is_name_of
+from lightning_module_monitor.sinks.store.writer import Store
 
 RMS = "activation/model.fc/rms"
 STD = "activation/model.fc/std"
 
 
 def bits(value: float) -> bytes:
-    """A float's eight bytes: tells -0.0 from 0.0, and one NaN from another."""
+    """A float's eight bytes: -0.0 differs from 0.0, and NaNs differ by their bits."""
     return struct.pack("<d", value)
 
 
 def store(path: Path, *records: Record, **options: object) -> Store:
-    """A store that has written these records and is closed."""
+    """A closed store with these records."""
     resumed = {"resumed": path} if "resume_from" in options else {}
     opened = Store(path, **{"configuration": {}, **resumed, **options})  # type: ignore[arg-type]
     for record in records:
@@ -44,15 +45,10 @@ def store(path: Path, *records: Record, **options: object) -> Store:
 
 
 def content(path: Path) -> dict[str, list[tuple[int, bytes]]]:
-    """Everything in a store, bit-exact: (step, bits) by key."""
+    """All values of a store, bit-exact: (step, bits) by key."""
     reader = load_store(path)
     keys = reader.keys()
     return {key: [(int(step), bits(value)) for step, value in zip(*reader.series(key), strict=True)] for key in keys}
-
-
-def digest(path: Path) -> str:
-    """A file's content and age, to see that nobody touched it."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() + str(path.stat().st_mtime_ns)
 
 
 part = st.text("abcXYZ019_.-é", min_size=1, max_size=8) | st.sampled_from(
@@ -63,7 +59,7 @@ any_key = st.lists(part, min_size=1, max_size=5).map("/".join) | st.sampled_from
 
 @given(any_key)
 def test_a_key_comes_back_from_its_place(key: str) -> None:
-    """Group and column tell the key exactly, whatever it is made of."""
+    """Group and column determine the key, for any text."""
     group, column = schema.split(key)
     assert schema.join(group, column) == key
     assert not {"", ".", "values", "steps", "columns", "superseded"} & set(group.split("/"))
@@ -92,7 +88,7 @@ plain_key = st.sampled_from(
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.dictionaries(plain_key, st.floats(width=64), min_size=1), min_size=1, max_size=8), st.booleans())
 def test_round_trip_is_bit_exact(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, float]], planned: bool) -> None:
-    """Every value comes back bit for bit, NaN, infinities and -0.0 included; absent ones do not; planned keys or not."""
+    """Every value is read bit for bit, also NaN, infinities and -0.0; absent values are not read; keys are planned or not."""
     path = tmp_path_factory.mktemp("store") / "monitor.h5"
     keys = sorted({key for row in rows for key in row}) if planned else []
     store(path, *(Record(10 * i, row) for i, row in enumerate(rows)), keys=keys)
@@ -104,7 +100,7 @@ def test_round_trip_is_bit_exact(tmp_path_factory: pytest.TempPathFactory, rows:
 
 
 def test_a_recorded_nan_is_not_an_absent_value(tmp_path: Path) -> None:
-    """A NaN that was recorded is kept; a step in which the key had no value is left out."""
+    """A recorded NaN is read; a step without a value of the key is left out."""
     store(tmp_path / "m.h5", Record(0, {RMS: math.nan, STD: 1.0}), Record(1, {STD: 2.0}), Record(2, {RMS: 3.0}))
     steps, values = load_store(tmp_path / "m.h5").series(RMS)
     assert steps.tolist() == [0, 2]
@@ -112,7 +108,7 @@ def test_a_recorded_nan_is_not_an_absent_value(tmp_path: Path) -> None:
 
 
 def test_layout_is_the_documented_one(tmp_path: Path) -> None:
-    """Groups, columns, scales and attributes are where the documentation says, for people with other tools."""
+    """Groups, columns, scales and attributes are as documented, for other tools."""
     keys = [RMS, STD, "validation/activation/model.fc/rms", "monitor/errors", "loss"]
     store(tmp_path / "m.h5", Record(7, dict.fromkeys(keys, 1.5)), configuration={"every_n_steps": 7})
     with h5py.File(tmp_path / "m.h5") as file:
@@ -131,7 +127,7 @@ def test_layout_is_the_documented_one(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
-    """A cleanly closed file is an ordinary one: xarray's own reader gives the same numbers."""
+    """A closed file is plain HDF5: xarray reads the same numbers."""
     xarray = pytest.importorskip("xarray")
     store(tmp_path / "m.h5", Record(0, {RMS: 1.0, STD: -2.0}), Record(5, {RMS: 3.0, STD: math.inf}))
     with xarray.open_dataset(tmp_path / "m.h5", group="activation", engine="h5netcdf") as dataset:
@@ -141,7 +137,7 @@ def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
 
 
 def test_nothing_recorded_leaves_no_file(tmp_path: Path) -> None:
-    """A run without a record leaves neither file nor folder."""
+    """A run without records creates neither file nor folder."""
     store(tmp_path / "logs" / "m.h5", Record(0, {}), keys=[RMS])
     assert list(tmp_path.iterdir()) == []
 
@@ -153,32 +149,32 @@ def test_close_leaves_only_the_file_and_does_no_harm_twice(tmp_path: Path) -> No
     opened.write(Record(0, {RMS: 1.0}))
     assert is_in_use(path)
     opened.close()
-    before = digest(path)
+    before = digests(path)
     opened.close()
     opened.write(Record(1, {RMS: 2.0}))
-    assert digest(path) == before
+    assert digests(path) == before
     assert not is_in_use(path)
     assert [entry.name for entry in path.parent.iterdir()] == ["m.h5"]
     assert not opened.failed
 
 
 def test_an_existing_file_is_never_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A new run takes the next free numbered name, says so, and leaves every file as it is."""
+    """A new run uses the next free numbered name, logs it, and changes no other file."""
     path = tmp_path / "monitor.h5"
     store(path, Record(0, {RMS: 1.0}))
     (tmp_path / "monitor-2.h5").write_text("notes of mine")
-    before = digest(path), digest(tmp_path / "monitor-2.h5")
+    before = digests(path), digests(tmp_path / "monitor-2.h5")
     second = store(path, Record(0, {RMS: 2.0}))
     assert second.path == tmp_path / "monitor-3.h5"
     assert content(second.path) == {RMS: [(0, bits(2.0))]}
-    assert (digest(path), digest(tmp_path / "monitor-2.h5")) == before
+    assert (digests(path), digests(tmp_path / "monitor-2.h5")) == before
     assert [r.getMessage() for r in caplog.records] == [
         f"The store at {path} is left as it is: it exists. This run writes to {second.path}."
     ]
 
 
 def test_two_stores_on_one_path_in_one_process(tmp_path: Path) -> None:
-    """Two callbacks with one path write two files; one that resumes where another writes begins its own with the earlier rows."""
+    """Two callbacks with one path write two files; a run that resumes a live run begins its own file with the earlier rows."""
     first, second = (Store(tmp_path / "m.h5", configuration={}) for _ in range(2))
     for step in range(3):
         first.write(Record(step, {RMS: 1.0}))
@@ -194,7 +190,7 @@ def test_two_stores_on_one_path_in_one_process(tmp_path: Path) -> None:
 
 
 def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
-    """Two optimizers that record at one step share its row; the later value wins; other stages have their own row."""
+    """Two records of a step share a row; the later value counts; other stages have rows of their own."""
     validation = "validation/activation/model.fc/rms"
     store(
         tmp_path / "m.h5", Record(4, {RMS: 1.0, validation: 9.0}), Record(4, {STD: 2.0}), Record(4, {RMS: math.nan}), Record(5, {RMS: 5.0})
@@ -208,8 +204,8 @@ def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
         assert file["activation/steps"][...].tolist() == [4, 5]
 
 
-def test_late_keys_are_added_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A branch that first runs at step 2 gets its columns; what was written stays; a reader held meanwhile sees both."""
+def test_late_keys_are_added_and_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A branch that first runs at step 2 gets columns; earlier rows stay; an existing reader reads both."""
     caplog.set_level(logging.INFO)
     opened = Store(tmp_path / "m.h5", configuration={}, keys=[RMS])
     for step in range(2):
@@ -230,7 +226,7 @@ def test_late_keys_are_added_and_said_once(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_resume_goes_on_in_the_same_file(tmp_path: Path) -> None:
-    """Rows that will be run again are superseded, columns are united, both configurations are kept."""
+    """Rows of repeated steps are superseded, columns are united, both configurations are kept."""
     path = tmp_path / "m.h5"
     store(path, *(Record(step, {RMS: float(step)}) for step in range(5)), configuration={"run": 1})
     resumed = store(path, Record(3, {STD: 30.0, RMS: 31.0}), Record(4, {RMS: 40.0}), configuration={"run": 2}, resume_from=3)
@@ -245,7 +241,7 @@ def test_resume_goes_on_in_the_same_file(tmp_path: Path) -> None:
 
 
 def superseded(path: Path, number: int) -> dict[str, list[tuple[int, float]]]:
-    """What a resumed run has run again, as plain h5py shows it: (step, value) by key."""
+    """The superseded rows, read by plain h5py: (step, value) by key."""
     found: dict[str, list[tuple[int, float]]] = {}
     with h5py.File(path) as file:
         for kind, group in file[f"superseded/{number}"].items():
@@ -257,7 +253,7 @@ def superseded(path: Path, number: int) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_rows_that_are_run_again_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each resumed run has its group, findings included; readers pass them by; one line says where, from which step on and how many."""
+    """Each resumed run has a group, also with findings; readers skip it; a message has file, first step and number of rows."""
     caplog.set_level(logging.INFO)
     path, norm = tmp_path / "m.h5", "gradient/fc/norm"
     found = [Finding(step, "spike", "fc", RMS, "It is high.") for step in range(5)]
@@ -285,7 +281,7 @@ def test_rows_that_are_run_again_are_kept(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_what_is_superseded_stays_when_the_file_is_written_anew(tmp_path: Path) -> None:
-    """A late key, and a repair after a kill, copy it."""
+    """A late key and a repair after a kill copy the superseded rows."""
     path = tmp_path / "m.h5"
     store(path, *(Record(step, {RMS: step}) for step in range(4)))
     opened = Store(path, configuration={}, resumed=path, resume_from=2)
@@ -300,15 +296,15 @@ def test_what_is_superseded_stays_when_the_file_is_written_anew(tmp_path: Path) 
 
 
 def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The rows before its first step are copied, the other file is not touched, and one line and the attributes say where they are from."""
+    """The rows before its first step are copied, the other file is unchanged, and a message and the attributes name it."""
     caplog.set_level(logging.INFO)
     path, own = tmp_path / "first.h5", tmp_path / "own" / "m.h5"
     store(path, *(Record(step, {RMS: step}) for step in range(5)), configuration={"run": 1})
     store(path, Record(4, {RMS: 40}), configuration={"run": 1}, resume_from=4)
-    before = digest(path)
+    before = digests(path)
     caplog.clear()
     store(own, Record(3, {STD: 1.0}), configuration={"run": 1}, resumed=path, resume_from=3)
-    assert digest(path) == before
+    assert digests(path) == before
     assert content(own) == {RMS: [(step, bits(step)) for step in range(3)], STD: [(3, bits(1.0))]}
     with h5py.File(own) as file:
         assert "superseded" not in file
@@ -320,22 +316,22 @@ def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pyte
 
 
 def test_a_resumed_run_reads_the_file_of_a_live_run(tmp_path: Path) -> None:
-    """And of one that was killed: neither is touched."""
+    """Also the file of a killed run: neither is changed."""
     path = tmp_path / "first.h5"
     live = Store(path, configuration={})
     for step in range(4):
         live.write(Record(step, {RMS: step}))
     killed = Path(shutil.copy(path, tmp_path / "killed.h5"))
-    before = digest(path), digest(killed)
+    before = digests(path), digests(killed)
     for number, resumed in enumerate((path, killed)):
         own = store(tmp_path / f"own{number}.h5", Record(2, {RMS: 20.0}), resumed=resumed, resume_from=2)
         assert content(own.path) == {RMS: [(0, bits(0)), (1, bits(1)), (2, bits(20))]}
-    assert (digest(path), digest(killed)) == before
+    assert (digests(path), digests(killed)) == before
     live.close()
 
 
 def test_a_resumed_run_whose_other_file_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It begins without the copy, and says why; a file that is gone is no trouble."""
+    """It begins without the copy, and logs the reason; a missing file is no failure."""
     path, own = tmp_path / "first.h5", tmp_path / "own.h5"
     path.write_text("not HDF5 at all")
     store(own, Record(3, {RMS: 1.0}), resumed=path, resume_from=3)
@@ -352,12 +348,12 @@ def test_a_resumed_run_whose_other_file_cannot_be_read(tmp_path: Path, caplog: p
     [("m.h5", True), ("m-2.h5", True), ("m-17.h5", True), ("m-2b.h5", False), ("n.h5", False), ("m.h5.h5", False), ("../m.h5", False)],
 )
 def test_the_names_that_a_run_writes_by_itself(tmp_path: Path, name: str, is_own: bool) -> None:
-    """What it asks for, and the numbered names beside it."""
-    assert is_name_of((tmp_path / name).resolve(), tmp_path / "m.h5") is is_own
+    """The wanted path, and the numbered names beside it."""
+    assert is_numbered_path_of((tmp_path / name).resolve(), tmp_path / "m.h5") is is_own
 
 
 def test_resume_without_the_file_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file that is gone is no trouble: a new one at its path."""
+    """A missing file is no failure: a new file has its path."""
     resumed = store(tmp_path / "gone" / "m.h5", Record(3, {RMS: 1.0}), resume_from=3)
     assert resumed.path == tmp_path / "gone" / "m.h5"
     assert content(resumed.path) == {RMS: [(3, bits(1.0))]}
@@ -365,7 +361,7 @@ def test_resume_without_the_file_starts_a_new_one(tmp_path: Path, caplog: pytest
 
 
 def spoil(path: Path, how: str) -> None:
-    """Make a store something that cannot be continued."""
+    """Make a store a file that cannot be continued."""
     if how == "text":
         path.write_text("not HDF5 at all")
     elif how == "truncated":
@@ -394,13 +390,13 @@ REASONS = {
 
 @pytest.mark.parametrize(("how", "reason"), [*(one for one in REASONS.items() if one[0] != "empty"), ("incomplete", "steps")])
 def test_resume_leaves_alone_what_it_cannot_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str) -> None:
-    """A damaged, foreign or newer file is not touched: a numbered name, and one sentence with the reason."""
+    """A damaged, foreign or newer file is not changed: a numbered name, and a warning with the reason."""
     path = tmp_path / "m.h5"
     store(path, *(Record(step, {RMS: 1.0}) for step in range(100)))
     spoil(path, how)
-    before = digest(path)
+    before = digests(path)
     resumed = store(path, Record(3, {RMS: 2.0}), resume_from=3)
-    assert digest(path) == before
+    assert digests(path) == before
     assert resumed.path == tmp_path / "m-2.h5"
     assert content(resumed.path) == {RMS: [(3, bits(2.0))]}
     assert [reason in record.getMessage() for record in caplog.records] == [True]
@@ -409,10 +405,10 @@ def test_resume_leaves_alone_what_it_cannot_continue(tmp_path: Path, caplog: pyt
 
 @pytest.mark.parametrize("resumes", [False, True])
 def test_an_empty_file_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture, resumes: bool) -> None:
-    """One of zero bytes, at the store's name or the tensors', without a holder of its lock, holds nothing: the run takes the name."""
+    """The name of an empty file without a lock, the store's or the tensors', is used."""
     path = tmp_path / "m.h5"
     path.touch()
-    rewrite.tensors_path(path).touch()
+    tensors_path(path).touch()
     opened = store(path, Record(3, {RMS: 1.0}), **({"resume_from": 3} if resumes else {}))
     assert opened.path == path
     assert content(path) == {RMS: [(3, bits(1.0))]}
@@ -420,7 +416,7 @@ def test_an_empty_file_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture,
 
 
 def test_an_empty_file_whose_lock_is_held_is_not(tmp_path: Path) -> None:
-    """A run is about to put its file there."""
+    """Another run is about to create its file there."""
     path = tmp_path / "m.h5"
     path.touch()
     held = lock.acquire(path)
@@ -430,7 +426,7 @@ def test_an_empty_file_whose_lock_is_held_is_not(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
-    """Its locks, and files that it was about to put in place, by the next run that passes its name; those of a live run stay."""
+    """The next run that tries the name removes locks and temporary files; those of a live run stay."""
     path = tmp_path / "m.h5"
     store(path, Record(0, {RMS: 1.0}))
     store(path, Record(0, {RMS: 1.0}))
@@ -445,8 +441,8 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "reason"), REASONS.items())
-def test_load_store_says_what_is_wrong(tmp_path: Path, how: str, reason: str) -> None:
-    """A file that is no store of ours is refused with its path and the reason."""
+def test_errors_of_load_store_have_the_reason(tmp_path: Path, how: str, reason: str) -> None:
+    """A file that is not a store is an error with its path and the reason."""
     path = tmp_path / "m.h5"
     store(path, Record(0, {RMS: 1.0}))
     spoil(path, how)
@@ -455,11 +451,11 @@ def test_load_store_says_what_is_wrong(tmp_path: Path, how: str, reason: str) ->
     assert str(path) in str(caught.value)
 
 
-def test_a_leftover_of_a_killed_rewrite_is_no_trouble(tmp_path: Path) -> None:
-    """What a killed rewrite left beside the file is ignored, and gone after the next one."""
+def test_a_leftover_of_a_killed_rewrite_is_ignored(tmp_path: Path) -> None:
+    """The temporary file of a killed rewrite is ignored, and removed by the next rewrite."""
     path = tmp_path / "m.h5"
     store(path, Record(0, {RMS: 1.0}))
-    rewrite.temporary_path(path).write_bytes(b"half a file")
+    temporary_path(path).write_bytes(b"half a file")
     assert content(path) == {RMS: [(0, bits(1.0))]}
     store(path, Record(1, {RMS: 2.0}), resume_from=1)
     assert content(path) == {RMS: [(0, bits(1.0)), (1, bits(2.0))]}
@@ -467,11 +463,12 @@ def test_a_leftover_of_a_killed_rewrite_is_no_trouble(tmp_path: Path) -> None:
 
 
 def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path) -> None:
-    """Ctrl-C between a row's values and its step: close leaves a plain file with whole rows only."""
+    """After Ctrl-C between a row's values and its step, close leaves a plain file with complete rows only."""
     path = tmp_path / "m.h5"
     opened = Store(path, configuration={})
     opened.write(Record(0, {RMS: 1.0}))
-    values = opened._tables[0].values
+    assert opened._open_file is not None
+    values = opened._open_file.numbers.tables[0].values
     values.resize(2, axis=0)
     values[1] = 2.0
     opened.close()
@@ -480,11 +477,11 @@ def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path) -> None:
     assert content(path) == {RMS: [(0, bits(1.0))]}
 
 
-# ------------------------------------------------------------------ trouble
+# ------------------------------------------------------------------ failures
 
 
 def test_a_broken_write_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a write runs into, also a value that is no number, is one warning."""
+    """Any error of a write, also a value that is not a number, is one warning."""
     opened = Store(tmp_path / "m.h5", configuration={})
     opened.write(Record(0, {RMS: 1.0}))
     opened.write(Record(1, {RMS: "high"}))  # type: ignore[dict-item]
@@ -507,7 +504,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_findings_of_an_older_version_are_read_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have neither a first step nor a cause of their own; a run that goes on in such a file, or takes rows out of it, loses none."""
+    """They have neither first step nor cause; a run that continues or copies such a file loses none."""
     path = tmp_path / "m.h5"
     later = [Finding(step, "dead_units", "fc", RMS, "Units are dead.", "error", steps_before=1, cause="data") for step in (1, 2, 3)]
     plain = [dataclasses.replace(one, steps_before=0, cause="") for one in later]
@@ -528,6 +525,6 @@ def test_findings_of_an_older_version_are_read_and_resumed(tmp_path: Path, monke
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc on this system")
 def test_where_no_file_can_be_made_there_is_no_lock() -> None:
-    """At once: the lock's own package tries for ever where a folder is there and a file in it is not to be had."""
+    """The error is raised at once: filelock would try for ever in a folder where no file can be created."""
     with pytest.raises(OSError, match="No such file"):
         lock.acquire(Path("/proc/monitor.h5"))

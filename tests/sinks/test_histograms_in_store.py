@@ -22,12 +22,12 @@ KEY = "activation/fc/hist"
 
 
 def made(step: int) -> Histogram:
-    """Counts that tell the step they are of."""
+    """Counts that differ between steps."""
     return Histogram(np.arange(NUM_COUNTS, dtype=np.int64) * (step + 1))
 
 
 def assert_steps(path: Path, steps: list[int], key: str = KEY) -> None:
-    """There are these steps' histograms, and nothing else."""
+    """The store has the histograms of these steps, and no others."""
     found, counts, edges = load_store(path).histogram(key)
     assert found.tolist() == steps
     np.testing.assert_array_equal(counts, np.stack([made(step).counts for step in steps]))
@@ -36,7 +36,7 @@ def assert_steps(path: Path, steps: list[int], key: str = KEY) -> None:
 
 
 def test_a_round_trip(tmp_path: Path) -> None:
-    """Beside numbers, alone, of several kinds and stages; a step without one has no row; counts beyond float64's integers are exact."""
+    """Beside numbers, alone, of several kinds and stages; a step without one has no row; counts beyond float64 are exact."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={}, keys=["activation/fc/rms"], histogram_keys=[KEY])
     store.write(Record(0, {"activation/fc/rms": 1.0}, {KEY: made(0)}))
@@ -55,7 +55,7 @@ def test_a_round_trip(tmp_path: Path) -> None:
 
 
 def test_a_kind_is_read_as_a_matrix(tmp_path: Path) -> None:
-    """Every record, or as many as are asked for, evenly spaced; zeros where a record has no histogram of a key."""
+    """All records, or ``max_rows`` of them, evenly spaced; zeros if a record has no histogram of a key."""
     store = Store(tmp_path / "m.h5", configuration={}, histogram_keys=[KEY, "activation/out/hist"])
     for step in range(5):
         store.write(Record(step, {}, {KEY: made(step)} | ({"activation/out/hist": made(9)} if step == 4 else {})))
@@ -95,7 +95,7 @@ def test_other_programs_read_it(tmp_path: Path) -> None:
 
 
 def test_a_key_that_looks_like_the_group(tmp_path: Path) -> None:
-    """A prefix and a kind that are called like the layout's own groups are not mixed up with them."""
+    """A prefix and a kind with the names of the layout's groups do not collide with them."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={})
     keys = ["activation/histograms/fc/rms", "histograms/fc/rms", "histograms/values/fc/rms", "activation/histograms_/fc/rms"]
@@ -112,7 +112,7 @@ def test_a_key_that_looks_like_the_group(tmp_path: Path) -> None:
 
 
 def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
-    """What the second has not stays as the first had it."""
+    """Keys that the second record lacks keep the value of the first."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={}, histogram_keys=[KEY, "activation/out/hist"])
     store.write(Record(0, {}, {KEY: made(0)}))
@@ -123,7 +123,7 @@ def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
 
 
 def test_a_late_one_is_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The file gets a column, or a group, for it, and keeps what it has."""
+    """The file gets a column or a group for it, and keeps its content."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={}, histogram_keys=[KEY])
     with caplog.at_level(logging.INFO):
@@ -138,7 +138,7 @@ def test_a_late_one_is_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_resumed_run_takes_out_what_it_runs_again(tmp_path: Path) -> None:
-    """Rows of its first step and later are superseded, and passed by; its own follow, in the columns of both."""
+    """Rows of its first step and later are superseded and not read; its rows follow, in the columns of both."""
     path = tmp_path / "m.h5"
     first = Store(path, configuration={})
     for step in range(200):
@@ -174,7 +174,7 @@ for step in range(100_000):
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
 @pytest.mark.shows("kill -9", "histograms")
 def test_read_while_written_and_after_kill_9_and_resumed(tmp_path: Path) -> None:
-    """Each histogram that was reported is there, at every moment; a repair makes it plain; a resumed run goes on."""
+    """At any moment the file has each reported histogram; a repair makes it plain; a resumed run continues it."""
     path = tmp_path / "m.h5"
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -200,7 +200,7 @@ def test_read_while_written_and_after_kill_9_and_resumed(tmp_path: Path) -> None
 
 
 def test_the_history_keeps_those_of_the_newest_step(tmp_path: Path) -> None:
-    """Two records of one step are merged; a newer step's replace them; they are saved with the numbers."""
+    """Two records of a step are merged; those of a newer step replace them; they are saved with the numbers."""
     storage = StorageManager()
     storage.add(Record(0, {"activation/fc/rms": 1.0}, {KEY: made(0)}))
     storage.add(Record(1, {"activation/fc/rms": 2.0}, {KEY: made(1)}))

@@ -22,7 +22,7 @@ def values_of(step: int, num_keys: int = 500) -> dict[str, float]:
 
 @pytest.mark.parametrize("cadences", [[500], [500, 300, 400]], ids=["one set of keys", "three sets of keys"])
 def test_a_history_is_as_large_as_its_numbers(cadences: list[int]) -> None:
-    """8 bytes each for 1,000 records, also where rules are due in different steps; dicts of floats take ten times as much."""
+    """8 bytes for each value of 1,000 records, also if rules are due in different steps; dicts of floats take ten times as much."""
     storage = StorageManager()
     tracemalloc.start()
     try:
@@ -38,7 +38,7 @@ def test_a_history_is_as_large_as_its_numbers(cadences: list[int]) -> None:
 
 
 def test_records_are_kept_as_they_were() -> None:
-    """What is set in a record or in what is read later changes nothing; a number that is not finite keeps its meaning."""
+    """Later changes of a record or of a result have no effect; non-finite numbers stay the same."""
     given = {"b": 1.0, "a": math.inf, "c": math.nan, "d": UNDEFINED, "e": -0.0}
     storage = StorageManager()
     storage.add(Record(0, given))
@@ -54,7 +54,7 @@ def test_records_are_kept_as_they_were() -> None:
 
 
 def test_a_further_record_of_a_step_is_merged_and_the_oldest_steps_go() -> None:
-    """The later value of a key counts; as many steps are kept as asked for, whatever their keys."""
+    """The later value of a key counts; ``max_records`` steps are kept, with any keys."""
     storage = StorageManager(3)
     storage.add(Record(0, {"a": 1.0, "b": 2.0}))
     storage.add(Record(0, {"b": 3.0, "c": 4.0}))

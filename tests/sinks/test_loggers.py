@@ -1,4 +1,4 @@
-"""Records in the real Lightning loggers, offline: written by the callback, read back by each tool's own reader."""
+"""Records in the real Lightning loggers, offline: written by the callback, read by each tool's reader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_csv(root: Path) -> Series:
 
 
 def read_tensorboard(root: Path) -> Series:
-    """The scalars of a TensorBoardLogger, by TensorBoard's own reader."""
+    """The scalars of a TensorBoardLogger, by TensorBoard's reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(root / "tensorboard"), size_guidance={"scalars": 0})
@@ -61,7 +61,7 @@ def read_wandb(root: Path) -> Series:
 
 
 def read_mlflow(root: Path) -> Series:
-    """The metrics of the one run in a local MLflow file store, by MLflow's own client."""
+    """The metrics of the run in a local MLflow file store, by MLflow's client."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"file:{root / 'mlflow'}")
@@ -81,7 +81,7 @@ READ = {"csv": read_csv, "tensorboard": read_tensorboard, "wandb": read_wandb, "
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing is sent anywhere, and no wandb run outlives its test."""
+    """Loggers send nothing, and a wandb run ends with its test."""
     import wandb
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.17 has to be asked
@@ -94,7 +94,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def assert_holds(name: str, found: Series, expected: Series) -> None:
-    """The logger called ``name`` holds exactly these keys, at these steps, with these values."""
+    """The logger called ``name`` has exactly these keys, steps and values."""
     found = {key: by_step for key, by_step in found.items() if key not in LIGHTNINGS_OWN}
     assert found.keys() == expected.keys(), name
     for key, by_step in expected.items():
@@ -123,14 +123,14 @@ def test_a_real_logger_holds_every_record(name: str, tmp_path: Path) -> None:
 
 
 def test_real_loggers_side_by_side_hold_the_same(tmp_path: Path) -> None:
-    """With all four loggers in one Trainer each holds every record."""
+    """With all four loggers in a Trainer each has every record."""
     expected = train(tmp_path, [make(tmp_path) for make in MAKE.values()]).logged()
     for name, read in READ.items():
         assert_holds(name, read(tmp_path), expected)
 
 
 def tags_by_event(root: Path) -> list[tuple[int, list[str]]]:
-    """Step and tags of every event in the files of a TensorBoardLogger that holds numbers of the callback's, as they lie there."""
+    """Step and tags of every event with numbers of the callback in the files of a TensorBoardLogger, in their order."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     # A name ends with the number of the writer in this process.
@@ -141,7 +141,7 @@ def tags_by_event(root: Path) -> list[tuple[int, list[str]]]:
 
 
 def test_tensorboard_gets_one_event_for_each_record(tmp_path: Path) -> None:
-    """The event holds every number of the record: an event for each number would take most of the time of a monitored step."""
+    """The event has every number of the record: an event for each number would take most of the time of a monitored step."""
     logger = TensorBoardLogger(tmp_path, name="", version="tensorboard", prefix="run")
     kept = train(tmp_path, [logger], stages=["train"])
     keys = [key for key in kept.records[0].values if not key.startswith("context/")]
@@ -162,7 +162,7 @@ def test_tensorboard_holds_the_records_of_every_loop_of_a_trainer(tmp_path: Path
 
 
 class Renaming(TensorBoardLogger):
-    """A logger of the user's, with names of its own."""
+    """A user's logger with other names of arguments."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         super().log_metrics({key.replace("model.", "net."): value for key, value in metrics.items()}, step)
@@ -177,7 +177,7 @@ def test_a_tensorboard_logger_of_the_users_keeps_its_own_log_metrics(tmp_path: P
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.shows("accumulation", "store and loggers")
 def test_values_stand_on_lightnings_own_x_axis(name: str, tmp_path: Path) -> None:
-    """With two micro-batches a step, what is measured in step k stands where Lightning puts what the model logs in step k."""
+    """With two micro-batches in a step, values of step k have the step at which Lightning logs the model's values."""
     train(tmp_path, [MAKE[name](tmp_path)])
     found = READ[name](tmp_path)
     assert set(found["loss"]) == {0, 1, 2}
@@ -188,7 +188,7 @@ def test_values_stand_on_lightnings_own_x_axis(name: str, tmp_path: Path) -> Non
 
 
 def test_a_sparse_schedule_logs_only_its_steps(tmp_path: Path) -> None:
-    """Steps that the schedule did not pick have no row of the monitor's, whatever Lightning logs there."""
+    """Steps outside of the schedule have no row of the monitor."""
     train(tmp_path, [CSVLogger(tmp_path, name="", version="csv")], every_n_steps=2, stages=["train"])
     found = read_csv(tmp_path)
     assert set(found["parameter/model.0.weight/norm"]) == {0, 2}
@@ -196,7 +196,7 @@ def test_a_sparse_schedule_logs_only_its_steps(tmp_path: Path) -> None:
 
 
 class Failing(CSVLogger):
-    """A logger whose service is down; Lightning's own values pass."""
+    """A logger whose service is down, except for Lightning's values."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if any(key.startswith("parameter/") for key in metrics):
@@ -206,22 +206,22 @@ class Failing(CSVLogger):
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_failing_logger_costs_one_warning_and_no_value_elsewhere(place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A logger that raises is logged once; training goes on, and the logger beside it gets everything, in either order."""
+    """The error of a logger is reported once; training continues, and the other logger gets all values, in either order."""
     loggers: list[Logger] = [CSVLogger(tmp_path, name="", version="csv")]
     loggers.insert(place, Failing(tmp_path, name="", version="failing"))
     with caplog.at_level(logging.WARNING, logger=NAME):
         kept = train(tmp_path, loggers)
     assert_holds("csv", read_csv(tmp_path), kept.logged())
     assert len(kept.records) == 4
-    said = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
-    assert said == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Logged once."]
+    messages = [record.getMessage() for record in caplog.records if "Failing" in record.getMessage()]
+    assert messages == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Logged once."]
 
 
 # Roll-ups
 
 
 def with_roll_ups(root: Path, **options: Any) -> tuple[KeepRecords, Series]:
-    """A run with more keys than loggers should get, and what the CSVLogger got."""
+    """A run with more keys than loggers get, and the rows of the CSVLogger."""
     kept = train(root, [CSVLogger(root, name="", version="csv")], max_logged_keys=5, **options)
     return kept, {key: by_step for key, by_step in read_csv(root).items() if key not in LIGHTNINGS_OWN}
 
@@ -250,7 +250,7 @@ def test_roll_ups_are_minimum_median_and_maximum_over_the_sites(tmp_path: Path) 
 
 
 def test_as_many_keys_as_allowed_are_not_rolled_up(tmp_path: Path) -> None:
-    """max_logged_keys is the largest number of keys that a logger gets one by one."""
+    """max_logged_keys is the largest number of keys that are logged individually."""
     rules = [Rule(kinds="parameter", statistics="norm")]
     kept = train(tmp_path, [CSVLogger(tmp_path, name="", version="csv")], rules=rules, stages=["train"], max_logged_keys=5)
     assert len(kept.logged()) == 5  # four parameters and monitor/errors
@@ -265,7 +265,7 @@ def test_roll_ups_keep_what_is_asked_for_by_name(tmp_path: Path) -> None:
 
 
 def test_roll_ups_keep_a_summary_as_it_is(tmp_path: Path) -> None:
-    """It stands for all already; the transitions that it is of are rolled up."""
+    """A summary is logged as it is; its transitions are rolled up."""
     kept, found = with_roll_ups(tmp_path, gradient_flow=GradientFlow(blocks="model"))
     series = kept.logged()
     for name in ("mean_gain", "num_missing"):
@@ -277,7 +277,7 @@ def test_roll_ups_keep_a_summary_as_it_is(tmp_path: Path) -> None:
 
 
 class Sick(Tiny):
-    """One weight of the last layer is NaN, so its outputs are."""
+    """A weight of the last layer is NaN, and so are its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Sick(Tiny):
 
 
 def test_roll_ups_do_not_hide_a_nan(tmp_path: Path) -> None:
-    """One site with a NaN makes the roll-ups of its kind and statistic NaN, and no others."""
+    """A site with a NaN makes the roll-ups of its kind and statistic NaN, and no others."""
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds=["activation", "parameter"], statistics="rms")], store=False, max_logged_keys=1)
     fit(tmp_path, [callback], Sick, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=1)
     assert callback.last_record is not None
@@ -296,7 +296,7 @@ def test_roll_ups_do_not_hide_a_nan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_nan_anywhere_makes_a_roll_up_nan(place: int) -> None:
-    """Wherever the NaN stands among the sites: Python's min and max alone would depend on the order."""
+    """For any index of the NaN: Python's min and max depend on the order."""
     members = [1.0, 2.0]
     members.insert(place, float("nan"))
     result = RollUps()({f"activation/layer{i}/rms": value for i, value in enumerate(members)} | {"activation/layer0/mean": 3.0})
@@ -313,7 +313,7 @@ class Shrinking(Tiny):
 
 
 def test_columns_are_the_same_at_every_step(tmp_path: Path) -> None:
-    """Whether loggers get roll-ups is decided once: a step with fewer keys has the same columns."""
+    """Roll-ups are decided once for a run: a step with fewer keys has the same columns."""
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", statistics="rms")], store=False, max_logged_keys=4)
     kept = KeepRecords(callback)
     fit(tmp_path, [callback, kept], Shrinking, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=4)
@@ -326,16 +326,16 @@ def test_columns_are_the_same_at_every_step(tmp_path: Path) -> None:
 
 
 def test_the_roll_up_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That loggers get roll-ups is said at the start, with the option that changes it."""
+    """The first message reports roll-ups, with the option that changes them."""
     with caplog.at_level(logging.INFO, logger=NAME):
         with_roll_ups(tmp_path)
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
-    assert len(said) == 1
-    assert said[0].endswith("Loggers get roll-ups, as these are more than max_logged_keys=5.")
+    messages = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
+    assert len(messages) == 1
+    assert messages[0].endswith("Loggers get roll-ups, as these are more than max_logged_keys=5.")
 
 
 def test_a_finding_is_a_table_in_wandb(tmp_path: Path) -> None:
-    """With its words, in a row of its own."""
+    """With its text, in a separate row."""
     key = "parameter/model.0.weight/norm"
     callback = ModuleMonitorCallback(1, alerts=[Alert(keys=key, above=0.0, for_steps=2)])
     fit(tmp_path, [callback], logger=MAKE["wandb"](tmp_path))

@@ -1,4 +1,4 @@
-"""The module table of a store: what a run's modules are and return, also while it is written, resumed and rewritten."""
+"""The module table of a store: types and outputs of modules, also while it is written, resumed and rewritten."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KNOWN = [ModuleInfo("net", "Net", 12, (5, 3), "bfloat16"), FIRST[1]]
 
 
 class Branches(Tiny):
-    """One layer runs from batch 4 on, one never; one returns a dict, and one has parameters in common with another."""
+    """A layer runs from batch 4 on, a layer never; a layer returns a dict, and two layers share parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Pair(nn.Module):
 
 
 def test_a_run_has_a_table_of_its_modules(tmp_path: Path) -> None:
-    """Types, parameters with those within, each once; shape and dtype of the first tensor, whatever rules watch; none of what never ran."""
+    """Types, parameters with submodules, each once; shape and dtype of the first output under any rules; none if it never ran."""
     callback = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds="parameter", statistics="norm")])
     assert callback.store_path is None
     fit(tmp_path, [callback], Branches)
@@ -66,7 +66,7 @@ def test_a_run_has_a_table_of_its_modules(tmp_path: Path) -> None:
 
 
 def test_a_module_that_has_run_costs_nothing_afterwards() -> None:
-    """The hooks that find shapes are gone with the first monitored step; the table is the same object from then on."""
+    """The hooks for shapes are removed after the first monitored step; the table is the same object from then on."""
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     tables, hooks = [], []
     with ModuleMonitor(rules=[Rule(kinds="parameter", statistics="norm")]) as monitor:
@@ -100,7 +100,7 @@ def test_a_late_shape_is_read_by_others_while_the_file_is_written(tmp_path: Path
 
 
 def test_late_keys_and_repair_keep_the_table(tmp_path: Path) -> None:
-    """Whatever writes the file anew copies it."""
+    """Every rewrite of the file copies it."""
     path, killed = tmp_path / "m.h5", tmp_path / "killed.h5"
     store = Store(path, configuration={})
     store.write(Record(0, {"a/b/c": 0.0}, modules=KNOWN))
@@ -114,7 +114,7 @@ def test_late_keys_and_repair_keep_the_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["the same file", "elsewhere"])
 def test_a_resumed_run_adds_its_own_modules(place: str, tmp_path: Path) -> None:
-    """A shape that is known stays where the resumed run has none yet."""
+    """A known shape stays if the resumed run has none yet."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={})
     store.write(Record(0, {"a/b/c": 0.0}, modules=KNOWN))
@@ -131,7 +131,7 @@ def test_a_resumed_run_adds_its_own_modules(place: str, tmp_path: Path) -> None:
 
 
 def test_a_store_without_a_table_is_read_and_gone_on_in(tmp_path: Path) -> None:
-    """As stores of earlier versions are."""
+    """As in stores of earlier versions."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={})
     store.write(Record(0, {"a/b/c": 0.0}))
@@ -155,7 +155,7 @@ def test_a_shape_or_a_name_that_is_too_long(tmp_path: Path) -> None:
 
 
 def test_xarray_opens_the_groups_of_a_store_with_a_table(tmp_path: Path) -> None:
-    """The table has a dimension of its own, as xarray asks of everything in a file."""
+    """The table has a dimension, which xarray requires of each dataset."""
     xarray = pytest.importorskip("xarray")
     callback = ModuleMonitorCallback(every_n_steps=1)
     fit(tmp_path, [callback])

@@ -1,4 +1,4 @@
-"""Files that may not grow: a full disk, a quota, a limit on the size of files. No write that fails reaches HDF5."""
+"""Files that cannot grow: a full disk, a quota, a limit on the size of files. No failing write reaches HDF5."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from helpers.processes import start
 
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import Finding, RawTensor, Record
-from lightning_module_monitor.sinks.store import rewrite, space
+from lightning_module_monitor.sinks.files import temporary_path
+from lightning_module_monitor.sinks.store import space
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
@@ -29,7 +30,7 @@ REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO]
 
 
 class Disk:
-    """A disk that gives space until it is full."""
+    """A disk with limited space."""
 
     def __init__(self) -> None:
         self.refusal: int | None = None
@@ -47,7 +48,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """Asked before each growth of a file."""
+    """Replaces ``posix_fallocate``, which is called before a file grows."""
     disk = Disk()
     monkeypatch.setattr(os, "posix_fallocate", disk.reserve)
     monkeypatch.setattr(space, "_BYTES_AHEAD", 0)
@@ -55,12 +56,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def tensor_record(step: int) -> Record:
-    """One with a value and a tensor."""
+    """A record with a value and a tensor."""
     return Record(step, {RMS: float(step)}, tensors=[RawTensor("activation", "fc", 0, torch.full((5000,), float(step)))])
 
 
 def steps_of(path: Path) -> list[int]:
-    """The steps in a store, whose values are right, and which plain h5py opens."""
+    """The steps of a store, after a check of its values and that plain h5py opens it."""
     steps, values = load_store(path).series(RMS)
     assert values.tolist() == steps.tolist()
     h5py.File(path).close()
@@ -73,7 +74,7 @@ def steps_of(path: Path) -> list[int]:
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=errno.errorcode.get)
 def test_no_space_is_one_warning_and_nothing_raises(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, refusal: int) -> None:
-    """Whatever the reason is; what was written before is there, and the file is closed."""
+    """For any reason; earlier records are in the file, and it is closed."""
     opened = Store(tmp_path / "m.h5", configuration={})
     opened.write(Record(0, {RMS: 0.0}))
     disk.refusal = refusal
@@ -89,7 +90,7 @@ def test_no_space_is_one_warning_and_nothing_raises(tmp_path: Path, disk: Disk, 
 
 
 def test_a_disk_that_is_freed_is_used_again(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
-    """Records are tried at growing distances, and one line says how many are missing."""
+    """Records are tried at growing intervals, and a message has the number of missing records."""
     caplog.set_level(logging.INFO)
     opened = Store(tmp_path / "m.h5", configuration={})
     opened.write(Record(0, {RMS: 0.0}))
@@ -111,7 +112,7 @@ def test_a_disk_that_is_freed_is_used_again(tmp_path: Path, disk: Disk, caplog: 
 
 @pytest.mark.parametrize("when", ["the values", "the step"])
 def test_a_row_that_was_begun_is_written_over_or_taken_out(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """Space that ends between a row's values and its step leaves no row for other programs to trip over."""
+    """If space ends between a row's values and its step, other programs read no partial row."""
     rooms = 0
 
     @contextmanager
@@ -133,7 +134,7 @@ def test_a_row_that_was_begun_is_written_over_or_taken_out(tmp_path: Path, disk:
 
 
 def test_the_tensors_file_without_space(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
-    """As the store: one warning, the file stays as it was, and is used again."""
+    """As the store: one warning, the file is unchanged, and is written again later."""
     files = RunFiles(tmp_path / "m.h5", configuration={}, logger=logging.getLogger("test"))
     files.write(tensor_record(0))
     disk.refusal = errno.EDQUOT
@@ -152,7 +153,7 @@ def test_the_tensors_file_without_space(tmp_path: Path, disk: Disk, caplog: pyte
 
 @pytest.mark.parametrize("writer", [Store, TensorStore])
 def test_a_resumed_run_without_space_goes_on_later(tmp_path: Path, disk: Disk, writer: type[Store] | type[TensorStore]) -> None:
-    """Its file is as it was until then, and no other file is begun."""
+    """Its file is unchanged until then, and no other file is created."""
     path = tmp_path / "m.h5"
     first = writer(path, configuration={})
     for step in range(4):
@@ -175,7 +176,7 @@ def test_a_resumed_run_without_space_goes_on_later(tmp_path: Path, disk: Disk, w
 
 
 def test_late_keys_without_space(tmp_path: Path, disk: Disk) -> None:
-    """The file keeps its columns until there is space for more."""
+    """The file keeps its columns until there is space for new columns."""
     path = tmp_path / "m.h5"
     opened = Store(path, configuration={})
     opened.write(Record(0, {RMS: 0.0}))
@@ -194,7 +195,7 @@ def test_late_keys_without_space(tmp_path: Path, disk: Disk) -> None:
 
 
 def test_what_is_reserved_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No change makes a file larger than what was reserved for it: rows, late keys, histograms, findings, resumed runs, tensors."""
+    """No change makes a file larger than the reserved space: rows, late keys, histograms, findings, resumed runs, tensors."""
     grown: list[tuple[int, int]] = []
 
     @contextmanager
@@ -231,7 +232,7 @@ def test_what_is_reserved_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_closed_file_has_no_space_left_over(tmp_path: Path) -> None:
-    """It ends where its content does; while it is written it has some ahead, and can be read."""
+    """It ends with its content; while it is written it has reserved space, and can be read."""
     path = tmp_path / "m.h5"
     opened = Store(path, configuration={})
     opened.write(tensor_record(0))
@@ -242,13 +243,13 @@ def test_a_closed_file_has_no_space_left_over(tmp_path: Path) -> None:
 
 
 def not_supported(*_arguments: int) -> None:
-    """As some file systems answer."""
+    """Raises the error of some file systems."""
     raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
 
 @pytest.mark.parametrize("how", ["missing", "not supported"])
 def test_without_posix_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str) -> None:
-    """As on macOS, and as some file systems answer: zeros are written instead, by the system and not by HDF5."""
+    """As on macOS and some file systems: zeros are written instead, by the system and not by HDF5."""
     if how == "missing":
         monkeypatch.delattr(os, "posix_fallocate")
     else:
@@ -299,7 +300,7 @@ print("trained to the end")
 
 @pytest.mark.skipif(os.name == "nt", reason="no limits on the size of files")
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    """At the first record, at a late key, in the middle, in the tensors' file: status 0, a warning each, and whole files or none."""
+    """At the first record, at a late key, in the middle, in the tensors' file: status 0, one warning each, and complete files or none."""
     limits = [0, 100, 1000, 4000, 9000, 20_000, 50_000, 100_000, 200_000, 300_000, 1_000_000, 1_100_000, 1_500_000, 3_000_000]
     process = start(LIMITED, tmp_path, *limits)
     output, errors = process.communicate()
@@ -340,7 +341,7 @@ print("trained to the end")
 
 @pytest.mark.skipif(os.name == "nt", reason="no limits on the size of files")
 def test_a_limit_that_is_lowered_below_what_was_reserved(tmp_path: Path) -> None:
-    """The file is whole, later records are written once the limit is lifted, and the process ends with status 0."""
+    """The file is complete, later records are written without the limit, and the process ends with status 0."""
     process = start(LOWERED, tmp_path / "m.h5")
     output, errors = process.communicate()
     assert (process.returncode, output) == (0, "trained to the end\n"), errors
@@ -364,7 +365,7 @@ print("trained to the end")
 
 
 def test_a_disk_that_really_fills_up(small_disk: Path) -> None:
-    """One warning, the process ends with status 0, and all that was written can be read."""
+    """One warning, the process ends with status 0, and earlier records can be read."""
     process = start(FILLER, small_disk / "m.h5")
     output, errors = process.communicate()
     assert process.returncode == 0, errors
@@ -378,7 +379,7 @@ def test_a_disk_that_really_fills_up(small_disk: Path) -> None:
 
 
 def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
-    """No file, one warning that says so, status 0."""
+    """No file, one warning, status 0."""
     subprocess.run(["dd", "if=/dev/zero", f"of={small_disk / 'ballast'}", "bs=4096"], stderr=subprocess.DEVNULL, check=False)
     process = start(FILLER.replace("600", "3"), small_disk / "m.h5")
     output, errors = process.communicate()
@@ -401,7 +402,7 @@ print("trained to the end")
 
 
 def test_tensors_that_fill_the_disk(small_disk: Path) -> None:
-    """As the store; the space of the copy that is being made is given back."""
+    """As the store; the space of the incomplete copy is freed."""
     process = start(TENSORS, small_disk / "m.tensors.h5")
     output, errors = process.communicate()
     assert (process.returncode, output) == (0, "trained to the end\n"), errors
@@ -412,4 +413,4 @@ def test_tensors_that_fill_the_disk(small_disk: Path) -> None:
     assert len(steps) > 20
     assert all((store.tensor("activation", "fc", step) == step).all() for step in steps)
     assert [entry.name for entry in small_disk.iterdir()] == ["m.tensors.h5"]
-    assert not rewrite.temporary_path(small_disk / "m.tensors.h5").exists()
+    assert not temporary_path(small_disk / "m.tensors.h5").exists()

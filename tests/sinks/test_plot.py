@@ -1,4 +1,4 @@
-"""Figures of a store: what is drawn is what was recorded, with the labels that it takes to read it."""
+"""Figures of a store: they have the recorded values, with legible labels."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def bar(axes: Axes) -> Any:
 
 
 def test_a_heat_map_has_a_row_for_each_site(store: StoreReader) -> None:
-    """In the model's order, a column for each step; cells without a value are empty, and not finite ones are red."""
+    """In the model's order, a column for each step; cells without a value are empty, non-finite cells are red."""
     axes = store.plot.heatmap("activation", "rms")
     image = axes.images[0].get_array()
     assert image is not None
@@ -91,7 +91,7 @@ def test_the_scale_is_that_of_the_values(store: StoreReader) -> None:
 
 
 def test_a_profile_has_a_line_for_each_step_and_role(store: StoreReader) -> None:
-    """Sites from top to bottom; weights are not connected with biases; what is not finite is a gap."""
+    """Sites from top to bottom; weights are not connected with biases; non-finite values are gaps."""
     axes = store.plot.profile("gradient", "norm", steps=[0, 20])
     assert labels(axes.yaxis) == ["a.weight", "a.bias", "b.weight"]
     lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.get_lines()}
@@ -107,7 +107,7 @@ def test_a_profile_has_a_line_for_each_step_and_role(store: StoreReader) -> None
 
 
 def test_series_are_curves(store: StoreReader) -> None:
-    """Of one key or several; the scale is logarithmic where they span decades; red crosses are at steps that are not finite."""
+    """Of one or several keys; a logarithmic scale if values span decades; red crosses at steps with non-finite values."""
     one = store.plot.series("loss")
     (line,) = one.get_lines()
     assert line.get_xydata().tolist() == [[0, 3], [10, 2], [20, 1]]
@@ -120,7 +120,7 @@ def test_series_are_curves(store: StoreReader) -> None:
 
 
 def test_a_histogram_is_shares_of_bins_over_steps(store: StoreReader) -> None:
-    """The largest values on top; bins that are always empty are left out; steps with elements that are not finite are marked."""
+    """The largest values on top; bins that are always empty are left out; steps with non-finite elements are marked."""
     axes = store.plot.histogram("gradient/a.weight/hist")
     image = axes.images[0].get_array()
     assert image is not None
@@ -133,7 +133,7 @@ def test_a_histogram_is_shares_of_bins_over_steps(store: StoreReader) -> None:
 
 
 def test_attention_is_modules_by_heads(store: StoreReader) -> None:
-    """At the last step, or at another; a head that a module does not have is empty."""
+    """At the last or another step; the cell of a missing head is empty."""
     axes = store.plot.attention()
     image = axes.images[0].get_array()
     assert image is not None
@@ -146,7 +146,7 @@ def test_attention_is_modules_by_heads(store: StoreReader) -> None:
 
 
 def test_axes_of_the_users_are_drawn_into(store: StoreReader) -> None:
-    """Without pyplot, and they are what is returned; two figures of the same store are equal to the last pixel."""
+    """Without pyplot; the given axes are returned; two figures of a store have equal pixels."""
     pictures = []
     for _ in range(2):
         figure = Figure(figsize=(8, 20))
@@ -170,7 +170,7 @@ def test_axes_of_the_users_are_drawn_into(store: StoreReader) -> None:
 
 
 def test_hundreds_of_sites_and_steps_keep_legible_labels(tmp_path: Path) -> None:
-    """Names are at least their own height apart, and at most 10 steps are written; each stands at its own place."""
+    """Names do not overlap, at most 10 steps are written, and each label is at its row or column."""
     store = load_store(write_store(tmp_path / "m.h5", {f"activation/layer{number}/rms": [1.0 * number] * 99 for number in range(500)}))
     axes = store.plot.heatmap("activation", "rms")
     axes.figure.canvas.draw()
@@ -183,7 +183,7 @@ def test_hundreds_of_sites_and_steps_keep_legible_labels(tmp_path: Path) -> None
 
 
 def test_what_was_not_recorded_is_an_error(store: StoreReader) -> None:
-    """It names the nearest: kind, statistic, sites, step, key."""
+    """The error has the nearest kind, statistic, site, step or key."""
     for draw, message in (
         (lambda: store.plot.heatmap("activations", "rms"), "nearest: 'activation'"),
         (lambda: store.plot.heatmap("activation", "rmse"), "has no 'rmse' of 'activation'; nearest: 'rms'"),
@@ -203,7 +203,7 @@ def test_what_was_not_recorded_is_an_error(store: StoreReader) -> None:
 
 
 def test_without_matplotlib_the_command_that_installs_it_is_named(store: StoreReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All else of the store works without it."""
+    """Other methods of the store work without it."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     assert store["loss"][0].tolist() == [0, 10, 20]
     with pytest.raises(ImportError, match=r"matplotlib.* is not installed.*pip install 'lightning-module-monitor\[plot\]'"):

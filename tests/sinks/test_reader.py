@@ -1,4 +1,4 @@
-"""Reading a store: series, frame, xarray, attributes, and errors that help."""
+"""Reading a store: series, frame, xarray, attributes, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALUES = {
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A closed store: all of ``VALUES`` at step 0, then one value each at steps 10 (a NaN) and 20."""
+    """A closed store: all of ``VALUES`` at step 0, one value at step 10 (a NaN) and one at step 20."""
     store = Store(tmp_path / "monitor.h5", configuration={"every_n_steps": 10, "folder": Path("logs")})
     store.write(Record(0, VALUES))
     store.write(Record(10, {"activation/model.fc/rms": math.nan}))
@@ -39,14 +39,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_keys_are_those_that_were_recorded(path: Path) -> None:
-    """Every key by its full name, columns of a group in the order they came."""
+    """All keys by their full names, in the order of the columns."""
     keys = load_store(path).keys()
     assert sorted(keys) == sorted(VALUES)
     assert [key for key in keys if key.startswith("activation/")] == list(VALUES)[:3]
 
 
 def test_what_never_came_is_nowhere(tmp_path: Path) -> None:
-    """A key that was planned and never recorded is in no answer; one that was recorded as NaN is. What is being written is no exception."""
+    """A planned key without a record is never returned; a key recorded as NaN is. The same holds while the store is written."""
     keys = ["activation/seldom/rms", "activation/never/rms", "activation/nan/rms", "activation/never/std", "validation/activation/nan/rms"]
     histograms = ["activation/never/hist", "activation/seldom/hist", "gradient/never/hist"]
     row = np.arange(NUM_COUNTS)
@@ -71,7 +71,7 @@ def test_what_never_came_is_nowhere(tmp_path: Path) -> None:
 
 
 def test_every_series_has_its_own_values(path: Path) -> None:
-    """No key is mixed up with another: prefixes, stages, keys with one, two and three parts."""
+    """No key has another's values: prefixes, stages, keys with one, two and three parts."""
     reader = load_store(path)
     first = {key: [part[0] for part in reader.series(key)] for key in VALUES}
     assert first == {key: [0, value] for key, value in VALUES.items()}
@@ -79,7 +79,7 @@ def test_every_series_has_its_own_values(path: Path) -> None:
 
 
 def test_frame_is_tidy(path: Path) -> None:
-    """One row per recorded value with the parts of its key; a recorded NaN has a row, an absent value has none."""
+    """A row for each recorded value with the parts of its key; a recorded NaN has a row, an absent value has none."""
     pytest.importorskip("pandas")
     frame = load_store(path).to_frame()
     assert list(frame.columns) == ["step", "stage", "kind", "site", "statistic", "value"]
@@ -99,7 +99,7 @@ def test_frame_is_tidy(path: Path) -> None:
 
 
 def test_xarray_has_step_and_site(path: Path) -> None:
-    """A variable per statistic; values are found by the names of step and site; NaN where nothing was recorded."""
+    """A variable for each statistic; values by step and site; NaN where nothing was recorded."""
     pytest.importorskip("xarray")
     reader = load_store(path)
     dataset = reader.to_xarray("activation")
@@ -124,7 +124,7 @@ def test_attributes_are_decoded(path: Path) -> None:
 
 
 def test_errors_name_the_path_and_the_nearest(path: Path) -> None:
-    """A wrong path, key or kind is answered with what there is."""
+    """The error for a wrong path, key or kind has the nearest name."""
     with pytest.raises(FileNotFoundError, match=r"no store at .*missing\.h5"):
         load_store(path.with_name("missing.h5"))
     with pytest.raises(KeyError, match=r"nearest: 'activation/model\.fc/rms'"):
@@ -135,7 +135,7 @@ def test_errors_name_the_path_and_the_nearest(path: Path) -> None:
 
 
 def test_the_newest_is_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    """One reader, kept open by nobody, sees each record as soon as it is written, in the writing process too."""
+    """A reader, which keeps no file open, reads each record as soon as it is written, also in the writing process."""
     store = Store(tmp_path / "m.h5", configuration={})
     store.write(Record(0, {"loss": 0.0}))
     reader = load_store(str(tmp_path / "m.h5"))
@@ -147,7 +147,7 @@ def test_the_newest_is_read_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_repair_refuses_a_live_file_and_leaves_a_plain_one(tmp_path: Path) -> None:
-    """Repair never touches a file that a run is writing to, nor one that needs none."""
+    """Repair never changes the file of a live run, nor a closed file."""
     store = Store(tmp_path / "m.h5", configuration={})
     store.write(Record(0, {"loss": 0.0}))
     reader = load_store(tmp_path / "m.h5")
@@ -162,7 +162,7 @@ def test_repair_refuses_a_live_file_and_leaves_a_plain_one(tmp_path: Path) -> No
 
 
 def test_a_kind_is_read_as_a_matrix(path: Path) -> None:
-    """All of a kind at once: its keys, a row a record, and which values were recorded, be it as NaN."""
+    """A whole kind: its keys, a row for each record, and which values were recorded, also as NaN."""
     reader = load_store(path)
     assert sorted(reader.kinds()) == ["activation", "logged", "monitor", "run1/test/update", "validation/activation"]
     matrix = reader.matrix("activation")

@@ -1,4 +1,4 @@
-"""The store in processes that are killed, or that race."""
+"""The store in processes that are killed or run at the same time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ for step in range(100_000):
 
 
 def run_and_kill(path: Path, mode: str, wait_s: float) -> int:
-    """Kill a writer so long after its first record; the last step that it said was written."""
+    """Kill a writer so long after its first record; returns the last step that it reported."""
     process = start(WRITER, path, mode)
     assert process.stdout is not None
     first = process.stdout.readline()
@@ -40,7 +40,7 @@ def run_and_kill(path: Path, mode: str, wait_s: float) -> int:
 
 
 def assert_written(path: Path, last_step: int) -> None:
-    """Every step up to the last reported one is there with its values; at most one more."""
+    """All steps up to the last reported step are in the file with their values, and at most one further step."""
     for key, factor in (("activation/fc/rms", 0.5), ("validation/activation/fc/rms", 1.0)):
         steps, values = load_store(path).series(key)
         np.testing.assert_array_equal(steps, np.arange(len(steps)))
@@ -68,7 +68,7 @@ def test_what_was_written_survives_kill_9(tmp_path: Path, mode: str) -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
 @pytest.mark.shows("kill -9", "store and loggers")
 def test_a_killed_run_is_resumed_in_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The kill gives the lock back; the resumed run cuts what it runs again, and leaves a plain file with both configurations."""
+    """The kill releases the lock; the resumed run supersedes repeated steps, and closes a plain file with both configurations."""
     path = tmp_path / "m.h5"
     last_step = run_and_kill(path, "append", wait_s=0.1)
     first = last_step // 2
@@ -105,14 +105,14 @@ def run(first, resumed):
     return files.path
 
 def killed_at(line, resumed):
-    seen = 0
+    num_lines = 0
 
     def trace(frame, event, argument):
-        nonlocal seen
+        nonlocal num_lines
         if os.path.dirname(frame.f_code.co_filename) != folder:
             return None
-        seen += event == "line"
-        if seen == line:
+        num_lines += event == "line"
+        if num_lines == line:
             os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
@@ -156,7 +156,7 @@ print(line)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("mode", ["new", "resumed"])
 def test_killed_anywhere(tmp_path: Path, mode: str) -> None:
-    """The name stands for a readable file or for none, from the first moment; the next run takes a free name, and removes what is left."""
+    """At any moment there is a readable file or none at the path; the next run uses a free name, and removes leftovers."""
     process = start(KILLED, tmp_path / "m.h5", mode)
     output, errors = process.communicate()
     assert process.returncode == 0, errors
@@ -165,7 +165,7 @@ def test_killed_anywhere(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["append", "widen"])
 def test_reading_while_another_process_writes(tmp_path: Path, mode: str) -> None:
-    """Whenever it is read, the file is whole: each record that was reported is there, and the writer is never disturbed."""
+    """At any moment the file has every reported record, and readers do not disturb the writer."""
     path = tmp_path / "m.h5"
     process = start(WRITER, path, mode)
     assert process.stdout is not None
@@ -184,7 +184,7 @@ def test_reading_while_another_process_writes(tmp_path: Path, mode: str) -> None
 
 
 def test_reading_while_a_run_ends(tmp_path: Path) -> None:
-    """Opening and closing of a run are no moment at which its file cannot be read."""
+    """The file can be read while a run opens and closes it."""
     script = """
 for run in range(30):
     store = Store(path, configuration={}, resumed=path, resume_from=run)
@@ -206,7 +206,7 @@ for run in range(30):
 
 
 def test_two_processes_that_start_at_once_write_two_files(tmp_path: Path) -> None:
-    """Nobody writes into another's file, whoever is first."""
+    """Neither process writes to the other's file."""
     script = """
 store = Store(path, configuration={})
 sys.stdin.readline()
@@ -233,7 +233,7 @@ store.close()
 
 @pytest.mark.parametrize("damage", ["cut short", "zeros"])
 def test_a_crash_of_the_machine_does_not_hang_the_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
-    """A file left in use that lost its last blocks is an error at once, not an endless wait for its writer: a new file is taken."""
+    """A file left in use without its last blocks is an error at once, not an endless wait for its writer: a new file is used."""
     path = tmp_path / "m.h5"
     run_and_kill(path, "append", wait_s=0.1)
     content = path.read_bytes()
@@ -251,7 +251,7 @@ def test_a_crash_of_the_machine_does_not_hang_the_resumed_run(tmp_path: Path, ca
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc/self/statm here")
 def test_a_copy_that_was_broken_off_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """HDF5 would wait without end for a writer who mends it."""
+    """HDF5 would wait for ever for a writer to complete it."""
     path = tmp_path / "m.h5"
     run_and_kill(path, "append", wait_s=0.1)
     content = path.read_bytes().rstrip(b"\0")  # what was reserved ahead is no part of it
@@ -262,7 +262,7 @@ def test_a_copy_that_was_broken_off_is_an_error_in_one_line(tmp_path: Path, caps
 
 
 def test_a_store_that_is_damaged_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Wherever a part of it was lost: what can still be read is, and of the rest it is said."""
+    """Wherever a part of it was lost: intact data is read, damaged data is an error."""
     path = tmp_path / "m.h5"
     with closing(Store(path, configuration={})) as store:
         for step in range(30):

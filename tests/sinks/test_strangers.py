@@ -19,7 +19,7 @@ from lightning_module_monitor import load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.store import rewrite
+from lightning_module_monitor.sinks.files import tensors_path
 from lightning_module_monitor.sinks.store.tensors import TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
 
@@ -30,7 +30,7 @@ SECRET = np.array([[1234.5], [6789.0]])
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store with numbers and histograms, and a file beside it that is nobody's business."""
+    """A store with numbers and histograms, and a secret file beside it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret").write_bytes(SECRET.tobytes())
     with h5py.File(tmp_path / "secret.h5", "w") as file:
@@ -41,7 +41,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def one_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a command that fails with status 2."""
+    """The single error line of a command with status 2."""
     status = main(arguments)
     out, err = capsys.readouterr()
     assert (status, out) == (2, ""), err
@@ -87,7 +87,7 @@ OUTSIDE = [external_storage, external_link, linked_group, soft_link, virtual]
 
 @pytest.mark.parametrize("change", OUTSIDE, ids=lambda change: change.__name__)
 def test_data_outside_of_the_file_is_refused(path: Path, change: Callable[[h5py.File], None], capsys: pytest.CaptureFixture[str]) -> None:
-    """By the reader and by every command; nothing is written."""
+    """The reader and every command refuse it; nothing is written."""
     with h5py.File(path, "r+") as file:
         change(file)
     with pytest.raises(ValueError, match="has data outside of itself"):
@@ -102,7 +102,7 @@ def test_data_outside_of_the_file_is_refused(path: Path, change: Callable[[h5py.
 def test_a_resumed_run_copies_nothing_from_outside(
     path: Path, change: Callable[[h5py.File], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A checkpoint can name any file; from such a one no row is taken."""
+    """A checkpoint can name any file; no row of such a file is copied."""
     with h5py.File(path, "r+") as file:
         change(file)
     resumed = Store(path.with_name("own.h5"), configuration={}, resumed=path, resume_from=100)
@@ -113,12 +113,12 @@ def test_a_resumed_run_copies_nothing_from_outside(
 
 
 def test_tensors_outside_of_the_file_are_refused(path: Path) -> None:
-    """As numbers are."""
-    tensors = TensorStore(rewrite.tensors_path(path), configuration={})
+    """As for numbers."""
+    tensors = TensorStore(tensors_path(path), configuration={})
     tensors.write(Record(0, tensors=[RawTensor("activation", "columns", 0, torch.ones(2))]))
     tensors.close()
     assert load_store(path).tensor("activation", "columns", 0).tolist() == [1.0, 1.0]
-    with h5py.File(rewrite.tensors_path(path), "r+") as file:
+    with h5py.File(tensors_path(path), "r+") as file:
         dataset = file["activation"].create_dataset(
             "fc/0", SECRET.shape, "f8", external=[(str(Path("secret").resolve()), 0, h5py.h5f.UNLIMITED)]
         )
@@ -132,7 +132,7 @@ def test_tensors_outside_of_the_file_are_refused(path: Path) -> None:
 
 
 def resized(name: str, shape: tuple[int, ...]) -> Callable[[h5py.File], None]:
-    """A dataset that says it is larger than any memory."""
+    """A dataset with a shape larger than any memory."""
 
     def change(file: h5py.File) -> None:
         file[name].resize(shape)
@@ -141,7 +141,7 @@ def resized(name: str, shape: tuple[int, ...]) -> Callable[[h5py.File], None]:
 
 
 def replaced(name: str, data: object) -> Callable[[h5py.File], None]:
-    """Another dataset in place of one."""
+    """Replaces a dataset."""
 
     def change(file: h5py.File) -> None:
         if name in file:
@@ -176,11 +176,11 @@ TABLES = {
 
 @pytest.mark.parametrize("change", TABLES.values(), ids=TABLES.keys())
 def test_tables_that_do_not_fit_are_a_line(path: Path, change: Callable[[h5py.File], None], capsys: pytest.CaptureFixture[str]) -> None:
-    """Before memory is asked for: no shape is larger than the file can hold, and no part of a table another."""
+    """Before memory is allocated: no shape is larger than the file can have, and the parts of a table fit each other."""
     with h5py.File(path, "r+") as file:
         change(file)
     for command in COMMANDS:
-        assert "is damaged: what was asked for cannot be read" in one_line(capsys, command, "m.h5")
+        assert "is damaged: the requested data cannot be read" in one_line(capsys, command, "m.h5")
 
 
 VALUES: list[Any] = [
@@ -196,7 +196,7 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("name", ["format_version", "package_version", "started", "configurations", "edges"])
 def test_an_attribute_that_is_wrong_is_a_line(path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever it is, or if it is missing: a line and status 2, or it does no harm. Never a traceback."""
+    """Any value, or a missing attribute: an error line with status 2, or no effect. Never a traceback."""
     place = "activation/histograms/values" if name == "edges" else "/"
     content = path.read_bytes()
     statuses = set()
@@ -220,7 +220,7 @@ def test_an_attribute_that_is_wrong_is_a_line(path: Path, name: str, capsys: pyt
 
 
 def test_names_do_not_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Escape sequences, line ends and the like are replaced where they are printed, and kept where they are read."""
+    """Escape sequences and line ends are replaced in printed text, and kept by the reader."""
     monkeypatch.chdir(tmp_path)
     key = "activation/fc\x1b[2J\r\n\x07\u202ek/rms"
     write_store(tmp_path / "m.h5", {key: [0.0] * 20, "loss\x1b]0;title\x07": [1.0]})
@@ -235,7 +235,7 @@ def test_names_do_not_control_the_terminal(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_table_has_no_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A cell of text that a spreadsheet would run begins with a quote in CSV; numbers, and Parquet, are as they are."""
+    """Text that a spreadsheet would run begins with a quote in CSV; numbers and Parquet are unchanged."""
     pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
     formulas = ["=cmd|'/C calc'!A0", "+1", "-1", "@SUM(1)"]

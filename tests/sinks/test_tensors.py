@@ -1,8 +1,7 @@
-"""The raw tensors' file: what is written comes back bit for bit, also after a kill and a resume."""
+"""The raw tensors' file: tensors are read bit for bit, also after a kill and a resume."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import signal
@@ -16,10 +15,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.processes import kill, start
+from helpers.stores import digests
 from torch import Tensor
 
+from lightning_module_monitor import sinks
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.store import rewrite, tensors
+from lightning_module_monitor.sinks.files import temporary_path, tensors_path
+from lightning_module_monitor.sinks.store import tensors
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
@@ -31,24 +33,24 @@ DTYPES = [
 
 
 def bits(tensor: Tensor) -> list[int]:
-    """A tensor's bytes: tells -0.0 from 0.0 and one NaN from another."""
+    """A tensor's bytes: -0.0 differs from 0.0, and NaNs differ by their bits."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Every bit pattern may come: NaN of all kinds, infinities, subnormals."""
+    """Random bit patterns: all kinds of NaN, infinities, subnormals."""
     size = torch.empty((), dtype=dtype).element_size() * int(np.prod(shape))
     high = 2 if dtype is torch.bool else 256
     return torch.randint(high, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).view(dtype).reshape(shape)
 
 
 def raw(value: Tensor, site: str = "fc", kind: str = "activation", call: int = 0) -> RawTensor:
-    """A tensor as a record holds it."""
+    """A tensor in the form of a record."""
     return RawTensor(kind, site, call, value)
 
 
 def run(path: Path, *records: Record, resume_from: int | None = None, resumed: Path | None = None) -> tuple[Path, Path]:
-    """A run's two files, as the callback writes them: closed again; their paths. By default a run resumes the one at the path."""
+    """The paths of a run's two closed files. By default a run resumes the file at the path."""
     resumed = None if resume_from is None else resumed or path
     files = RunFiles(path, configuration={}, resumed=resumed, resume_from=resume_from, logger=logging.getLogger("test"))
     for record in records:
@@ -59,19 +61,14 @@ def run(path: Path, *records: Record, resume_from: int | None = None, resumed: P
 
 
 def record(step: int, *tensors: RawTensor) -> Record:
-    """A step that also has a value, as every step has."""
+    """A step with a value, as every step has."""
     return Record(step, {"monitor/errors": 0.0}, tensors=tensors)
 
 
 def content(path: Path) -> dict[tuple[str, str, int, int], list[int]]:
-    """Everything that was captured, bit-exact."""
+    """All captured tensors, bit-exact."""
     store = load_store(path)
     return {one[:4]: bits(store.tensor(*one[:4])) for one in store.tensors()}
-
-
-def digest(path: Path) -> str:
-    """A file's content and age, to see that nobody touched it."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() + str(path.stat().st_mtime_ns)
 
 
 # ------------------------------------------------------------------ what comes back
@@ -80,7 +77,7 @@ def digest(path: Path) -> str:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (2, 3, 5), (1,) * 12])
 def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Every dtype, whatever its bits; no dimension, twelve, and no element."""
+    """Every dtype with any bits; no dimension, twelve dimensions, and no element."""
     value = random_bits(shape, dtype)
     run(tmp_path / "m.h5", record(3, raw(value)))
     back = load_store(tmp_path / "m.h5").tensor("activation", "fc", 3)
@@ -90,7 +87,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype, shape: tupl
 
 
 def test_views_are_written_as_their_elements(tmp_path: Path) -> None:
-    """Transposed, strided, expanded, channels-last, conjugated and negated ones."""
+    """Transposed, strided, expanded, channels-last, conjugated and negated tensors."""
     x = torch.randn(2, 3, 4, 5)
     z = torch.randn(3, 4, dtype=torch.complex64)
     views = [
@@ -104,7 +101,7 @@ def test_views_are_written_as_their_elements(tmp_path: Path) -> None:
 
 
 def test_a_tensor_larger_than_any_chunk(tmp_path: Path) -> None:
-    """Several megabytes, and what follows it."""
+    """A tensor of several megabytes, and the next tensor."""
     large, small = torch.randn(1 << 20), torch.randn(3)
     run(tmp_path / "m.h5", record(0, raw(large), raw(small, "other")), record(1, raw(small)))
     store = load_store(tmp_path / "m.h5")
@@ -113,8 +110,8 @@ def test_a_tensor_larger_than_any_chunk(tmp_path: Path) -> None:
     assert torch.equal(store.tensor("activation", "fc", 1), small)
 
 
-def test_calls_kinds_sites_and_steps_are_told_apart_and_listed(tmp_path: Path) -> None:
-    """Each has its own value; ``tensors`` lists them in their order, all or some."""
+def test_calls_kinds_sites_and_steps_are_distinct_and_listed(tmp_path: Path) -> None:
+    """Each tensor has its value; ``tensors`` lists all or some in the order of capture."""
     names = [(kind, site, call) for kind in ("activation", "gradient") for site in ("fc", "fc.output_1") for call in (0, 1)]
     steps = [record(step, *(raw(torch.tensor([step, i]), s, k, c) for i, (k, s, c) in enumerate(names))) for step in (0, 100)]
     run(tmp_path / "m.h5", *steps)
@@ -131,8 +128,8 @@ def test_calls_kinds_sites_and_steps_are_told_apart_and_listed(tmp_path: Path) -
     assert store.tensor("activation", "fc", 0).tolist() == [0, 0]
 
 
-def test_what_was_not_captured_is_said_with_what_was(tmp_path: Path) -> None:
-    """The part that is wrong, and the nearest right one, or those that there are."""
+def test_errors_for_tensors_that_were_not_captured_name_those_that_were(tmp_path: Path) -> None:
+    """The error has the wrong part of the request and the nearest value, or the captured values."""
     run(tmp_path / "m.h5", record(0, raw(torch.ones(2), "model.head")), record(100, raw(torch.ones(2), "model.head", call=1)))
     store = load_store(tmp_path / "m.h5")
     for arguments, message in [
@@ -151,7 +148,7 @@ def test_what_was_not_captured_is_said_with_what_was(tmp_path: Path) -> None:
 
 
 def test_other_programs_show_it(tmp_path: Path) -> None:
-    """Plain h5py: a dataset for each tensor, under kind, site and step, in its own dtype and shape; further calls beside the first."""
+    """Plain h5py: a dataset for each tensor, by kind, site and step, with its dtype and shape; further calls are beside the first."""
     values = [torch.randn(2, 3), torch.tensor([3, 4, 5], dtype=torch.int16), torch.tensor(True), torch.randn(4, dtype=torch.complex64)]
     sites = ["fc", "fc.output_1", "attn.head_0.query", "attn.head_0"]
     again = torch.randn(2, 3)
@@ -181,7 +178,7 @@ def test_a_dtype_that_hdf5_does_not_have_is_its_bits(tmp_path: Path, dtype: torc
 
 
 def test_a_second_record_of_a_step(tmp_path: Path) -> None:
-    """What both have is of the later one, as it is in the store; the rest is of both."""
+    """Tensors of both records have the later value, as in the store; the others are kept."""
     first, second = (
         record(4, raw(torch.tensor([1])), raw(torch.tensor([2]), "a")),
         record(4, raw(torch.tensor([3])), raw(torch.tensor([4]), "b")),
@@ -192,7 +189,7 @@ def test_a_second_record_of_a_step(tmp_path: Path) -> None:
 
 
 def test_it_is_a_plain_file_while_the_run_goes_on(tmp_path: Path) -> None:
-    """Any program opens it between two captured steps, and one that has it open keeps what it sees."""
+    """Any program opens it between two captured steps; an open file keeps its content."""
     files = RunFiles(tmp_path / "m.h5", configuration={}, logger=logging.getLogger("test"))
     files.write(record(0, raw(torch.tensor([1]))))
     with h5py.File(tmp_path / "m.tensors.h5") as held:
@@ -204,14 +201,14 @@ def test_it_is_a_plain_file_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_nothing_captured_leaves_no_file(tmp_path: Path) -> None:
-    """Records without tensors leave the store alone, and no lock."""
+    """Records without tensors create only the store, and no lock."""
     run(tmp_path / "m.h5", record(0), record(1))
     assert [path.name for path in tmp_path.iterdir()] == ["m.h5"]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("m.h5", "m.tensors.h5"), ("run", "run.tensors.h5"), ("v1.5", "v1.5.tensors.h5")])
 def test_the_file_is_beside_the_store(tmp_path: Path, name: str, expected: str) -> None:
-    """Whatever the store is called; no two stores have one file of tensors."""
+    """For any name of the store; two stores never share a file of tensors."""
     run(tmp_path / name, record(0, raw(torch.ones(2))))
     assert {path.name for path in tmp_path.iterdir()} == {name, expected}
     assert load_store(tmp_path / name).tensor("activation", "fc", 0).tolist() == [1, 1]
@@ -221,22 +218,22 @@ def test_the_file_is_beside_the_store(tmp_path: Path, name: str, expected: str) 
 
 
 def test_tensors_of_another_run_are_never_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Both files of a second run have the same number, also if only the first run's tensors are left."""
+    """Both files of a second run have the same number, also if only the first run's tensors remain."""
     path = tmp_path / "m.h5"
     run(path, record(0, raw(torch.tensor([1]))))
-    before = digest(tmp_path / "m.tensors.h5")
+    before = digests(tmp_path / "m.tensors.h5")
     store, tensors = run(path, record(0, raw(torch.tensor([2]))))
     assert (store.name, tensors.name) == ("m-2.h5", "m-2.tensors.h5")
     path.unlink()
     store, tensors = run(path, record(0, raw(torch.tensor([3]))))
     assert (store.name, tensors.name) == ("m-3.h5", "m-3.tensors.h5")
     assert "m.tensors.h5 exists" in caplog.messages[-1]
-    assert digest(tmp_path / "m.tensors.h5") == before
+    assert digests(tmp_path / "m.tensors.h5") == before
     assert [load_store(tmp_path / f"m-{number}.h5").tensor("activation", "fc", 0).item() for number in (2, 3)] == [2, 3]
 
 
 def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) -> None:
-    """Tensors of later steps are superseded, and passed by; both configurations are kept."""
+    """Tensors of later steps are superseded and not listed; both configurations are kept."""
     path = tmp_path / "m.h5"
     values = {step: torch.full((1000,), float(step)) for step in range(6)}
     run(path, *(record(step, raw(value)) for step, value in values.items()))
@@ -254,42 +251,42 @@ def test_a_resumed_run_goes_on_without_the_steps_that_run_again(tmp_path: Path) 
 
 
 def test_a_resumed_run_that_captures_nothing_takes_out_what_runs_again(tmp_path: Path) -> None:
-    """Already with its first record: a kill right after it leaves no tensor of a step that never was."""
+    """With its first record: after a kill right then, no tensor of a repeated step remains."""
     path = tmp_path / "m.h5"
     run(path, record(0, raw(torch.ones(2))), record(8, raw(torch.ones(2))))
-    before = digest(tmp_path / "m.tensors.h5")
+    before = digests(tmp_path / "m.tensors.h5")
     run(path, record(9), resume_from=9)
-    assert digest(tmp_path / "m.tensors.h5") == before
+    assert digests(tmp_path / "m.tensors.h5") == before
     run(path, record(5), resume_from=5)
     assert list(content(path)) == [("activation", "fc", 0, 0)]
 
 
 def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of the tensors of earlier steps, also if it captures none; the file of the resumed run is not touched."""
+    """A copy of the tensors of earlier steps, also if it captures none; the file of the resumed run is unchanged."""
     caplog.set_level(logging.INFO)
     path = tmp_path / "m.h5"
     values = {step: torch.full((10,), float(step)) for step in range(6)}
     run(path, *(record(step, raw(value)) for step, value in values.items()))
-    before = digest(tmp_path / "m.tensors.h5")
+    before = digests(tmp_path / "m.tensors.h5")
     run(tmp_path / "other.h5", record(3), resumed=path, resume_from=3)
     run(tmp_path / "third.h5", record(3, raw(-values[3])), resumed=path, resume_from=3)
     assert content(tmp_path / "other.h5") == {("activation", "fc", step, 0): bits(values[step]) for step in range(3)}
     assert content(tmp_path / "third.h5") == {("activation", "fc", step, 0): bits(values[step] * (-1) ** (step == 3)) for step in range(4)}
-    assert digest(tmp_path / "m.tensors.h5") == before
+    assert digests(tmp_path / "m.tensors.h5") == before
     own, copied = tmp_path / "other.tensors.h5", tmp_path / "m.tensors.h5"
     message = f"{own} goes on from step 3; it begins with a copy of 3 tensors of earlier steps from {copied}, which is left as it is."
     assert message in caplog.messages
 
 
-def test_damaged_tensors_are_left_alone_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A resumed run that cannot go on in the file takes a numbered one, which can be opened by itself."""
+def test_damaged_tensors_are_not_changed_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed run that cannot continue the file uses a numbered file, which can be opened by its path."""
     path = tmp_path / "m.h5"
     run(path, record(0, raw(torch.ones(2))))
     damaged = tmp_path / "m.tensors.h5"
     damaged.write_bytes(damaged.read_bytes()[:3000])
-    before = digest(damaged)
+    before = digests(damaged)
     store, tensors = run(path, record(3), record(4, raw(torch.tensor([5]))), resume_from=3)
-    assert digest(damaged) == before
+    assert digests(damaged) == before
     assert (store.name, tensors.name) == ("m.h5", "m.tensors-2.h5")
     assert ["cannot be resumed" in message for message in caplog.messages] == [True]
     assert load_store(tensors).tensor("activation", "fc", 4).item() == 5
@@ -297,11 +294,11 @@ def test_damaged_tensors_are_left_alone_and_said(tmp_path: Path, caplog: pytest.
         load_store(path).tensor("activation", "fc", 4)
 
 
-# ------------------------------------------------------------------ trouble
+# ------------------------------------------------------------------ failures
 
 
 def interrupted(function: Callable[..., Any], at_call: int) -> Callable[..., Any]:
-    """A function during one of whose calls the user presses Ctrl-C."""
+    """A function that raises KeyboardInterrupt in a given call."""
     calls = itertools.count(1)
 
     def call(*arguments: object) -> object:
@@ -314,7 +311,7 @@ def interrupted(function: Callable[..., Any], at_call: int) -> Callable[..., Any
 
 @pytest.mark.parametrize("moment", ["tensors", "name"])
 def test_ctrl_c_in_the_middle_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Between the tensors of a step, and before the file has its name: none of that step is there, and nothing is left beside it."""
+    """Between the tensors of a step, or before the rename: no tensor of the step is in the file, and no temporary file remains."""
     path = tmp_path / "m.tensors.h5"
     opened = TensorStore(path, configuration={})
     opened.write(record(0, raw(torch.tensor([1]))))
@@ -322,18 +319,18 @@ def test_ctrl_c_in_the_middle_leaves_the_file_as_it_was(tmp_path: Path, monkeypa
         if moment == "tensors":
             patch.setattr(tensors, "_to_array", interrupted(tensors._to_array, at_call=2))
         else:
-            patch.setattr(rewrite, "replace", interrupted(rewrite.replace, at_call=1))
+            patch.setattr(sinks.files, "replace", interrupted(sinks.files.replace, at_call=1))
         with pytest.raises(KeyboardInterrupt):
             opened.write(record(1, raw(torch.tensor([2])), raw(torch.tensor([3]), "b")))
     assert list(content(path)) == [("activation", "fc", 0, 0)]
-    assert not rewrite.temporary_path(path).exists()
+    assert not temporary_path(path).exists()
     opened.write(record(2, raw(torch.tensor([4]))))
     opened.close()
     assert [load_store(path).tensor("activation", "fc", step).item() for step in (0, 2)] == [1, 4]
 
 
 def test_a_broken_write_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a write runs into is one warning."""
+    """Any error of a write is one warning."""
     opened = TensorStore(tmp_path / "m.tensors.h5", configuration={})
     opened.write(record(0, raw(torch.tensor([1]))))
     opened.write(record(1, raw("no tensor")))  # type: ignore[arg-type]
@@ -350,10 +347,10 @@ def test_a_broken_write_does_not_end_training(tmp_path: Path, caplog: pytest.Log
 WRITER = """
 import torch
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.sinks.store import rewrite
+from lightning_module_monitor.sinks.files import tensors_path
 from lightning_module_monitor.sinks.store.tensors import TensorStore
 store = Store(path, configuration={"by": "writer"})
-tensors = TensorStore(rewrite.tensors_path(path), configuration={"by": "writer"})
+tensors = TensorStore(tensors_path(path), configuration={"by": "writer"})
 for step in range(100_000):
     values = [RawTensor("activation", f"fc{i}", 0, torch.full((int(sys.argv[2]),), step, dtype=torch.bfloat16)) for i in range(3)]
     record = Record(step, {"monitor/errors": 0.0}, tensors=values)
@@ -364,7 +361,7 @@ for step in range(100_000):
 
 
 def assert_written(path: Path, last_step: int, size: int) -> None:
-    """Every tensor of every step up to the last reported one is there; at most one step more."""
+    """All tensors up to the last reported step are in the file, and at most one further step."""
     store = load_store(path)
     steps = sorted({one.step for one in store.tensors()})
     assert steps == list(range(len(steps)))
@@ -378,7 +375,7 @@ def assert_written(path: Path, last_step: int, size: int) -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
 @pytest.mark.parametrize("size", [5, 100_000])
 def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
-    """Killed at any moment: readable at once, by plain h5py too, and gone on in by the resumed run."""
+    """Killed at any moment: readable at once, also by plain h5py, and continued by the resumed run."""
     for number in range(3):
         path = tmp_path / f"m{number}.h5"
         process = start(WRITER, path, size)
@@ -387,7 +384,7 @@ def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
         time.sleep(float(np.random.default_rng().uniform(0, 0.25)))
         last_step = kill(process, first)
         assert_written(path, last_step, size)
-        with h5py.File(rewrite.tensors_path(path)) as file:
+        with h5py.File(tensors_path(path)) as file:
             np.testing.assert_array_equal(file[f"activation/fc2/{last_step}"], torch.full((size,), last_step).bfloat16().view(torch.int16))
         cut = last_step // 2 + 1
         run(path, record(cut, *(raw(torch.full((size,), cut, dtype=torch.bfloat16), f"fc{i}") for i in range(3))), resume_from=cut)

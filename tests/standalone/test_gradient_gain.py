@@ -1,4 +1,4 @@
-"""Gradient flow without a Trainer, row by row of what users of GradientGainMonitor have, and against float64 autograd."""
+"""Gradient flow without a Trainer: the features of GradientGainMonitor, compared with float64 autograd."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(blocks: Any, x: Tensor) -> Tensor:
 
 
 def assert_close(found: list[float | None], expected: list[float | None]) -> None:
-    """Equal up to what float32 rounds; ``None`` in the same places."""
+    """Equal within the precision of float32; ``None`` at the same indices."""
     assert [value is None for value in found] == [value is None for value in expected]
     assert [value for value in found if value is not None] == pytest.approx([value for value in expected if value is not None], rel=2e-6)
 
@@ -43,7 +43,7 @@ def hooks_on(blocks: Any) -> int:
 
 
 class Scale(nn.Module):
-    """Multiplies by a number, so that gains are known on paper."""
+    """Multiplies by a number, for known gains."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Scale(nn.Module):
 
 
 def by_hand(*norms: float | None, **options: Any) -> GradientGainMonitor:
-    """A monitor that has seen these norms, from gradients that are given to the outputs of blocks directly."""
+    """A monitor with these norms, from gradients of the blocks' outputs."""
     blocks = [nn.Identity() for _ in norms]
     with GradientGainMonitor(blocks, **options) as monitor:
         ends = [block(torch.zeros((), requires_grad=True) * 1) for block in blocks]
@@ -70,7 +70,7 @@ def by_hand(*norms: float | None, **options: Any) -> GradientGainMonitor:
 )
 @pytest.mark.parametrize("norm", ["l2", "l1", "linf", "mean"])
 def test_constructor_every_norm_and_container(container: Callable[[Any], Any], norm: str) -> None:
-    """Each norm at each block is that of float64 autograd; ``mean`` is the mean magnitude."""
+    """Each norm equals float64 autograd; ``mean`` is the mean magnitude."""
     blocks = container(chain())
     with GradientGainMonitor(blocks, norm_type=norm, strict_single_backward=True, eps=1e-30) as monitor:
         run(blocks, batch(5)).backward()
@@ -95,13 +95,13 @@ def test_constructor_every_norm_and_container(container: Callable[[Any], Any], n
     ],
 )
 def test_constructor_refuses_wrong_values(options: dict[str, Any], message: str) -> None:
-    """With the value, what was expected, and the nearest right one; it is a ValueError."""
+    """The ValueError has the value, what was expected, and the nearest valid value."""
     with pytest.raises(ValueError, match=message):
         GradientGainMonitor(**({"blocks": []} | options))
 
 
 def test_constructor_no_block_and_one_block() -> None:
-    """There is no transition then."""
+    """There is no transition."""
     assert len(GradientGainMonitor([])) == 0
     monitor = by_hand(3.0)
     assert (monitor.norms(), monitor.gains(), monitor.log_gains()) == ([3.0], [], [])
@@ -119,7 +119,7 @@ class Output:
 
 @dataclasses.dataclass
 class Unnamed:
-    """One whose parts have other names."""
+    """An output whose parts have other names."""
 
     mask: Tensor
     values: Tensor
@@ -133,7 +133,7 @@ class Pair(NamedTuple):
 
 
 class Wrapped(nn.Module):
-    """A block whose output is packed in some way."""
+    """A block whose output is in a container."""
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ PACKED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_outputs_of_every_kind(kind: str) -> None:
-    """The gradient is that at the tensor that the next block goes on from."""
+    """The gradient is measured at the tensor that the next block uses."""
     torch.manual_seed(0)
     blocks = [Wrapped(*PACKED[kind]) for _ in range(3)]
     with GradientGainMonitor(blocks) as monitor:
@@ -181,7 +181,7 @@ def test_outputs_of_every_kind(kind: str) -> None:
 
 
 def test_outputs_without_a_tensor_end_nothing() -> None:
-    """Such a block has no gradient; one that cannot be taken apart is said."""
+    """Such a block has no gradient; an output that cannot be taken apart is a warning."""
     cyclic: dict[str, Any] = {}
     cyclic["self"] = cyclic
     blocks = [Scale(2.0), Wrapped(lambda h: "text", lambda o: o), Wrapped(lambda h: cyclic, lambda o: o), Scale(3.0)]
@@ -199,8 +199,8 @@ def test_outputs_without_a_tensor_end_nothing() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 0), (0, 0, 1, 0), (0, 0, 0)], ids=str)
-def test_shared_blocks_have_a_norm_for_each_place(order: tuple[int, ...]) -> None:
-    """One module at several places: its first call is the block at the first place, and so on, also in the next pass."""
+def test_shared_blocks_have_a_norm_for_each_index(order: tuple[int, ...]) -> None:
+    """A module at several indices: its first call is the block at the first index, and so on, also in the next pass."""
     pair = chain(2)
     blocks = [pair[i] for i in order]
     with GradientGainMonitor(blocks) as monitor:
@@ -212,7 +212,7 @@ def test_shared_blocks_have_a_norm_for_each_place(order: tuple[int, ...]) -> Non
 
 
 def test_a_block_called_several_times_in_one_pass_counts_as_one_tensor() -> None:
-    """One place, two calls, as of twin towers: their gradients are taken together, and that is one backward pass."""
+    """Two calls, as in twin towers: one norm of both gradients, in one backward pass."""
     blocks = chain(3)
     with GradientGainMonitor(blocks, strict_single_backward=True) as monitor:
         (run(blocks, batch(3)) + run(blocks, batch(5))).backward()
@@ -223,10 +223,11 @@ def test_a_block_called_several_times_in_one_pass_counts_as_one_tensor() -> None
 
 
 def test_norms_and_gains_before_any_backward_are_an_error() -> None:
-    """A forward pass is not enough."""
+    """A forward pass is not enough; the report is a sentence."""
     blocks = chain(2)
     with GradientGainMonitor(blocks) as monitor:
         run(blocks, batch(3))
+        assert monitor.report().startswith("No gradients recorded")
         for method in (monitor.norms, monitor.gains, monitor.log_gains, monitor.summary_stats):
             with pytest.raises(RuntimeError, match=r"No gradients recorded.*Call backward\(\)"):
                 method()
@@ -238,16 +239,6 @@ def test_norms_and_gains_by_hand() -> None:
     assert monitor.norms() == pytest.approx([1.0, 4.0, 2.0, None, 3.0, 1e-31, 5.0])
     assert monitor.gains() == pytest.approx([0.25, 2.0, None, None, INF, 2e-32])
     assert by_hand(1.0, 4.0, 2.0, eps=3.0).gains() == [0.25, INF]
-
-
-def test_gains_of_layers_that_scale() -> None:
-    """A layer that multiplies by 3 multiplies the gradient by 3."""
-    blocks = nn.Sequential(Scale(0.5), Scale(3.0), Scale(0.1), Scale(1.0))
-    with GradientGainMonitor(blocks) as monitor:
-        blocks(torch.ones(4, requires_grad=True)).sum().backward()
-        assert monitor.norms() == pytest.approx([0.6, 0.2, 2.0, 2.0])
-        assert monitor.gains() == pytest.approx([3.0, 0.1, 1.0])
-        assert monitor.log_gains() == pytest.approx([math.log(3.0), math.log(0.1), 0.0], abs=1e-7)
 
 
 # Row: log_gains(); wrong there: +inf where the numerator is zero
@@ -289,7 +280,7 @@ def test_summary_stats_thresholds_are_arguments() -> None:
 
 
 def test_report_by_hand() -> None:
-    """A line a block and a transition, all sections, marks that are called heuristics: the whole text."""
+    """The whole text: a line for each block and transition, all sections, marks named heuristics."""
     assert by_hand(6.0, 2.0, 2.0, 8.0, 0.0, 1.0, None).report() == (
         "Gradient Flow Analysis\n"
         "  norm: l2; blocks: 7\n"
@@ -327,7 +318,7 @@ def test_report_by_hand() -> None:
 
 
 def test_report_of_many_blocks_small_gains_and_nan() -> None:
-    """Columns stay aligned, a small gain keeps its digits, what is not a number is marked; thresholds are those given."""
+    """Columns stay aligned, a small gain keeps its digits, NaN is marked; the given thresholds are used."""
     report = by_hand(1.0, 2e4, *[3.0] * 98, math.nan, thresholds=(0.25, 4.0)).report()
     assert "  Block   0: 1.0000e+00\n" in report
     assert "  Transition   0 to   1: gamma=5.0000e-05, log_gamma=-9.9035 [DAMPING]\n" in report
@@ -335,12 +326,6 @@ def test_report_of_many_blocks_small_gains_and_nan() -> None:
     assert "  Mean gain:     nan\n" in report
     assert "Healthy (0.25 <= gamma <= 4)" in report
     assert max(map(len, report.splitlines())) <= 80
-
-
-def test_report_before_any_backward_is_a_sentence() -> None:
-    """And no error."""
-    with GradientGainMonitor(chain(2)) as monitor:
-        assert monitor.report().startswith("No gradients recorded")
 
 
 def test_report_in_a_log_file_and_in_a_terminal() -> None:
@@ -372,7 +357,7 @@ def test_report_in_a_log_file_and_in_a_terminal() -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 1, 0), (0, 0, 1, 0)], ids=str)
 def test_checkpointing_block_by_block(order: tuple[int, ...], use_reentrant: bool) -> None:
-    """Every block is computed again in the backward pass, shared ones too; it is one backward pass and counts once."""
+    """Every block, also a shared block, is recomputed in the backward pass, which counts once."""
     some = chain(3)
     blocks = [some[i] for i in order]
     with GradientGainMonitor(blocks) as monitor:
@@ -388,7 +373,7 @@ def test_checkpointing_block_by_block(order: tuple[int, ...], use_reentrant: boo
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("segments", [1, 2, 3])
 def test_checkpointing_segments_of_several_blocks(segments: int, use_reentrant: bool) -> None:
-    """A stretch is run again as a whole, with a shared block in it at two places, and the last stretch is not checkpointed."""
+    """A segment with a shared block at two indices is recomputed as a whole; the last segment is not checkpointed."""
     some = chain(3)
     blocks = [some[i] for i in (0, 1, 0, 2, 0, 1)]
     with GradientGainMonitor(blocks) as monitor:
@@ -400,7 +385,7 @@ def test_checkpointing_segments_of_several_blocks(segments: int, use_reentrant: 
 @pytest.mark.parametrize("checkpointed", [(0,), (2,), (0, 3)], ids=str)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpointing_some_places_of_a_shared_block(checkpointed: tuple[int, ...], use_reentrant: bool) -> None:
-    """One module at places 0, 2 and 3, of which some are checkpointed."""
+    """A module at the indices 0, 2 and 3, some of them checkpointed."""
     some = chain(2)
     blocks = [some[0], some[1], some[0], some[0]]
     with GradientGainMonitor(blocks) as monitor:
@@ -434,7 +419,7 @@ def test_checkpointing_within_checkpointing(outer: bool, inner: bool) -> None:
 @pytest.mark.parametrize("checkpointed", [(0, 1, 2, 3), (0, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpointing_a_recurrent_block_is_one_backward(checkpointed: tuple[int, ...], use_reentrant: bool) -> None:
-    """Two blocks, each called twice at its one place: what is run again within the backward pass is no second one."""
+    """Two blocks, each called twice: the recomputation within the backward pass is not a second backward pass."""
     pair = chain(2)
     unrolled = [*pair, *pair]
     with GradientGainMonitor(pair, strict_single_backward=True) as monitor:
@@ -442,19 +427,15 @@ def test_checkpointing_a_recurrent_block_is_one_backward(checkpointed: tuple[int
         for call, block in enumerate(unrolled):
             h = checkpoint(block, h, use_reentrant=use_reentrant) if call in checkpointed else block(h)
         loss_of(h).backward()
-        one, two, three, four = true_norms(unrolled, batch(4))
-        assert one is not None
-        assert two is not None
-        assert three is not None
-        assert four is not None
-        assert_close(monitor.norms(), [math.hypot(one, three), math.hypot(two, four)])
+        norms = [norm or 0.0 for norm in true_norms(unrolled, batch(4))]
+        assert_close(monitor.norms(), [math.hypot(norms[0], norms[2]), math.hypot(norms[1], norms[3])])
 
 
 # Row: frozen blocks
 
 
 def test_frozen_blocks_pass_the_gradient_on() -> None:
-    """In the middle a frozen block has a norm; before the first trained one there is no gradient: None."""
+    """A frozen block in the middle has a norm; before the first trained block there is no gradient: None."""
     blocks = chain(4)
     for i in (0, 2):
         blocks[i].requires_grad_(requires_grad=False)
@@ -468,7 +449,7 @@ def test_frozen_blocks_pass_the_gradient_on() -> None:
 
 
 def test_a_block_that_the_loss_does_not_depend_on_has_none() -> None:
-    """It is called, and no gradient arrives."""
+    """It runs, and no gradient arrives."""
     blocks = chain(3)
     with GradientGainMonitor(blocks) as monitor:
         h = blocks[0](batch(4))
@@ -481,7 +462,7 @@ def test_a_block_that_the_loss_does_not_depend_on_has_none() -> None:
 
 
 def test_in_place_layers_are_left_alone() -> None:
-    """Blocks whose output the next one overwrites: training goes on, and the gradients are those at what stood there before."""
+    """If the next block overwrites an output, training continues, and the gradient belongs to the values before."""
     torch.manual_seed(0)
     blocks = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))
     plain = nn.Sequential(blocks[0], nn.ReLU(), blocks[2])
@@ -502,7 +483,7 @@ def test_in_place_layers_are_left_alone() -> None:
 
 
 def test_a_second_backward_is_an_error_if_strict() -> None:
-    """Through the same graph, and through that of a second micro-batch; after reset it is the first again."""
+    """Through the same graph, and through the graph of a second micro-batch; after reset a pass is the first."""
     blocks = chain(2)
     with GradientGainMonitor(blocks) as monitor:
         loss = run(blocks, batch(4))
@@ -519,7 +500,7 @@ def test_a_second_backward_is_an_error_if_strict() -> None:
 
 
 def test_a_second_backward_replaces_the_first_if_not_strict() -> None:
-    """Each block has the norm of the latest pass that reached it, also where both forward passes came first."""
+    """Each block has the norm of the latest pass that reached it, also if both forward passes came first."""
     blocks = chain(3)
     with GradientGainMonitor(blocks, strict_single_backward=False) as monitor:
         losses = [run(blocks, batch(size)) for size in (4, 6)]
@@ -545,7 +526,7 @@ def test_losses_of_single_blocks_are_no_second_backward() -> None:
 
 
 def test_reset_after_a_forward_pass_that_failed() -> None:
-    """The calls of a shared block start anew."""
+    """The calls of a shared block are counted from 0."""
     some = chain(2)
     blocks = [some[0], some[1], some[0]]
     with GradientGainMonitor(blocks) as monitor:
@@ -557,7 +538,7 @@ def test_reset_after_a_forward_pass_that_failed() -> None:
 
 @pytest.mark.parametrize("how", ["with", "close", "twice", "error"])
 def test_close_leaves_nothing_behind(how: str) -> None:
-    """No hook on module or output; results stay; the model copies and pickles as before, also while it is watched."""
+    """No hook on module or output; results stay; the model can be copied and pickled, also while it is observed."""
     blocks = nn.ModuleList(chain(2))
     attributes = [set(block.__dict__) for block in blocks]
     monitor = GradientGainMonitor(blocks)
@@ -588,7 +569,7 @@ def test_close_leaves_nothing_behind(how: str) -> None:
 
 
 def test_memory_does_not_grow_with_passes() -> None:
-    """Not strict and never reset: graphs that are gone leave nothing, and only the latest pass is kept."""
+    """Not strict and never reset: freed graphs leave nothing, and only the latest pass is kept."""
     blocks = chain(3)
     with GradientGainMonitor(blocks, strict_single_backward=False) as monitor:
         outputs = []
@@ -606,7 +587,7 @@ def test_memory_does_not_grow_with_passes() -> None:
 
 
 def test_nothing_is_read_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One transfer for all norms, and none for what follows from them."""
+    """One transfer for all norms, and none for gains and summaries."""
     transfers = []
     original = elements.transfer
     monkeypatch.setattr(elements, "transfer", lambda tensor: (transfers.append(tensor.numel()), original(tensor))[1])
@@ -619,7 +600,7 @@ def test_nothing_is_read_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_norms_are_read_again_after_more_gradients_of_the_same_pass() -> None:
-    """Whoever asks in the middle of a backward pass gets what there is; at its end, all."""
+    """In the middle of a backward pass the norms so far are returned; after it, all norms."""
     blocks = chain(3)
     early: list[Any] = []
     with GradientGainMonitor(blocks) as monitor:
@@ -634,7 +615,7 @@ def test_norms_are_read_again_after_more_gradients_of_the_same_pass() -> None:
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1.0), (torch.float16, 3e4), (torch.float32, 1e30), (torch.float32, 1e-25)])
 def test_norms_of_huge_tiny_and_half_precision_gradients(dtype: torch.dtype, factor: float) -> None:
-    """Norms whose squares leave the dtype are right."""
+    """Norms whose squares exceed the dtype are correct."""
     blocks = [nn.Identity()]
     gradient = (batch(50).to(dtype) * factor).clamp(-6e4, 6e4) if dtype == torch.float16 else batch(50).to(dtype) * factor
     with GradientGainMonitor(blocks) as monitor:

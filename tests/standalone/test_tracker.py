@@ -1,4 +1,4 @@
-"""Raw tensors in a list: FEATURES' table 4, row by row, and what was seen wrong in the tool whose names these are."""
+"""Raw tensors in a list: table 4 of FEATURES, row by row, and known faults of the tool whose names these are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Triple(nn.Module):
 
 @dataclass(frozen=True)
 class Output:
-    """A frozen dataclass that is not only of tensors."""
+    """A frozen dataclass with fields that are not tensors."""
 
     thing: Tensor
     status: str
@@ -44,14 +44,14 @@ class Pair(NamedTuple):
 
 @dataclass
 class Half:
-    """A dataclass that is made without one of its fields."""
+    """A dataclass with a field that its constructor does not take."""
 
     left: Tensor
     right: Tensor = field(init=False)
 
 
 class Two(tuple[Tensor, Tensor]):
-    """A tuple that is made from something else than its elements."""
+    """A tuple whose constructor does not take its elements."""
 
     __slots__ = ()
 
@@ -60,7 +60,7 @@ class Two(tuple[Tensor, Tensor]):
 
 
 class Model(nn.Module):
-    """Returns a dataclass with the output of its last part."""
+    """Returns a dataclass with the output of its last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 
 class Returns(nn.Module):
-    """Returns what is built from two different layers' outputs."""
+    """Returns a structure of two layers' outputs."""
 
     def __init__(self, build: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Returns(nn.Module):
 
 
 def hooks_on(module: nn.Module) -> int:
-    """Number of hooks of any kind on a module and those in it."""
+    """Number of hooks of any kind on a module and its submodules."""
     return sum(
         len(one._forward_hooks) + len(one._forward_pre_hooks) + len(one._backward_hooks) + len(one._backward_pre_hooks)
         for one in module.modules()
@@ -140,8 +140,8 @@ def test_patterns_are_searched_for_in_names(compiled: bool) -> None:
 
 
 def test_patterns_that_leave_nothing_are_refused() -> None:
-    """A misspelt name is no empty list."""
-    with pytest.raises(ConfigError, match=r"include 'triplle' and exclude None leave none of 3 modules.*\(re.search\).*nearest: 'triple'"):
+    """A misspelt name is an error, not an empty list."""
+    with pytest.raises(ConfigError, match=r"include 'triplle' and exclude None select none of 3 modules.*\(re.search\).*nearest: 'triple'"):
         track(Model(), include="triplle")
     assert hooks_on(Model()) == 0
 
@@ -191,11 +191,11 @@ def test_nothing_is_left_after_an_exception_inside_the_block(where: str) -> None
     assert hooks_on(module) == 1  # this test's own
     assert not outputs[0]._backward_hooks
     assert str(tracker) == f"Tracker(stashes={len(tracker)}, tracking=0)"
-    seen = len(tracker)
-    assert seen > 0
+    num_stashes = len(tracker)
+    assert num_stashes > 0
     where = ""
     module(torch.ones(2, 6)).sum().backward()
-    assert len(tracker) == seen
+    assert len(tracker) == num_stashes
 
 
 def test_a_backward_pass_after_the_block_is_not_kept() -> None:
@@ -223,7 +223,7 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tup
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_gradients_of_every_structure_are_kept(structure: str) -> None:
-    """The gradient of 5 a + 7 b^2 / 2 stands where the output's tensors stand, in a structure of the same types."""
+    """The gradient of 5 a + 7 b^2 / 2 has the structure and types of the output."""
     build, take = STRUCTURES[structure]
     module = Returns(build)
     with track(module) as tracker:
@@ -238,7 +238,7 @@ def test_gradients_of_every_structure_are_kept(structure: str) -> None:
 
 
 def test_a_field_that_is_not_set_is_no_output() -> None:
-    """Neither a reason for the forward pass to end; the other fields have their values and gradients."""
+    """The forward pass continues; the other fields have their values and gradients."""
     module = Returns(lambda a, _b: Half(a))
     with track(module, include="^$") as tracker:
         output = module(torch.randn(4, 6))
@@ -249,7 +249,7 @@ def test_a_field_that_is_not_set_is_no_output() -> None:
 
 
 def test_a_tuple_that_cannot_be_made_again_is_kept_as_a_plain_one() -> None:
-    """Its class takes something else than the elements."""
+    """Its class does not take the elements."""
     module = Returns(Two)
     with track(module, include="^$") as tracker:
         left, right = module(torch.randn(4, 6))
@@ -276,7 +276,7 @@ def test_an_output_that_the_loss_does_not_use_has_none() -> None:
 
 
 def test_a_packed_sequence_keeps_its_type() -> None:
-    """A named tuple whose own constructor would refuse gradients."""
+    """A named tuple whose constructor refuses gradients."""
     module = nn.LSTM(6, 4, batch_first=True)
     x = pack_padded_sequence(torch.randn(2, 3, 6), torch.tensor([3, 2]), batch_first=True)
     with track(module, stash_value=torch.sum) as tracker:
@@ -339,7 +339,7 @@ def test_tracking_does_not_change_training(name: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_forward_is_kept_once_with_its_gradient(reentrant: bool) -> None:
-    """What checkpointing computes again is no second output; gradients are those without checkpointing."""
+    """A recomputation is not a second output; gradients equal those without checkpointing."""
     kept = []
     x = torch.randn(4, 6, requires_grad=True)
     for checkpointed in (False, True):
@@ -361,7 +361,7 @@ def test_a_checkpointed_forward_is_kept_once_with_its_gradient(reentrant: bool) 
 
 
 def test_events_are_in_forward_order_then_in_backward_order() -> None:
-    """The backward order is the forward order reversed, also for containers that return what their last part returned."""
+    """The backward order is the reversed forward order, also for containers that return the output of their last layer."""
     module = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(inplace=True), nn.Sequential(nn.Linear(6, 3))))
     with track(module) as tracker:
         for _micro_batch in range(2):
@@ -373,7 +373,7 @@ def test_events_are_in_forward_order_then_in_backward_order() -> None:
 
 
 def test_order_of_a_module_called_twice_and_of_a_second_backward_pass() -> None:
-    """A shared layer has its outputs in order and its gradients in reverse; a graph that is kept gives them again."""
+    """A shared layer has its outputs in order and its gradients in reverse; a retained graph gives them again."""
     module = nn.Linear(1, 1, bias=False)
     module.weight.data.fill_(2.0)
     with track(module) as tracker:
@@ -394,7 +394,7 @@ def test_a_residual_sum_gives_both_sides_one_gradient_and_the_right_order() -> N
 
 
 def test_event_has_name_type_grad_value_args_kwargs() -> None:
-    """A function of the user's sees all of it; of a gradient there are no arguments."""
+    """A user function gets the whole event; the event of a gradient has no arguments."""
     events: list[Event] = []
 
     def keep(event: Event) -> Stash:
@@ -417,7 +417,7 @@ def test_event_has_name_type_grad_value_args_kwargs() -> None:
 
 
 def test_stash_first_value() -> None:
-    """The first part, however deep; of a gradient tuple the first that there is."""
+    """The first part at any depth; for a tuple of gradients the first that is not ``None``."""
     ones = torch.ones(2)
 
     def first(value: Any) -> Any:
@@ -434,7 +434,7 @@ def test_stash_first_value() -> None:
 
 
 def test_rmap_tensor_keeps_structure_and_types() -> None:
-    """Every container, nested, named tuples too; what is no tensor stays, the original is not touched."""
+    """Every container, also nested, and named tuples; other leaves stay, the original is unchanged."""
 
     @dataclass(frozen=True, slots=True)
     class Slots:
@@ -471,7 +471,7 @@ def test_rmap_tensor_keeps_structure_and_types() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool])
 def test_default_stash_value_is_a_detached_copy_on_the_cpu(dtype: torch.dtype) -> None:
-    """Bit-exact, of its own memory, without a graph."""
+    """Bit-exact, in separate memory, without a graph."""
     tensor = torch.tensor([[1.5, -2.0]]).to(dtype).requires_grad_(dtype.is_floating_point)
     kept = default_stash_value(tensor)
     assert torch.equal(kept, tensor)
@@ -492,7 +492,7 @@ def test_what_a_transform_maps_over_is_kept_whole(in_dim: int) -> None:
 
 
 def test_default_stash_and_get_stash_fn() -> None:
-    """Copies by default; a function of each tensor; a function of the event; not two of them."""
+    """Copies by default; a function of each tensor; a function of the event; not both."""
     value = (torch.ones(2), "text")
     event = Event("fc", nn.Linear, False, value, (1,), {"x": 2})
     assert default_stash(event, torch.sum) == Stash("fc", nn.Linear, False, (torch.tensor(2.0), "text"))
@@ -509,7 +509,7 @@ def test_default_stash_and_get_stash_fn() -> None:
 
 
 def test_stash_value_keeps_less() -> None:
-    """What a function makes of each tensor, gradients too, instead of the tensor."""
+    """The result of a function replaces each tensor, also gradients."""
     module = nn.Linear(6, 3)
     x = torch.randn(100, 6)
     with track(module, stash_value=lambda tensor: float(tensor.std())) as tracker:
@@ -563,7 +563,7 @@ def test_register_register_all_and_unregister() -> None:
 
 
 def test_max_bytes_is_a_clear_error_when_it_is_reached() -> None:
-    """What fits is kept; the tensor that does not raises, with what is full and what to do; ``clear`` makes room."""
+    """Tensors within the limit are kept; a further tensor raises an error with a remedy; ``clear`` frees the space."""
     module = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 10))
     # Outputs: 2 x 10 floats each, for the two layers and the container: 80 bytes each; then the gradients.
     with pytest.raises(MemoryError) as full, track(module, max_bytes=350) as tracker:
@@ -587,7 +587,7 @@ def test_max_bytes_is_a_clear_error_when_it_is_reached() -> None:
 
 
 def test_max_bytes_counts_all_that_a_stash_holds() -> None:
-    """Also what a user's function attaches to it."""
+    """Also tensors that a user function attaches."""
 
     def keep(event: Event) -> Stash:
         stash = default_stash(event, default_stash_value)
@@ -603,13 +603,13 @@ def test_max_bytes_counts_all_that_a_stash_holds() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "1GB"])
 def test_a_wrong_max_bytes_is_refused(value: Any) -> None:
-    """It says what it is and what was expected."""
+    """The error has the value and what was expected."""
     with pytest.raises(ValueError, match=r"max_bytes is .*; expected a number of bytes >= 1"):
         track(Model(), max_bytes=value)
 
 
 def test_a_copy_of_a_tracked_module_is_not_tracked() -> None:
-    """It deep-copies and pickles without what was kept, and its passes are its own."""
+    """It is copied and pickled without stashes, and its passes are not kept."""
     module = nn.Sequential(nn.Linear(6, 3))
     with track(module) as tracker:
         module(torch.ones(100_000, 6))
@@ -622,7 +622,7 @@ def test_a_copy_of_a_tracked_module_is_not_tracked() -> None:
 
 
 def test_a_tracker_does_not_hold_a_module_by_the_hooks_it_has() -> None:
-    """One that somebody's own hook refers to goes when nobody else needs it, although the tracker goes on."""
+    """A module that a user's hook refers to is freed, although the tracker exists."""
     import gc
     import weakref
 
@@ -637,7 +637,7 @@ def test_a_tracker_does_not_hold_a_module_by_the_hooks_it_has() -> None:
 
 
 def test_outputs_may_be_freed_before_the_backward_pass() -> None:
-    """A tracker that keeps little does not hold an output that nobody else needs."""
+    """A tracker that keeps only statistics does not keep an output alive."""
     import weakref
 
     class Sums(nn.Module):
@@ -660,7 +660,7 @@ def test_outputs_may_be_freed_before_the_backward_pass() -> None:
 
 
 def test_to_frame_has_name_type_grad_and_the_statistic() -> None:
-    """A row for each stash; the column is called as the function, or as the user says."""
+    """A row for each stash; the column has the function's name or the given name."""
     pd = pytest.importorskip("pandas")
     module = Outputs()
     (x, _y), *_ = batches(5)
@@ -683,7 +683,7 @@ def test_to_frame_has_name_type_grad_and_the_statistic() -> None:
 
 
 def test_to_frame_without_pandas_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error holds the command."""
+    """The error has the command that installs it."""
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"pandas is not installed. Install it with: pip install 'lightning-module-monitor\[pandas\]'"):
         Tracker().to_frame()

@@ -1,4 +1,4 @@
-"""TorchWatcher: table 2 of the features row by row, and the loops that people put it into."""
+"""TorchWatcher: table 2 of the features row by row, in several training loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PREFIX = "model_internals"
 
 
 class Run:
-    """What a logger is to the watcher: keeps what it is given."""
+    """A logger for the watcher that keeps the logged values."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[int, dict[str, float]]] = []
@@ -44,17 +44,17 @@ class Run:
         return [step for step, _values in self.logged]
 
     def kinds(self) -> set[str]:
-        """Those of the last step."""
+        """The values of the last step."""
         return {key.removeprefix(f"{PREFIX}/").split("/")[0] for key in self.logged[-1][1]} - {"monitor"}
 
 
 def activations(values: dict[str, float], statistic: str = "mean") -> dict[str, float]:
-    """Of every site."""
+    """The value of every site."""
     return {key.split("/")[-2]: value for key, value in values.items() if "/activation/" in key and key.endswith(f"/{statistic}")}
 
 
 def means(model: nn.Module, *inputs: Tensor) -> dict[str, float]:
-    """Mean of every layer's output over all inputs, in evaluation mode's arithmetic: for models that have no randomness."""
+    """Mean of every layer's output over all inputs, as in evaluation mode: for models without randomness."""
     raw = raw_tensors(model, [(x, torch.zeros(len(x), dtype=torch.long)) for x in inputs], F.cross_entropy)
     return {site: textbook("mean", torch.cat(parts)) for (kind, site), parts in raw.items() if kind == "activation"}
 
@@ -74,12 +74,12 @@ class Plain(nn.Module):
 
 
 def hooks(model: nn.Module) -> int:
-    """How many the layers have, the model's own pre-hook aside."""
+    """The number of hooks on the layers, without the model's pre-hook."""
     return sum(len(part._forward_hooks) for part in model.modules())
 
 
 def assert_nothing_is_left(model: nn.Module) -> None:
-    """No hook at all, on the model or on optimizers."""
+    """Assert that neither model nor optimizers have a hook."""
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
     assert hooks(model) == 0
@@ -95,7 +95,7 @@ def _nothing_left_on_optimizers() -> Iterator[None]:
 
 
 def assert_textbook(values: dict[str, float], raw: RawTensors) -> None:
-    """Every value of every key is the formula's."""
+    """Every value equals the formula."""
     found = 0
     for key, value in values.items():
         assert key.startswith(f"{PREFIX}/")
@@ -117,7 +117,7 @@ def assert_textbook(values: dict[str, float], raw: RawTensors) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "shared", "outputs"])
 def test_row_1_all_layers_without_configuration(name: str) -> None:
-    """Every layer of every model, in-place layers and odd outputs too, by the formulas in float64; training is not changed."""
+    """Every layer of every model, also in-place layers and unusual outputs, by the formulas in float64; training is unchanged."""
     model, plain = make(name), make(name)
     (batch,) = batches(7)
     run = Run()
@@ -139,7 +139,7 @@ def test_row_1_all_layers_without_configuration(name: str) -> None:
 
 
 def test_row_1_layers_by_type() -> None:
-    """``track_layers`` takes classes and their names, and they bring their own parameters. A class that is not there is refused."""
+    """``track_layers`` takes classes and their names, and selects their parameters, too. A missing class is an error."""
     for types in ([nn.Linear], "Linear"):
         model, run = Plain(), Run()
         with TorchWatcher(model, run, track_layers=types) as watcher:
@@ -168,7 +168,7 @@ def test_row_1_one_class_and_one_statistic_need_no_list() -> None:
 
 
 def test_row_1_steps_that_are_not_watched_have_no_hook_on_a_layer() -> None:
-    """With ``every_n_steps`` they call the operations that they call without a watcher; values are those of the steps that are."""
+    """With ``every_n_steps`` they run the same operations as without a watcher; the logged values belong to the logged steps."""
     counts: dict[bool, list[int]] = {}
     for is_watched in (False, True):
         model, run = Plain(), Run()
@@ -199,7 +199,7 @@ def test_row_1_steps_that_are_not_watched_have_no_hook_on_a_layer() -> None:
 
 
 def test_row_2_statistics_and_histogram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All eight names, one of one's own through ``STATISTICS``, and histograms in a logger that has them."""
+    """All eight names, a user's name in ``STATISTICS``, and histograms in a logger that has a type for them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setitem(STATISTICS, "largest", lambda x: x.abs().max())
@@ -229,7 +229,7 @@ def test_row_2_statistics_and_histogram(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_row_2_the_norm_of_a_float16_tensor() -> None:
-    """Where the true norm is 1e5, beyond float16, so is the one that is logged."""
+    """A norm of 1e5, beyond float16, is logged as 1e5."""
 
     class Constant(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_row_2_the_norm_of_a_float16_tensor() -> None:
 @pytest.mark.parametrize("track_gradients", [True, False])
 @pytest.mark.parametrize("track_parameters", [True, False])
 def test_row_3_each_on_or_off_per_call(track_activations: bool, track_gradients: bool, track_parameters: bool) -> None:
-    """Gradients are those that arrive at outputs, and those of parameters: both, by their names. Off in one call, on in the next."""
+    """Gradients of outputs and of parameters, by their names. Off in one call, on in the next."""
     model, run = Plain(), Run()
     with TorchWatcher(model, run) as watcher:
         for switches in (
@@ -263,7 +263,7 @@ def test_row_3_each_on_or_off_per_call(track_activations: bool, track_gradients:
 
 
 def test_row_4_names() -> None:
-    """``base_namespace`` and ``prefix`` come before the kind; what no logger would take is refused."""
+    """``base_namespace`` and ``prefix`` come before the kind; names that no logger takes are errors."""
     model, run = Plain(), Run()
     with TorchWatcher(model, run, base_namespace="debug/inside") as watcher:
         for prefix in ("train", "validation", None):
@@ -282,7 +282,7 @@ def test_row_4_names() -> None:
 @pytest.mark.parametrize("how", ["eval", "no_grad only"])
 @pytest.mark.parametrize("back_in_training", [True, False])
 def test_row_4_a_validation_forward_does_not_overwrite_the_training_steps_values(how: str, back_in_training: bool) -> None:
-    """It comes between the step and ``watch``; training's values are training's, and validation's are logged by the next call."""
+    """It runs between the step and ``watch``; training's values are logged first, validation's by the next call."""
     model, run = Plain(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (train, first, second) = batches(4, 5, 6)
@@ -316,7 +316,7 @@ def test_row_4_a_validation_forward_does_not_overwrite_the_training_steps_values
 
 
 def test_row_4_a_validation_loop_after_unwatched_steps() -> None:
-    """What was seen of the steps before it is not taken for it; what was seen of it is not taken for the next step."""
+    """Values of earlier steps are not logged for it; its values are not logged for the next step."""
     model, run = Plain(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with TorchWatcher(model, run) as watcher:
@@ -341,8 +341,8 @@ def test_row_4_a_validation_loop_after_unwatched_steps() -> None:
     assert run.steps() == [3, 5]
 
 
-def test_row_4_a_validation_that_nobody_asked_about_leaves_no_hook_to_training() -> None:
-    """Training goes on without its hooks, and without its values."""
+def test_row_4_a_validation_that_is_not_logged_leaves_no_hook_to_training() -> None:
+    """Training continues without its hooks and values."""
     model, run = Plain(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = batches(4, 4, 4)
@@ -364,7 +364,7 @@ def test_row_4_a_validation_that_nobody_asked_about_leaves_no_hook_to_training()
 
 
 def test_row_5_any_object_that_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The real CSVLogger by position and name; one without histograms says so once; one that cannot log is refused at once."""
+    """The real CSVLogger by position and name; a logger without histograms is reported once; an object that cannot log is an error."""
     model = Plain()
     logger = CSVLogger(tmp_path, name="", version="csv")
     with TorchWatcher(model, logger, None, ["mean", "hist"], "debug") as watcher, caplog.at_level(logging.WARNING):
@@ -376,7 +376,7 @@ def test_row_5_any_object_that_logs(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert len(lines) == 4
     assert "train/debug/parameter/fc.weight/mean" in lines[0].split(",")
     assert "hist" not in lines[0]
-    assert [record.getMessage() for record in caplog.records] == ["Histograms are left out: CSVLogger has no place for them. Logged once."]
+    assert [record.getMessage() for record in caplog.records] == ["Histograms are left out: CSVLogger has no type for them. Logged once."]
     with pytest.raises(ConfigError, match=r"run is a object; expected an object with log_metrics"):
         TorchWatcher(model, object())  # type: ignore[arg-type]  # refused
     with pytest.raises(ValueError, match=r"expected a torch.nn.Module"):
@@ -384,7 +384,7 @@ def test_row_5_any_object_that_logs(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_row_5_nothing_is_held_between_steps() -> None:
-    """After ``watch`` no tensor of the step is alive, and no layer has a hook; while the step runs no activation is held either."""
+    """After ``watch`` no tensor of the step is alive, and no layer has a hook; during the step no activation is kept."""
     alive: list[weakref.ref[Tensor]] = []
 
     class Remembered(nn.Module):
@@ -406,7 +406,7 @@ def test_row_5_nothing_is_held_between_steps() -> None:
 
 
 def test_row_5_one_transfer_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of layers and statistics."""
+    """For any number of layers and statistics."""
     transfers: list[int] = []
     original = elements.transfer
     monkeypatch.setattr(elements, "transfer", lambda tensor: (transfers.append(1), original(tensor))[1])
@@ -419,7 +419,7 @@ def test_row_5_one_transfer_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_row_6_warnings_instead_of_crashes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A statistic, a logger and a schedule that raise: each is logged once, the loop goes on, and what can be logged is."""
+    """A statistic, a logger and a schedule that raise: each is reported once, the loop continues, and other values are logged."""
 
     def fails(x: Tensor) -> Tensor:
         raise ArithmeticError(f"cannot do {x.dim()}")
@@ -445,11 +445,11 @@ def test_row_6_warnings_instead_of_crashes(monkeypatch: pytest.MonkeyPatch, capl
     assert values[f"{PREFIX}/activation/fc/mean"] == values[f"{PREFIX}/activation/fc/mean"]
     assert values[f"{PREFIX}/activation/fc/fails"] != values[f"{PREFIX}/activation/fc/fails"], "NaN"
     assert values[f"{PREFIX}/monitor/errors"] > 0
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("Down did not take the values (ConnectionError: service unavailable)" in message for message in said) == 1
-    assert sum("Watching failed (LookupError: no such step)" in message for message in said) == 1
-    assert sum("fails failed with ArithmeticError: cannot do 2" in message for message in said) == 3  # once for each kind
-    assert len(said) == 5
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("Down did not take the values (ConnectionError: service unavailable)" in message for message in messages) == 1
+    assert sum("Observation failed (LookupError: no such step)" in message for message in messages) == 1
+    assert sum("fails failed with ArithmeticError: cannot do 2" in message for message in messages) == 3  # once for each kind
+    assert len(messages) == 5
 
 
 # The loops that people put it into
@@ -466,7 +466,7 @@ Loop = Callable[[TorchWatcher, nn.Module, torch.optim.Optimizer, list[tuple[Tens
 
 
 def after_the_update(watcher: TorchWatcher, model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
-    """As in its example."""
+    """As in the documentation's example."""
     for step, batch in enumerate(data):
         step_of(model, optimizer, batch)
         watcher.watch(step=step)
@@ -482,7 +482,7 @@ def before_the_update(watcher: TorchWatcher, model: nn.Module, optimizer: torch.
 
 
 def at_the_start(watcher: TorchWatcher, model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
-    """As in some programs: what is told is the step before."""
+    """As in some programs: the logged step is the previous step."""
     for step, batch in enumerate([*data, data[0]]):
         if step:
             watcher.watch(step=step - 1)
@@ -500,7 +500,7 @@ def now_and_then(watcher: TorchWatcher, model: nn.Module, optimizer: torch.optim
 @pytest.mark.parametrize("loop", [after_the_update, before_the_update, at_the_start, now_and_then], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("every_n_steps", [1, 2])
 def test_a_loop_as_it_was(loop: Loop, every_n_steps: int) -> None:
-    """Wherever ``watch`` stands, and however often it comes, a step's values are those of this step alone."""
+    """For any position and frequency of ``watch``, a step's values belong to this step alone."""
     data = batches(4, 3, 5, 4, 6)
     model = Plain()
     truth: list[dict[str, float]] = []
@@ -521,7 +521,7 @@ def test_a_loop_as_it_was(loop: Loop, every_n_steps: int) -> None:
 
 @pytest.mark.parametrize("every_n_steps", [1, 2])
 def test_all_micro_batches_of_a_step_count(every_n_steps: int) -> None:
-    """Of 3 and 5 samples: by elements, and not the last one alone."""
+    """Of 3 and 5 samples: over all elements, not only the last micro-batch."""
     model, run = Plain(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     truth = []
@@ -539,18 +539,18 @@ def test_all_micro_batches_of_a_step_count(every_n_steps: int) -> None:
         assert activations(values) == pytest.approx(truth[step], rel=1e-5, abs=1e-7)
 
 
-def test_steps_that_nobody_asks_about_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """They are watched all the same, which takes time; the message has the option that helps."""
+def test_steps_without_a_call_of_watch_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """They are observed, which takes time; the message has the option to set."""
     model, run = Plain(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with TorchWatcher(model, run) as watcher, caplog.at_level(logging.INFO):
         now_and_then(watcher, model, optimizer, batches(4, 4, 4, 4, 4, 4))
-    said = "A step was watched and not asked about, which takes time: every_n_steps says which will be. Logged once."
-    assert [record.getMessage() for record in caplog.records] == [said]
+    message = "A step was observed, but watch() was not called. Set every_n_steps. Logged once."
+    assert [record.getMessage() for record in caplog.records] == [message]
 
 
 def test_a_number_that_was_not_expected(caplog: pytest.LogCaptureFixture) -> None:
-    """After a jump to a step that is due, its layers were not watched: that is said, parameters are there, and it goes on."""
+    """After a jump to a step that is due, its layers were not observed: a warning, its parameters are logged, and later steps too."""
     model, run = Plain(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with TorchWatcher(model, run, every_n_steps=10) as watcher, caplog.at_level(logging.WARNING):
@@ -560,12 +560,12 @@ def test_a_number_that_was_not_expected(caplog: pytest.LogCaptureFixture) -> Non
     assert run.steps() == [0, 50]
     assert run.kinds() == {"parameter"}
     assert [record.getMessage() for record in caplog.records] == [
-        "The layers were not watched in step 50: after the one before, another number was expected. Logged once."
+        "The layers were not observed in step 50: after the previous step, another number was expected. Logged once."
     ]
 
 
-def test_two_optimizers_one_of_which_is_somebody_elses() -> None:
-    """A step of an optimizer that has none of the model's parameters ends nothing."""
+def test_two_optimizers_one_without_parameters_of_the_model() -> None:
+    """The step of an optimizer without parameters of the model does not end a step."""
     model, other, run = Plain(), nn.Linear(2, 2), Run()
     elsewhere = torch.optim.SGD(other.parameters(), lr=0.1)
     inputs = [x for x, _y in batches(3, 5)]
@@ -580,7 +580,7 @@ def test_two_optimizers_one_of_which_is_somebody_elses() -> None:
 
 
 def test_training_in_evaluation_mode() -> None:
-    """Fine-tuning with frozen statistics, ``model.eval()`` all the time: each step's own values and gradients."""
+    """Fine-tuning with frozen statistics, always in ``model.eval()``: the values and gradients of each step."""
     model, run = Plain().eval(), Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     truth = []
@@ -597,7 +597,7 @@ def test_training_in_evaluation_mode() -> None:
 
 
 def test_evaluation_can_be_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """``evaluation=False``: no hook on a layer in evaluation mode; to ask about it is logged once."""
+    """``evaluation=False``: no hook on a layer in evaluation mode; a call of ``watch`` in it is reported once."""
     model, run = Plain(), Run()
     with TorchWatcher(model, run, evaluation=False) as watcher, caplog.at_level(logging.WARNING):
         model(torch.ones(2, 6)).sum().backward()
@@ -655,7 +655,7 @@ def test_watching_does_not_change_training(name: str) -> None:
 
 @pytest.mark.parametrize("how", ["close", "with", "forgotten", "error in forward"])
 def test_nothing_is_left_behind(how: str) -> None:
-    """Closed, left, forgotten or after an error, in the middle of a step: no hook; a copy made meanwhile was never watched."""
+    """Closed, exited, deleted or after an error, in the middle of a step: no hook; a copy made before is not observed."""
     model, plain, run = Plain(), Plain(), Run()
     watcher = TorchWatcher(model, run)
     model(torch.randn(2, 6))

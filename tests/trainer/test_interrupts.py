@@ -41,7 +41,7 @@ EVERY_LINE_OF_MONITOR = (
     hooks_of_torch.__file__,
 )
 EVERY_LINE_OF_CALLBACK = ("/callback.py", "trainer/step.py", "trainer/optimizers.py")
-FILES_THAT_READ = ("store/schema.py", "store/opening.py")
+FILES_THAT_READ = ("store/schema.py", "store/read_access.py")
 """Files that close what a step has opened: an interrupt comes before each line that they run, of others before some."""
 
 RULES = [

@@ -223,7 +223,7 @@ def test_another_configuration_at_resume_is_told_and_not_mixed(tmp_path: Path, c
     assert other.store_path == same.store_path
     (said,) = [message for message in caplog.messages if "another configuration" in message]
     assert "every_n_steps was 1, is 2; rules was [{" in said
-    assert said.endswith("In its store rows from step 4 on are of this one.")
+    assert said.endswith("In the store, rows from step 4 on belong to the new one.")
     found = series(other.store_path)
     assert list(found["parameter/model.encoder.weight/norm"]) == [0, 1, 2, 3, 4, 6, 8]
     assert list(found["activation/model/rms"]) == [0, 1, 2, 3]

@@ -27,7 +27,7 @@ from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
 from lightning_module_monitor.record import OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
-from lightning_module_monitor.sinks.history import StorageManager
+from lightning_module_monitor.sinks.recent_records import StorageManager
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -29,9 +29,9 @@ from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, 
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
+from lightning_module_monitor.sinks.files import whole_file
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
-from lightning_module_monitor.sinks.store.rewrite import whole_file
 
 SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
 """In this order: each uses the scripts before it."""

@@ -1,4 +1,4 @@
-"""Records for every Lightning logger, directly and on Lightning's own x axis."""
+"""Writes records to every Lightning logger, directly and on Lightning's x axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -33,26 +34,26 @@ from lightning_module_monitor.record import (
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 
 *_SITES, ALL = ROLL_UP_SITES
-"""The sites that stand for all others: of the minimum, the median and the maximum; and of the sum of all histograms."""
+"""The sites of roll-ups: minimum, median and maximum; and the sum of all histograms."""
 
 FINDINGS = f"{OWN_KIND}/findings"
-"""Tag of findings in loggers that take texts."""
+"""Tag of findings in loggers that log texts."""
 
 NONFINITE_COUNT = "nonfinite_count"
 
 
 class LoggerSink:
-    """Hands records to loggers; where there are too many keys, their roll-ups.
+    """Writes records to loggers, or roll-ups of them if there are too many keys.
 
-    ``pl_module.log`` is not used: it takes 0.3 ms for a single metric.
+    ``pl_module.log`` is not used: it takes 0.3 ms for each metric.
 
     Args:
         loggers: The trainer's loggers.
-        roll_up: Whether to log, of each kind and statistic, the minimum, median and maximum over the sites only, and of
-            histograms their sum.
-        always: Patterns of keys that are logged in any case.
-        messages: Gets a logger's failure, once.
-        planned_keys: Keys to expect, for which TensorBoard gets a layout of charts.
+        roll_up: Whether to log only the minimum, median and maximum over the sites of each kind and statistic, and the sum of
+            histograms.
+        always: Patterns of keys that are always logged.
+        messages: Logs the failure of a logger, once.
+        keys: Expected keys, for TensorBoard's layout of charts.
     """
 
     def __init__(
@@ -61,46 +62,50 @@ class LoggerSink:
         roll_up: bool,
         always: Sequence[re.Pattern[str]],
         messages: Log,
-        planned_keys: Sequence[str] = (),
+        keys: Iterable[str],
     ) -> None:
         self._loggers = list(loggers)
         self._roll_up = RollUps(always) if roll_up else None
         self._zero_counts = ZeroCounts(always)
-        self._planned_keys: Sequence[str] | None = planned_keys
-        """``None`` once the charts are laid out."""
         self._messages = messages
         self._failed: set[int] = set()
-        self._has_reported_histograms = False
+        self._without_histograms = [type(logger).__name__ for logger in loggers if not takes_histograms(logger)]
+        charts = charts_of(keys)
+        for logger in loggers:
+            with self._reporting(logger):
+                lay_out(logger, charts)
 
     def write(self, record: Record) -> None:
-        """Log a record. A logger that fails is reported once, and tried again with the next record."""
+        """Log a record. The failure of a logger is reported once; the next record is logged again."""
         if not self._loggers:
             return
         values, histograms = without_context(record.values), record.histograms
         if self._roll_up is not None:
-            values, histograms = self._roll_up(values), added_up(histograms)
+            values, histograms = self._roll_up(values), summed(histograms)
         self._zero_counts.drop_from(values)
-        without = [type(logger).__name__ for logger in self._loggers if not takes_histograms(logger)]
-        if histograms and without and not self._has_reported_histograms:
-            self._has_reported_histograms = True
-            self._messages.info("Histograms are left out of %s, which has no place for them; the store has them.", ", ".join(without))
-        planned_keys, self._planned_keys = self._planned_keys, None
+        if histograms and self._without_histograms:
+            names, self._without_histograms = ", ".join(self._without_histograms), []
+            self._messages.info("Histograms are left out of %s, which has no type for them; the store has them.", names)
         for logger in self._loggers:
-            try:
+            with self._reporting(logger):
                 if values or histograms:
                     log(logger, values, histograms, record.step)
                 log_findings(logger, record.findings)
-                if planned_keys is not None:
-                    lay_out(logger, charts_of([*planned_keys, *record.values]))
-            except Exception as error:
-                if id(logger) not in self._failed:
-                    self._failed.add(id(logger))
-                    name = type(logger).__name__
-                    self._messages.warning("%s did not take the monitor's values (%s: %s). Logged once.", name, type(error).__name__, error)
+
+    @contextmanager
+    def _reporting(self, logger: Logger) -> Iterator[None]:
+        """Report the first error of a logger."""
+        try:
+            yield
+        except Exception as error:
+            if id(logger) not in self._failed:
+                self._failed.add(id(logger))
+                name = type(logger).__name__
+                self._messages.warning("%s did not take the monitor's values (%s: %s). Logged once.", name, type(error).__name__, error)
 
 
 def without_context(values: Mapping[str, float]) -> dict[str, float]:
-    """The values without the context of training, which loggers have from Lightning."""
+    """The values without the context of training, which Lightning logs."""
     return {key: value for key, value in values.items() if not is_context(key)}
 
 
@@ -113,7 +118,7 @@ def _is_wandb(logger: object) -> TypeGuard[Logger]:
 
 
 def takes_histograms(logger: object) -> bool:
-    """Whether a logger has a histogram type of its own."""
+    """Whether a logger has a histogram type."""
     return _is_tensorboard(logger) or _is_wandb(logger)
 
 
@@ -127,19 +132,18 @@ class TakesMetrics(Protocol):
 def log(logger: TakesMetrics, values: Mapping[str, float], histograms: Mapping[str, Histogram], step: int) -> None:
     """Log numbers, and histograms if the logger has a type for them.
 
-    The empty bins at the ends of a histogram are left away, and a histogram without a finite element is.
+    Empty bins at the ends of a histogram are left out, and so are histograms without a finite element.
     """
     trimmed = {key: histogram.occupied() for key, histogram in histograms.items() if histogram.counts.any()}
     if _is_wandb(logger):
-        # In one call: each makes a row of its own.
-        of_wandb = importlib.import_module("wandb").Histogram if trimmed else None
-        own = {key: of_wandb(np_histogram=(counts.tolist(), edges.tolist())) for key, (counts, edges) in trimmed.items() if of_wandb}
-        logger.log_metrics({**values, **own}, step=step)
-        return
-    if _is_tensorboard(logger):
+        # In one call: each call writes a row.
+        wandb = importlib.import_module("wandb")
+        converted = {key: wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist())) for key, (counts, edges) in trimmed.items()}
+        logger.log_metrics({**values, **converted}, step=step)
+    elif _is_tensorboard(logger):
         _log_to_tensorboard(logger, values, trimmed, step)
-        return
-    logger.log_metrics(dict(values), step=step)  # type: ignore[call-arg]  # all loggers call it so; the first argument has many names
+    else:
+        logger.log_metrics(dict(values), step=step)  # type: ignore[call-arg]  # the name of the first argument differs between loggers
 
 
 def _log_to_tensorboard(
@@ -148,11 +152,11 @@ def _log_to_tensorboard(
     histograms: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
     step: int,
 ) -> None:
-    """Write all numbers in one event: ``log_metrics`` writes one each, which takes 0.1 to 0.2 ms."""
-    prefix = _before_keys(logger)
+    """Write all numbers in one event: ``log_metrics`` writes an event for each, which takes 0.1 to 0.2 ms."""
+    prefix = _key_prefix(logger)
     writer: Any = getattr(logger.experiment, "file_writer", None)  # None after the end of a run; the next add_scalar opens a new one
-    is_of_torch = type(writer).__module__ == "torch.utils.tensorboard.writer"  # tensorboardX has its own Summary
-    if is_of_torch and not is_overridden(logger, "log_metrics"):
+    uses_torch = type(writer).__module__ == "torch.utils.tensorboard.writer"  # tensorboardX has another Summary
+    if uses_torch and not is_overridden(logger, "log_metrics"):
         summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary()
         for key, value in values.items():
             summary.value.add(tag=prefix + key, simple_value=value)
@@ -166,63 +170,64 @@ def _log_to_tensorboard(
         logger.experiment.add_histogram_raw(prefix + key, num=int(counts.sum()), **unknown, **limits, global_step=step)
 
 
-def _before_keys(logger: Logger) -> str:
+def _key_prefix(logger: Logger) -> str:
     return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
 
 
 class Chart(NamedTuple):
-    """The series of one kind and statistic, a line for each site."""
+    """The series of a kind and statistic, a line for each site."""
 
     kind: str
     """With prefix and stage."""
     statistic: str
 
-    def pattern(self, before: str) -> str:
-        """A regular expression of the keys, behind the prefix of a logger."""
-        return f"^{re.escape(f'{before}{self.kind}')}/[^/]+/{re.escape(self.statistic)}$"
+    def pattern(self, prefix: str) -> str:
+        """A regular expression for the keys, after the prefix of a logger."""
+        return f"^{re.escape(f'{prefix}{self.kind}')}/[^/]+/{re.escape(self.statistic)}$"
 
 
 def charts_of(keys: Iterable[str]) -> Counter[Chart]:
-    """The charts of these keys, with their numbers of sites; counts of non-finite elements, which loggers rarely get, have none."""
+    """The charts of keys with their numbers of sites, without counts of non-finite elements, which are rarely logged."""
     parsed = map(Key.parse, keys)
-    of_sites = (key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT)
-    return Counter(Chart(key.full_kind, key.statistic) for key in of_sites)
+    drawn = (key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT)
+    return Counter(Chart(key.full_kind, key.statistic) for key in drawn)
 
 
 def lay_out(logger: object, charts: Collection[Chart]) -> None:
-    """Give TensorBoard a chart for each kind and statistic, with the lines of all sites in it; its tab is CUSTOM SCALARS."""
+    """Add a chart for each kind and statistic, with a line for each site, to TensorBoard's tab CUSTOM SCALARS."""
     if _is_tensorboard(logger) and charts:
-        before = _before_keys(logger)
+        prefix = _key_prefix(logger)
         layout: dict[str, dict[str, list[Any]]] = {}
         for chart in charts:
-            layout.setdefault(chart.kind, {})[f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(before)]]
+            layout.setdefault(chart.kind, {})[f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix)]]
         logger.experiment.add_custom_scalars(layout)
 
 
 def log_findings(logger: object, findings: Sequence[Finding]) -> None:
-    """Log findings, if the logger takes texts."""
+    """Log findings, if the logger logs texts."""
     if findings and _is_wandb(logger):
         columns = ["step", "name", "site", "words"]
-        logger.log_text(FINDINGS, columns=columns, data=[[str(one.step), one.name, one.site, one.words] for one in findings])
+        logger.log_text(FINDINGS, columns=columns, data=[[str(item.step), item.name, item.site, item.words] for item in findings])
     elif _is_tensorboard(logger):
-        for one in findings:
-            logger.experiment.add_text(f"{FINDINGS}/{one.name}", f"{one.site}: {one.words}" if one.site else one.words, one.step)
+        for finding in findings:
+            text = f"{finding.site}: {finding.words}" if finding.site else finding.words
+            logger.experiment.add_text(f"{FINDINGS}/{finding.name}", text, finding.step)
 
 
-def added_up(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
-    """The histograms of all sites together, for each kind, under the site ``_all_``."""
-    together: dict[str, Histogram] = {}
+def summed(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
+    """The sum of the histograms of all sites, for each kind, under the site ``_all_``."""
+    sums: dict[str, Histogram] = {}
     for text, histogram in histograms.items():
         key = Key.parse(text)._replace(site=ALL).format()
-        together[key] = together[key] + histogram if key in together else histogram
-    return together
+        sums[key] = sums[key] + histogram if key in sums else histogram
+    return sums
 
 
 class ZeroCounts:
-    """Leaves out counts of elements that are not finite while they are zero, unless a pattern of ``always`` matches the key.
+    """Drops counts of non-finite elements while they are zero, unless a pattern of ``always`` matches the key.
 
-    They are a third of what the default rules record of activations, and the store has them. From its first other value on a key is
-    kept, so that a chart goes back to zero.
+    They are a third of the activations' values under the default rules, and the store has them. After its first non-zero value a key is
+    kept, so that its chart returns to zero.
     """
 
     def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
@@ -230,7 +235,7 @@ class ZeroCounts:
         self._kept: set[str] = set()
 
     def drop_from(self, values: dict[str, float]) -> None:
-        """Take such values out."""
+        """Drop such values."""
         for key in [key for key in values if key.endswith(f"/{NONFINITE_COUNT}")]:
             if values[key] != 0 or (self._always and any(pattern.fullmatch(key) for pattern in self._always)):
                 self._kept.add(key)
@@ -239,19 +244,19 @@ class ZeroCounts:
 
 
 class RollUps:
-    """Minimum, median and maximum over the sites, for each kind and statistic. Keys are parsed once, for all records that have them.
+    """Minimum, median and maximum over the sites, for each kind and statistic. Keys are parsed once for all records with the same keys.
 
-    A NaN among the values makes all three NaN, so that it is not hidden; one of a statistic that finite tensors do not have is left out.
-    Keys that a pattern of ``always`` matches are kept as they are, and so are those without a site, and summaries.
+    A NaN among the values makes all three NaN, so that it is not hidden; an undefined statistic of a finite tensor is left out.
+    Keys that match a pattern of ``always``, keys without a site, and summaries are kept.
     """
 
     def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
         self._always = list(always)
         self._keys: list[str] = []
         self._kept: list[int] = []
-        """Places of the keys that stay."""
+        """Indices of the keys that are kept."""
         self._groups: list[tuple[list[str], NDArray[np.int64]]] = []
-        """The three keys of a group, and the places of its members."""
+        """The three keys of a group, and the indices of its members."""
 
     def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
         """Value by key, with the sites ``_min_``, ``_median_`` and ``_max_``."""
@@ -259,9 +264,9 @@ class RollUps:
         if keys != self._keys:
             self._read(keys)
         numbers = np.fromiter(values.values(), np.float64, len(keys))
-        rolled = {keys[place]: float(numbers[place]) for place in self._kept}
-        for names, places in self._groups:
-            members = numbers[places]
+        rolled = {keys[index]: float(numbers[index]) for index in self._kept}
+        for names, indices in self._groups:
+            members = numbers[indices]
             if np.isnan(members).any():
                 members = members[~is_undefined(members)]
             if not len(members) or np.isnan(members).any():
@@ -272,27 +277,27 @@ class RollUps:
 
     def _read(self, keys: list[str]) -> None:
         self._keys, self._kept = keys, []
-        places_by_group: defaultdict[Key, list[int]] = defaultdict(list)
-        for place, text in enumerate(keys):
+        indices_by_group: defaultdict[Key, list[int]] = defaultdict(list)
+        for index, text in enumerate(keys):
             key = Key.parse(text)
             if key.site in ("", SUMMARY_SITE) or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in self._always):
-                self._kept.append(place)
+                self._kept.append(index)
             if key.site not in ("", SUMMARY_SITE):
-                places_by_group[key._replace(site="")].append(place)
+                indices_by_group[key._replace(site="")].append(index)
         self._groups = [
-            ([group._replace(site=site).format() for site in _SITES], np.array(places)) for group, places in places_by_group.items()
+            ([group._replace(site=site).format() for site in _SITES], np.array(indices)) for group, indices in indices_by_group.items()
         ]
 
 
 def names_context(pattern: re.Pattern[str]) -> bool:
-    """Whether a pattern of ``callback_metrics`` is one of the context, which ``.*`` is not."""
+    """Whether a pattern of ``callback_metrics`` names context keys explicitly, unlike ``.*``."""
     return f"{CONTEXT_KIND}/" in pattern.pattern
 
 
 def log_callback_metrics(record: Record, pl_module: LightningModule, patterns: Sequence[re.Pattern[str]], progress_bar: bool) -> None:
-    """Give values with keys of these patterns to EarlyStopping, ModelCheckpoint and, as an option, the progress bar.
+    """Log values whose keys match a pattern for EarlyStopping, ModelCheckpoint and, as an option, the progress bar.
 
-    To be called from a hook that may log.
+    Call it from a hook that may log.
     """
     for text, value in record.values.items():
         if any(pattern.fullmatch(text) and (names_context(pattern) or not is_context(text)) for pattern in patterns):
@@ -303,17 +308,17 @@ def log_callback_metrics(record: Record, pl_module: LightningModule, patterns: S
 # Heat maps
 
 FIRST_DRAWING_S = 600.0
-"""Seconds from the first record to the first drawing; each further one comes after twice the time of the one before."""
+"""Seconds from the first record to the first drawing; the time doubles with each drawing."""
 
 _FIRST_CHOICE = ("rms", "norm", "ratio", "gain", "mean")
-"""The first of these is drawn among statistics with equally many sites."""
+"""Order of preference among statistics with equally many sites."""
 _MAX_ROWS = 10_000
-"""W&B's own limit for the table of a chart."""
+"""W&B's limit for the table of a chart."""
 _PIXELS_PER_INCH = 80
 
 
 def drawn_charts(keys: Iterable[str]) -> list[Chart]:
-    """For each kind the chart with the most sites: a picture of every statistic would take too long."""
+    """The chart with the most sites of each kind: pictures of all statistics would take too long."""
     charts = charts_of(keys)
 
     def preference(chart: Chart) -> tuple[int, int]:
@@ -327,7 +332,7 @@ def picture(store: StoreReader, chart: Chart) -> NDArray[np.uint8]:
     figure = require("matplotlib.figure", "plot").Figure(figsize=(8.0, 4.0), dpi=_PIXELS_PER_INCH)
     canvas = require("matplotlib.backends.backend_agg", "plot").FigureCanvasAgg(figure)
     axes = store.plot.heatmap(*chart, ax=figure.subplots())
-    # Room for the names by their length: to have matplotlib find it would double the time.
+    # Room for the names by their length: matplotlib's own layout would double the time.
     longest = max(len(label.get_text()) for label in axes.get_yticklabels())
     figure.subplots_adjust(left=min(0.5, 0.03 + 0.009 * longest), right=0.99, bottom=0.14, top=0.92)
     canvas.draw()
@@ -336,37 +341,37 @@ def picture(store: StoreReader, chart: Chart) -> NDArray[np.uint8]:
 
 
 def lines(store: StoreReader, chart: Chart) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and finite values by site; of many records some, evenly spaced."""
+    """Steps and finite values by site, at most so many as W&B takes, evenly spaced."""
     matrix = store.matrix(chart.kind)
-    columns = [place for place, key in enumerate(matrix.keys) if key.statistic == chart.statistic]
+    columns = [column for column, key in enumerate(matrix.keys) if key.statistic == chart.statistic]
     rows = slice(None, None, 1 + len(matrix.steps) * len(columns) // _MAX_ROWS)
-    found = {}
+    line_by_site = {}
     for column in columns:
         values = matrix.values[rows, column]
         is_finite = np.isfinite(values)
-        found[matrix.keys[column].site] = (matrix.steps[rows][is_finite].tolist(), values[is_finite].tolist())
-    return found
+        line_by_site[matrix.keys[column].site] = (matrix.steps[rows][is_finite].tolist(), values[is_finite].tolist())
+    return line_by_site
 
 
 def draw(logger: Logger, store: StoreReader, charts: Sequence[Chart], step: int) -> None:
-    """Give a logger heat maps, and W&B a chart with the lines of all sites as well."""
+    """Log heat maps, and for W&B also a chart with the lines of all sites."""
     for chart in charts:
         name = f"{chart.kind}/{chart.statistic}"
         if _is_tensorboard(logger):
-            logger.experiment.add_image(f"{_before_keys(logger)}heat_maps/{name}", picture(store, chart), step, dataformats="HWC")
+            logger.experiment.add_image(f"{_key_prefix(logger)}heat_maps/{name}", picture(store, chart), step, dataformats="HWC")
         elif _is_wandb(logger):
-            by_site = lines(store, chart)
-            xs, ys = zip(*by_site.values(), strict=True)
-            of_wandb = importlib.import_module("wandb").plot
-            curves = of_wandb.line_series(xs, ys, keys=list(by_site), title=f"{chart.kind}: {chart.statistic}", xname="optimizer step")
+            line_by_site = lines(store, chart)
+            xs, ys = zip(*line_by_site.values(), strict=True)
+            plot = importlib.import_module("wandb").plot
+            curves = plot.line_series(xs, ys, keys=list(line_by_site), title=f"{chart.kind}: {chart.statistic}", xname="optimizer step")
             logger.log_image(f"heat_maps/{name}", [picture(store, chart)], step)
             logger.log_metrics({f"charts/{name}": curves}, step)
 
 
 class HeatMaps:
-    """Draws heat maps of the store of a run for those of its loggers that take pictures.
+    """Draws heat maps of a run's store for its loggers that log pictures.
 
-    That takes half a second for each kind, and is done in the thread that trains: after 10, 20, 40, ... minutes, and when the run ends.
+    A drawing takes half a second for each kind, in the thread that trains: after 10, 20, 40, ... minutes, and when the run ends.
     """
 
     def __init__(self, loggers: Sequence[Logger], messages: Log) -> None:
@@ -375,16 +380,16 @@ class HeatMaps:
         self._messages = messages
         self._began_s = time.monotonic()
         self._wait_s = FIRST_DRAWING_S
-        self._drawn_step: int | None = None
+        self._drawn_step = -1
 
     def draw_if_due(self, store: Path, step: int) -> None:
-        """Draw the records until this step, if it is time. Never raises."""
+        """Draw the records until this step, if a drawing is due. Never raises."""
         if time.monotonic() - self._began_s >= self._wait_s:
             self._wait_s *= 2
             self.draw(store, step)
 
     def draw(self, store: Path, step: int) -> None:
-        """Draw the records until this step, unless that was done. Never raises."""
+        """Draw the records until this step, unless they are drawn. Never raises."""
         if not self._loggers or step == self._drawn_step:
             return
         self._drawn_step = step

@@ -1,4 +1,4 @@
-"""Gain of the gradient from block to block, in any loop, and the report on it for a terminal or a log file."""
+"""Gain of the gradient from block to block, in any loop, and its report for a terminal or a log file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ NOTHING_YET = (
     "that ran while the monitor was open."
 )
 
-
 MARKS: dict[Category, str] = {
     "healthy": "[Healthy]",
     "amplifying": "[AMPLIFYING]",
@@ -43,7 +42,7 @@ STYLES = {
     r"\[(AMPLIFYING|DAMPING)\]": "yellow",
     r"\[(VANISHING|NOT FINITE)\]": "bold red",
 }
-"""Style of rich by pattern."""
+"""Styles of rich by pattern."""
 
 
 class GainReport(str):
@@ -53,7 +52,7 @@ class GainReport(str):
 
     def __rich__(self) -> Text:
         """The same text in colours."""
-        from rich.text import Text  # noqa: PLC0415  # the caller has rich; it is no dependency of others
+        from rich.text import Text  # noqa: PLC0415  # the caller has rich; it is not a dependency
 
         text = Text(str(self))
         for pattern, style in STYLES.items():
@@ -62,23 +61,23 @@ class GainReport(str):
 
 
 class GradientGainMonitor:
-    """Measures how the gradient grows and shrinks from block to block, for one backward pass.
+    """Measures how the gradient of a backward pass grows and shrinks from block to block.
 
     The gain of the transition from block ``i - 1`` to block ``i``, with ``h[i]`` the output of block ``i`` and ``L`` the loss, is
     ``norm(dL/dh[i-1]) / norm(dL/dh[i])``: the factor by which block ``i`` changes the gradient on its way back. In an output that is a
-    mapping or an object, ``hidden_states`` or ``last_hidden_state`` is ``h``; otherwise the first floating tensor is, as in a tuple.
+    mapping or an object, ``h`` is ``hidden_states`` or ``last_hidden_state``; otherwise, as in a tuple, the first floating tensor.
 
-    Hooks stay registered until :meth:`close`, or to the end of a ``with`` block. No value is copied to the host before a result
-    is requested.
+    Hooks stay registered until :meth:`close`, or until the ``with`` block ends. Values are copied to the host when a result is
+    requested.
 
     Args:
-        blocks: Modules in the order of the forward pass: a list, ``nn.ModuleList``, ``nn.Sequential``. A module at two places is
-            called twice: its first call is the block at the first place.
+        blocks: Modules in the order of the forward pass: a list, ``nn.ModuleList``, ``nn.Sequential``. A module that is
+            listed twice is called twice: its first call is the first of the two blocks.
         norm_type: ``l2``, ``l1``, ``linf`` (largest magnitude) or ``mean`` (mean magnitude, not a norm).
         strict_single_backward: Whether a second backward pass that reaches a block is an error without a :meth:`reset` before it. If
             not, each block has the norm of the latest pass that reached it.
         eps: A norm below this has vanished.
-        thresholds: A gain below the first counts as damping, one above the second as amplifying. Heuristics.
+        thresholds: A gain below the first counts as damping, a gain above the second as amplifying. Heuristics.
 
     Raises:
         ConfigError: If a value is wrong. It is a ``ValueError``.
@@ -117,44 +116,44 @@ class GradientGainMonitor:
         """The norm of the gradient at each block's output.
 
         Returns:
-            One for each block; ``None`` where no gradient arrived.
+            A norm for each block; ``None`` if no gradient arrived.
 
         Raises:
-            RuntimeError: If no gradient has arrived anywhere yet.
+            RuntimeError: If no gradient has arrived at any block.
         """
         if not self._probe.reached:
             raise RuntimeError(NOTHING_YET)
         return self._probe.norms()
 
     def gains(self) -> list[float | None]:
-        """The gain of each transition, one fewer than there are blocks.
+        """The gain of each transition between two blocks.
 
         Returns:
-            Norm at a block over norm at the next one: inf where the latter is below ``eps``; ``None`` where one of the two
-            got no gradient.
+            Norm at a block over norm at the next block: inf if the latter is below ``eps``; ``None`` if one of the two got
+            no gradient.
 
         Raises:
             RuntimeError: As :meth:`norms`.
         """
-        return [one.gain for one in self._transitions()]
+        return [transition.gain for transition in self._transitions()]
 
     def log_gains(self) -> list[float | None]:
         """The natural logarithm of each gain.
 
         Returns:
-            As :meth:`gains`: inf where the later block's norm is below ``eps``, otherwise -inf where the earlier one's is.
+            As :meth:`gains`: inf if the later block's norm is below ``eps``, else -inf if the earlier block's norm is.
 
         Raises:
             RuntimeError: As :meth:`norms`.
         """
-        return [one.log_gain for one in self._transitions()]
+        return [transition.log_gain for transition in self._transitions()]
 
     def summary_stats(self) -> dict[str, float | int | None]:
         """The summary of all transitions.
 
         Returns:
             ``mean_gain``, ``min_gain``, ``max_gain`` and ``mean_log_gain`` of the values that are not infinite: ``None`` without
-            any, NaN if one is. Number of transitions by category: ``num_amplifying``, ``num_damping``, ``num_healthy``,
+            such values, NaN if a value is NaN. Number of transitions by category: ``num_amplifying``, ``num_damping``, ``num_healthy``,
             ``num_vanishing`` (the later block's norm is below ``eps``), ``num_missing`` (no gradient).
 
         Raises:
@@ -169,11 +168,11 @@ class GradientGainMonitor:
         return _report(self.norms(), self._transitions(), self.norm_type, self.thresholds)
 
     def reset(self) -> None:
-        """Forget all measurements: for the next backward pass, and after a forward pass that failed."""
+        """Discard all measurements: before the next backward pass, and after a forward pass that failed."""
         self._probe.reset()
 
     def close(self) -> None:
-        """Remove every hook; measurements stay. A second call does nothing."""
+        """Remove every hook; measurements stay available. A second call does nothing."""
         self._probe.tap.close()
 
     def __len__(self) -> int:
@@ -190,45 +189,46 @@ class GradientGainMonitor:
 
 
 class _Probe(BlockGradientProbe):
-    """Keeps, for each block, the norm in the backward pass that reached it last."""
+    """Keeps for each block the norm of the latest backward pass that reached it."""
 
     def __init__(self, blocks: list[nn.Module], norm: str, is_strict: bool) -> None:
         super().__init__(blocks)
-        self._streams = [norm_stream(f"block {place}", norm) for place in range(len(blocks))]
+        self._streams = [norm_stream(f"block {index}", norm) for index in range(len(blocks))]
         self._is_strict = is_strict
         self.tap = ModuleTap([self], Gate(), None)
         self.reset()
 
     def reset(self) -> None:
         self.reached: dict[int, StepAccumulator] = {}
-        """The accumulator of the latest backward pass that reached a block, by the block's place."""
-        self._current_pass: int | None = None
-        self._norms: list[float | None] | None = None
+        """The accumulator of the latest backward pass that reached a block, by the block's index."""
+        self._current_pass = -1
+        self._norms: list[float | None] = []
+        """Empty after a new gradient."""
         self.tap.forget_calls()
         self.end_micro_batch()
 
     def norms(self) -> list[float | None]:
         """The norm at each block: one transfer for each backward pass and device, repeated only after a new gradient."""
-        if self._norms is None:
-            values = {one: one.collect() for one in set(self.reached.values())}
+        if not self._norms:
+            values = {accumulator: accumulator.collect() for accumulator in set(self.reached.values())}
             keys = [stream.number_keys[0] for stream in self._streams]
-            self._norms = [values[self.reached[place]][key] if place in self.reached else None for place, key in enumerate(keys)]
+            self._norms = [values[self.reached[index]][key] if index in self.reached else None for index, key in enumerate(keys)]
         return list(self._norms)
 
-    def observe_gradient(self, place: int, gradient: Tensor, _scale: Tensor | None) -> None:
+    def observe_gradient(self, index: int, gradient: Tensor, _scale: Tensor | None) -> None:
         if self._current_pass != self.tap.backward_pass():
             self._current_pass, self._accumulator = self.tap.backward_pass(), StepAccumulator(_warn_of_gradient)
-        if self._is_strict and self.reached.get(place, self._accumulator) is not self._accumulator:
+        if self._is_strict and self.reached.get(index, self._accumulator) is not self._accumulator:
             raise RuntimeError(
-                f"The gradient hook of block {place} fired twice: a second backward pass reached it. Call reset() between "
+                f"The gradient hook of block {index} fired twice: a second backward pass reached it. Call reset() between "
                 "backward passes, or give strict_single_backward=False, which keeps the latest."
             )
-        self.reached[place] = self._accumulator
-        self._norms = None
-        self._accumulator.observe(self._streams[place], elements_of(gradient))
+        self.reached[index] = self._accumulator
+        self._norms = []
+        self._accumulator.observe(self._streams[index], elements_of(gradient))
 
-    def fail_block(self, place: int, output: object, error: Exception) -> None:
-        _warn(f"Block {place}, a {type(output).__name__}", error, "It counts as a block without a gradient.")
+    def fail_block(self, index: int, output: object, error: Exception) -> None:
+        _warn(f"Block {index}, a {type(output).__name__}", error, "It counts as a block without a gradient.")
 
 
 def _checked_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -236,9 +236,9 @@ def _checked_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     if not isinstance(blocks, Iterable):
         raise ConfigError(f"blocks is a {type(blocks).__name__}; {expected}.")
     checked = list(blocks)
-    for place, block in enumerate(checked):
+    for index, block in enumerate(checked):
         if not isinstance(block, nn.Module):
-            raise ConfigError(f"blocks[{place}] is a {type(block).__name__}; {expected}.")
+            raise ConfigError(f"blocks[{index}] is a {type(block).__name__}; {expected}.")
     return checked
 
 
@@ -250,20 +250,20 @@ def _warn_of_gradient(stream: Stream, _name: str, observed: str, error: Exceptio
     _warn(f"Gradient at {stream.site}, {observed}", error, "Its norm is NaN.")
 
 
-def _report(norms: Sequence[float | None], found: Sequence[Transition], norm_type: str, thresholds: Thresholds) -> GainReport:
-    """The norm at each block and the transitions between blocks, in lines of at most about 80 characters."""
+def _report(norms: Sequence[float | None], transitions: Sequence[Transition], norm_type: str, thresholds: Thresholds) -> GainReport:
+    """The norm at each block and the transitions between blocks, in lines of about 80 characters."""
     width = max(2, len(str(len(norms) - 1)))
     low, high = thresholds
-    sums = summary(found)
+    figures = summary(transitions)
     categories = {
-        f"Healthy ({low:g} <= gamma <= {high:g}):": sums["num_healthy"],
-        f"Amplifying (gamma > {high:g}):": sums["num_amplifying"],
-        f"Damping (gamma < {low:g}):": sums["num_damping"],
-        "Vanishing (gamma = inf):": sums["num_vanishing"],
-        "Missing (no gradient):": sums["num_missing"],
+        f"Healthy ({low:g} <= gamma <= {high:g}):": figures["num_healthy"],
+        f"Amplifying (gamma > {high:g}):": figures["num_amplifying"],
+        f"Damping (gamma < {low:g}):": figures["num_damping"],
+        "Vanishing (gamma = inf):": figures["num_vanishing"],
+        "Missing (no gradient):": figures["num_missing"],
     }
     longest = max(map(len, categories))
-    gains = [f"gamma={_number(one.gain)}, log_gamma={_number(one.log_gain)} {MARKS[one.category]}" for one in found]
+    gains = [f"gamma={_number(item.gain)}, log_gamma={_number(item.log_gain)} {MARKS[item.category]}" for item in transitions]
     lines = [
         "Gradient Flow Analysis",
         f"  norm: {norm_type}; blocks: {len(norms)}",
@@ -272,10 +272,10 @@ def _report(norms: Sequence[float | None], found: Sequence[Transition], norm_typ
         *("", "Gradient Gains (norm over norm of the next block; marks are heuristics):"),
         *(f"  Transition {i:{width}d} to {i + 1:{width}d}: {text}" for i, text in enumerate(gains)),
         *("", "Summary Statistics:"),
-        f"  Mean gain:     {_number(sums['mean_gain'])}",
-        f"  Min gain:      {_number(sums['min_gain'])}",
-        f"  Max gain:      {_number(sums['max_gain'])}",
-        f"  Mean log-gain: {_number(sums['mean_log_gain'])}",
+        f"  Mean gain:     {_number(figures['mean_gain'])}",
+        f"  Min gain:      {_number(figures['min_gain'])}",
+        f"  Max gain:      {_number(figures['max_gain'])}",
+        f"  Mean log-gain: {_number(figures['mean_log_gain'])}",
         *("", "Transition Categories:"),
         *(f"  {label:<{longest}} {number}" for label, number in categories.items()),
     ]
@@ -283,7 +283,7 @@ def _report(norms: Sequence[float | None], found: Sequence[Transition], norm_typ
 
 
 def _number(value: float | None, form: str = "") -> str:
-    """Four decimal places, or scientific notation where these would show too little or too much.
+    """Four decimal places, or scientific notation for small and large values.
 
     >>> list(map(_number, (2.0, 0.00012345, 54321.0, 0.0, None)))
     ['2.0000', '1.2345e-04', '5.4321e+04', '0.0000', 'none']

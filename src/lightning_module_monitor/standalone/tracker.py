@@ -1,6 +1,6 @@
 """Raw tensors of a few forward and backward passes: outputs of modules and their gradients, in a list.
 
-The names and their meaning are those of Graphcore's tensor-tracker.
+Names and their meaning follow Graphcore's tensor-tracker.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Event:
     """A module has returned, or the gradient of its output has arrived."""
 
     name: str
-    """The module's name, as ``named_modules`` gives it; the root's is empty."""
+    """The module's name in ``named_modules``; the root's is empty."""
     type: type[nn.Module]
     """The module's class."""
     grad: bool
     """Whether this is the gradient."""
     value: Any
-    """Forward: the output, not copied: it may be overwritten later. Backward: the same structure, with a gradient in the place of each
-    tensor, or ``None`` where none arrived; for an output that is one tensor, a tuple of one."""
+    """Forward: the output, not copied: it may be overwritten later. Backward: the same structure with the gradient of each tensor, or
+    ``None`` if no gradient arrived; for an output that is a tensor, a tuple with its gradient."""
     args: tuple[Any, ...]
     """Positional arguments of the module's forward; empty for a gradient."""
     kwargs: dict[str, Any]
@@ -68,19 +68,19 @@ class Stash:
     grad: bool
     """As in :class:`Event`."""
     value: Any
-    """The event's value, with the result of ``stash_value`` in the place of each tensor."""
+    """The event's value, with each tensor replaced by the result of ``stash_value``."""
 
     @property
     def first_value(self) -> Any:  # noqa: ANN401  # the result of a user's function
-        """The first part of :attr:`value` that is not ``None``, however deep; the value itself where it has no parts."""
+        """The first part of :attr:`value` that is not ``None``, at any depth; the value itself if it has no parts."""
         return _first(self.value)
 
 
 StashFn = Callable[[Event], Stash]
-"""Returns what is stored of an event."""
+"""Returns the stash of an event."""
 
 StashValueFn = Callable[[Tensor], Any]
-"""Returns what is stored of a tensor."""
+"""Returns the stored value of a tensor."""
 
 NamePattern = str | re.Pattern[str] | None
 """For ``re.search`` in a module's name; ``None`` for every module."""
@@ -91,10 +91,10 @@ def rmap_tensor(value: Any, fn: Callable[[Tensor], Any]) -> Any:  # noqa: ANN401
 
     Args:
         value: A module's output, arguments, or a tensor.
-        fn: Gets each tensor.
+        fn: Called with each tensor.
 
     Returns:
-        The same structure with the results in the places of the tensors; what is no tensor stays.
+        The same structure with each tensor replaced by its result; other leaves stay.
 
     Example:
         >>> rmap_tensor({"a": torch.ones(2), "b": "text"}, torch.sum)
@@ -112,7 +112,7 @@ def default_stash_value(tensor: Tensor) -> Tensor:
 
 
 def default_stash(event: Event, stash_value: StashValueFn) -> Stash:
-    """Keep name, class and value of an event, with the result of ``stash_value`` in the place of each tensor."""
+    """Keep name, class and value of an event, with each tensor replaced by the result of ``stash_value``."""
     return Stash(event.name, event.type, event.grad, rmap_tensor(event.value, stash_value))
 
 
@@ -142,12 +142,12 @@ def track(  # noqa: PLR0917  # in the order that the original has them
     Args:
         module: The outermost module.
         grad: Whether to keep gradients, too.
-        include: Pattern of the names to keep; by default all. It is searched for anywhere in a name (``re.search``), unlike the patterns of
+        include: Pattern of the names to keep; by default all. It matches any part of a name (``re.search``), unlike the patterns of
             rules, which match whole names.
         exclude: Pattern of names not to keep, likewise.
-        stash_value: What to keep of each tensor; by default a copy on the CPU.
-        stash: What to keep of each event, instead.
-        max_bytes: Limit for the bytes of all kept tensors; by default there is none.
+        stash_value: Returns the stored value of a tensor; by default a copy on the CPU.
+        stash: Returns the stash of an event; replaces ``stash_value``.
+        max_bytes: Limit for the bytes of all kept tensors; by default unlimited.
 
     Returns:
         A list-like :class:`Tracker` of stashes: in the order of the forward pass, then of the backward pass.
@@ -170,11 +170,11 @@ def track(  # noqa: PLR0917  # in the order that the original has them
 class Tracker:
     """A list of stashes that grows while registered modules run; see :func:`track`.
 
-    Gradients come from hooks on the outputs themselves, which do not disturb in-place layers. A recomputation of activation
-    checkpointing is not kept again.
+    Gradients come from hooks on the output tensors, which do not disturb in-place layers. A recomputation of activation
+    checkpointing is not kept.
 
     Args:
-        stash: What to keep of each event; by default copies.
+        stash: Returns the stash of an event; by default with copies.
         max_bytes: Limit for the bytes of all kept tensors. A tensor that does not fit raises ``MemoryError`` in the forward or backward
             pass; earlier stashes stay.
     """
@@ -189,9 +189,9 @@ class Tracker:
         self._module_hooks = HookSet()
         self._tensor_hooks = HookSet()
         self._outputs = WeakTensorKeyDictionary()
-        """Version and number of each output: two modules that return the same tensor have the same number."""
+        """Version and number of each output: modules that return the same tensor share its number."""
         self._num_outputs = 0
-        self._places: dict[tuple[int, int], int] = {}
+        self._index_by_output: dict[tuple[int, int], int] = {}
         """Index of the first stash of a gradient, by backward pass and number of the output."""
         self.stashes: list[Stash] = []
         """The stashes, in order."""
@@ -213,15 +213,15 @@ class Tracker:
 
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
             event = Event(name, type(module), False, output, args, kwargs)
-            # A forward pass within a backward pass recomputes a checkpointed one. Its outputs get hooks too: under reentrant
-            # checkpointing they are the only ones with a gradient.
+            # A forward pass within a backward pass recomputes a checkpointed forward pass. Its outputs get hooks, too: under
+            # reentrant checkpointing only they have a gradient.
             if not is_in_backward():
-                self._places.clear()
+                self._index_by_output.clear()
                 self.stashes.append(self._stashed(event))
             if grad:
                 self._await_gradient(event)
 
-        # The hook has no reference to the module: a tracker may outlive it.
+        # The hook has no reference to the module, which the tracker may outlive.
         self._module_hooks.add_forward(module, UncopiedHook(observe), with_kwargs=True)
 
     def register_all(self, module: nn.Module, grad: bool = True, include: NamePattern = None, exclude: NamePattern = None) -> None:
@@ -234,13 +234,13 @@ class Tracker:
         names = [name for name in children if (not include or re.search(include, name)) and not (exclude and re.search(exclude, name))]
         if not names:
             near = nearest(str(getattr(include, "pattern", include or "")), children)
-            kept_none = f"include {include!r} and exclude {exclude!r} leave none of {len(children)} modules"
-            raise ConfigError(f"{kept_none}; expected a name in which include is found (re.search), and exclude is not{near}")
+            selection = f"include {include!r} and exclude {exclude!r} select none of {len(children)} modules"
+            raise ConfigError(f"{selection}; expected a name that include matches (re.search) and exclude does not{near}")
         for name in names:
             self.register(children[name], name, grad)
 
     def unregister(self) -> None:
-        """Remove every hook; stashes stay. If torch traced a module meanwhile, a warning reports that its tensors are missing."""
+        """Remove every hook; stashes stay. If torch traced a module, a warning reports that its tensors are missing."""
         self._module_hooks.close()
         self._tensor_hooks.close()
         if Unobserved.number > self._num_unobserved:
@@ -250,7 +250,7 @@ class Tracker:
     def clear(self) -> None:
         """Remove all stashes; hooks stay."""
         self.stashes.clear()
-        self._places.clear()
+        self._index_by_output.clear()
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -269,11 +269,12 @@ class Tracker:
         """A table with a row for each stash.
 
         Args:
-            stat: Function of the stash's :attr:`~Stash.first_value`, which returns a tensor of one element. It gets integers in float64.
+            stat: Function of the stash's :attr:`~Stash.first_value` that returns a tensor with one element. Integers are converted to
+                float64 before.
             stat_name: Name of its column; by default that of the function, or ``value`` if it has none.
 
         Returns:
-            Columns ``name``, ``type`` (import path of the class), ``grad``, and the statistic, which is missing where the first
+            Columns ``name``, ``type`` (import path of the class), ``grad``, and the statistic, which is missing if the first
             value is not a tensor.
 
         Raises:
@@ -288,7 +289,7 @@ class Tracker:
                 return None
             return float(stat(value if value.is_floating_point() or value.is_complex() else value.double()))
 
-        rows = [(one.name, f"{one.type.__module__}.{one.type.__qualname__}", one.grad, statistic(one.first_value)) for one in self]
+        rows = [(item.name, f"{item.type.__module__}.{item.type.__qualname__}", item.grad, statistic(item.first_value)) for item in self]
         frame: pandas.DataFrame = pd.DataFrame(rows, columns=["name", "type", "grad", column])
         return frame
 
@@ -296,32 +297,32 @@ class Tracker:
         tensors: dict[int, Tensor] = {id(tensor): tensor for _path, tensor in named_tensors(event.value) if requires_gradient(tensor)}
         if not tensors:
             return
-        place = {identity: _Place(index) for index, identity in enumerate(tensors)}
-        # Not the output itself: its memory may be freed before the backward pass.
-        value = map_leaves(event.value, lambda leaf: place.get(id(leaf)) if isinstance(leaf, Tensor) else leaf)
+        indices = {identity: _GradientIndex(index) for index, identity in enumerate(tensors)}
+        # Indices instead of the output, whose memory may be freed before the backward pass.
+        value = map_leaves(event.value, lambda leaf: indices.get(id(leaf)) if isinstance(leaf, Tensor) else leaf)
         awaited = Event(event.name, event.type, True, (value,) if isinstance(event.value, Tensor) else value, (), {})
         take = functools.partial(self._observe_gradient, awaited, [self._number(tensor) for tensor in tensors.values()])
         if len(tensors) == 1:
             (tensor,) = tensors.values()
-            # None: one function has several outputs (e.g. ``chunk``), and this one was not used.
+            # None: a function has several outputs (``chunk``), and this output was not used.
             hook = register_gradient_hook(tensor, lambda gradient: take([gradient]) if gradient is not None else None)
             self._tensor_hooks.add(hook)
         else:
             self._tensor_hooks.add(as_torch_itself(register_multi_grad_hook, list(tensors.values()), take))
 
     def _observe_gradient(self, awaited: Event, numbers: list[int], gradients: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of an output, before those of a module inside that returned the same tensor."""
+        """Keep the gradients of an output, before those of an inner module that returned the same tensor."""
         if is_tracing():
             return
-        value = map_leaves(awaited.value, lambda leaf: gradients[leaf] if isinstance(leaf, _Place) else leaf)
+        value = map_leaves(awaited.value, lambda leaf: gradients[leaf] if isinstance(leaf, _GradientIndex) else leaf)
         stash = self._stashed(Event(awaited.name, awaited.type, True, value, (), {}))
         task = backward_pass()
-        places = self._places
-        index = min((places[task, number] for number in numbers if (task, number) in places), default=len(self.stashes))
+        index_by_output = self._index_by_output
+        index = min((index_by_output.get((task, number), len(self.stashes)) for number in numbers), default=len(self.stashes))
         self.stashes.insert(index, stash)
         if index < len(self.stashes) - 1:
-            places.update((key, later + 1) for key, later in list(places.items()) if later >= index)
-        places.update(((task, number), index) for number in numbers)
+            index_by_output.update((key, later + 1) for key, later in list(index_by_output.items()) if later >= index)
+        index_by_output.update(((task, number), index) for number in numbers)
 
     def _number(self, tensor: Tensor) -> int:
         """The number of a tensor, until it is overwritten."""
@@ -338,9 +339,9 @@ class Tracker:
         if self._max_bytes is not None:
             size = sum(tensor.numel() * tensor.element_size() for _path, tensor in named_tensors(vars(stash)))
             if self._num_bytes + size > self._max_bytes:
-                what = "gradient" if event.grad else "output"
+                noun = "gradient" if event.grad else "output"
                 raise MemoryError(
-                    f"The tracker holds {self._num_bytes} bytes in {len(self)} stashes, and the {what} of {event.name!r} has {size} more; "
+                    f"The tracker holds {self._num_bytes} bytes in {len(self)} stashes, and the {noun} of {event.name!r} has {size} more; "
                     f"expected at most max_bytes={self._max_bytes}. Track fewer modules (include, exclude), keep less of each tensor "
                     f"(stash_value=torch.std), call clear() between steps, or allow more."
                 )
@@ -348,10 +349,10 @@ class Tracker:
         return stash
 
 
-class _Place(int):
-    """A gradient's place in the structure of an output: its index among the gradients."""
+class _GradientIndex(int):
+    """Replaces a tensor in the structure of an output by the index of its gradient."""
 
 
 def _first(value: object) -> Any:  # noqa: ANN401  # see Stash.first_value
-    inside = [_first(part) for _name, part in parts(value)]
-    return next((part for part in inside if part is not None), None) if inside else value
+    leaves = [_first(part) for _name, part in parts(value)]
+    return next((leaf for leaf in leaves if leaf is not None), None) if leaves else value

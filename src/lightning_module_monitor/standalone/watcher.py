@@ -1,4 +1,4 @@
-"""All layers of a model with one line in the loop: what each step did, given to a logger after the step."""
+"""Logs statistics of all layers of a model after a step, with one line in a plain loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_module_monitor.sinks.loggers import TakesMetrics, log, takes_hist
 
 
 class TorchWatcher:
-    """Watches every layer of a model from now on, and logs the values on request.
+    """Observes every layer of a model, and logs the values on request.
 
     In a plain loop, after the step::
 
@@ -33,23 +33,22 @@ class TorchWatcher:
             watcher.watch(step)
             optimizer.zero_grad()
 
-    :meth:`watch` logs the step that is just over: everything since the step before it, all its micro-batches. A step ends when a torch
-    optimizer with a parameter of the model steps; a step without a call of :meth:`watch` before the next forward pass is dropped. Values
-    of evaluation mode (``model.eval()``) are kept apart from those of training mode: ``watch`` logs the mode that the model is in, or
-    the other one if nothing was recorded in this mode.
+    :meth:`watch` logs the last step with all its micro-batches. A step ends when a torch optimizer with a parameter of the model steps;
+    a step without a call of :meth:`watch` before the next forward pass is dropped. Values of evaluation mode (``model.eval()``) are kept
+    apart from those of training mode: ``watch`` logs the current mode of the model, or the other mode if only that has values.
 
     Keys are ``[prefix/]base_namespace/kind/site/statistic``, e.g. ``model_internals/activation/fc1/mean``.
 
     Args:
-        model: The model. It has to be called as a whole: ``model(x)``.
+        model: The model, which is called as a whole: ``model(x)``.
         run: Any object with ``log_metrics(values, step)``, as every Lightning logger has. A TensorBoard or W&B logger gets histograms,
             too.
-        track_layers: Class or classes of the layers to watch, or names of such classes, and whose parameters; ``None`` for all.
-        tensor_stats: One or several names in ``STATISTICS``, which may be extended; ``None`` for ``mean``.
+        track_layers: Classes, or names of classes, of the layers to observe with their parameters; ``None`` for all.
+        tensor_stats: Names in ``STATISTICS``, which may be extended; ``None`` for ``mean``.
         base_namespace: First part of every key.
-        every_n_steps: The steps that may be logged, by the numbers that ``watch`` gets: every n-th, a list, ``"log"``, or a function of
-            the step. In other steps the layers have no hooks, and ``watch`` does nothing.
-        evaluation: Whether evaluation mode may be logged. If not, it costs nothing.
+        every_n_steps: The steps that may be logged, by the argument of ``watch``: every n-th, a list, ``"log"``, or a function of the
+            step. In other steps the layers have no hooks, and ``watch`` does nothing.
+        evaluation: Whether evaluation mode may be logged. If not, evaluation has no cost.
 
     Raises:
         ConfigError: If a value is wrong.
@@ -80,9 +79,9 @@ class TorchWatcher:
         self._training, self._evaluation = _Mode(model, rule), _Mode(model, rule)
         self._watches_evaluation = evaluation
         self._next_step: int | None = None
-        """The expected number of the training step in progress, or else of the next; not known before the first."""
-        self._owes_update = False
-        """Whether the optimizer has yet to make the step that was logged last."""
+        """The expected number of the current or else the next training step; unknown before the first."""
+        self._awaits_update = False
+        """Whether the optimizer has not made the last logged step yet."""
         self._is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether an optimizer has a parameter of the model."""
         self._reporter = ErrorReporter(logging.getLogger(__name__), "warn", lambda: True)
@@ -100,26 +99,26 @@ class TorchWatcher:
         track_parameters: bool = False,
         prefix: str | None = None,
     ) -> None:
-        """Log the step that is just over. A failure to log is a warning, not an error.
+        """Log the last step. A failure to log is a warning, not an error.
 
         Args:
-            step: Its number.
+            step: Number of the step.
             track_activations: Whether to log the outputs of the layers.
-            track_gradients: Whether to log the gradients that arrived at the outputs (``activation_gradient``), and the current gradients
-                of the parameters (``gradient``).
+            track_gradients: Whether to log the gradients of the outputs (``activation_gradient``) and the current gradients of the
+                parameters (``gradient``).
             track_parameters: Whether to log the current parameters.
-            prefix: Put before the namespace: ``train``, ``validation``.
+            prefix: First part of the keys, before the namespace: ``train``, ``validation``.
 
         Raises:
             ConfigError: If the prefix does not fit into a key.
         """
-        before = "" if prefix is None else check_prefix(prefix)
-        namespace = check_prefix("/".join(part for part in (before, self.base_namespace) if part))
+        checked_prefix = "" if prefix is None else check_prefix(prefix)
+        namespace = check_prefix("/".join(part for part in (checked_prefix, self.base_namespace) if part))
         if not (self.model.training or self._watches_evaluation):
             self._report("watch() was called in evaluation mode, and evaluation is False; nothing is logged.")
             return
         with failing_alone(self._fail):
-            # The model's mode, or the other one if only that has values.
+            # The model's mode, or the other mode if only that has values.
             mode, other = (self._training, self._evaluation) if self.model.training else (self._evaluation, self._training)
             mode = other if other.is_open and not mode.is_open else mode
             if mode is self._training and not self._is_due(mode, step):
@@ -129,7 +128,7 @@ class TorchWatcher:
             kinds = {
                 "activation": track_activations,
                 "activation_gradient": track_gradients,
-                "gradient": track_gradients and (mode is self._training or has_run_backward),  # else they are left from training
+                "gradient": track_gradients and (mode is self._training or has_run_backward),  # otherwise they belong to training
             }
             self._log(record, step, namespace, [kind for kind, is_logged in kinds.items() if not is_logged])
 
@@ -144,42 +143,42 @@ class TorchWatcher:
         self.close()
 
     def _begin_forward(self, *_call: object) -> None:
-        """The model is about to run."""
+        """Called before the model's forward."""
         if is_in_backward():
             return
         is_training = self.model.training and torch.is_grad_enabled()
         mode, other = (self._training, self._evaluation) if is_training else (self._evaluation, self._training)
         if is_training:
-            other.drop()  # training goes on: the evaluation was not logged
+            other.monitor.abandon()  # training continues: the evaluation was not logged
             is_expected = self._next_step is None or self._schedule(self._next_step)
             if mode.is_over and mode.is_open:
-                self._report("A step was watched and not asked about, which takes time: every_n_steps says which will be.", logging.INFO)
+                self._report("A step was observed, but watch() was not called. Set every_n_steps.", logging.INFO)
         else:
-            other.listen(False)
+            other.monitor.gate.close(other)
             is_expected = self._watches_evaluation
         mode.begin_forward(is_expected)
 
     def _end_update(self, optimizer: Optimizer, *_call: object) -> None:
-        """An optimizer has stepped."""
+        """Called after an optimizer's step."""
         if optimizer not in self._is_ours:
             ours = {id(parameter) for parameter in self.model.parameters()}
             self._is_ours[optimizer] = any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
         if not self._is_ours[optimizer]:
             return
         self._training.is_over = self._evaluation.is_over = True
-        if self._next_step is not None and not self._owes_update:
+        if self._next_step is not None and not self._awaits_update:
             self._next_step += 1
-        self._owes_update = False
+        self._awaits_update = False
 
     def _is_due(self, mode: _Mode, step: int) -> bool:
-        """Whether a training step is to be logged. Its number determines those of the next steps."""
+        """Whether to log a training step. Its number determines the numbers of the next steps."""
         is_first = self._next_step is None
-        self._owes_update, self._next_step = not mode.is_over, step + 1
+        self._awaits_update, self._next_step = not mode.is_over, step + 1
         if not self._schedule(step):
-            mode.drop()
+            mode.monitor.abandon()
             return False
         if not mode.is_open and not is_first:
-            self._report(f"The layers were not watched in step {step}: after the one before, another number was expected.")
+            self._report(f"The layers were not observed in step {step}: after the previous step, another number was expected.")
         return True
 
     def _log(self, record: Record, step: int, namespace: str, unwanted: Sequence[str]) -> None:
@@ -187,7 +186,7 @@ class TorchWatcher:
         values = {f"{namespace}/{key}".lstrip("/"): record.values[key] for key in chosen if key in record.values}
         histograms = {f"{namespace}/{key}".lstrip("/"): record.histograms[key] for key in chosen if key in record.histograms}
         if histograms and not takes_histograms(self.run):
-            self._report(f"Histograms are left out: {type(self.run).__name__} has no place for them.")
+            self._report(f"Histograms are left out: {type(self.run).__name__} has no type for them.")
         try:
             log(self.run, values, histograms, step)
         except Exception as error:
@@ -197,69 +196,55 @@ class TorchWatcher:
         self._reporter.log_once(f"{message} Logged once.", level)
 
     def _fail(self, error: Exception) -> None:
-        self._report(f"Watching failed ({type(error).__name__}: {error}).")
+        self._report(f"Observation failed ({type(error).__name__}: {error}).")
 
 
 class _Mode:
-    """The values of the model's training mode, or of its evaluation mode, since they were logged last."""
+    """The values of the model's training mode, or of its evaluation mode, since the last log."""
 
     def __init__(self, model: nn.Module, rule: Rule) -> None:
-        self._monitor = ModuleMonitor(rules=rule, history=1)
-        self._monitor.set_module(model)
+        self.monitor = ModuleMonitor(rules=rule, history=1)
+        self.monitor.set_module(model)
         self.is_over = False
         """Whether an optimizer has stepped since the last forward pass."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the model was observed since."""
-        return self._monitor.current_step is not None
+        """Whether the model has been observed since."""
+        return self.monitor.current_step is not None
 
     def begin_forward(self, is_expected: bool) -> None:
-        """A forward pass in this mode begins; values from before the last optimizer step are dropped."""
+        """Begin a forward pass in this mode; values from before the last optimizer step are dropped."""
         if self.is_over:
-            self.drop()
+            self.monitor.abandon()
         self.is_over = False
         if is_expected and not self.is_open:
-            self._monitor.begin_step(0)
-        self.listen(True)
-
-    def listen(self, is_listening: bool) -> None:
-        """Set whether calls of the layers belong to this mode now."""
-        if is_listening:
-            self._monitor.gate.open(self)
-        else:
-            self._monitor.gate.close(self)
+            self.monitor.begin_step(0)
+        self.monitor.gate.open(self)
 
     def end(self, step: int, gradients: bool, parameters: bool) -> Record:
-        """The values of the mode, with the current gradients and parameters."""
-        self.listen(True)
+        """Return the values of the mode, with the current gradients and parameters."""
+        self.monitor.gate.open(self)
         if not self.is_open:
-            self._monitor.begin_step(step)
+            self.monitor.begin_step(step)
         if gradients:
-            self._monitor.monitor_gradients()
+            self.monitor.monitor_gradients()
         if parameters:
-            self._monitor.monitor_parameters()
-        record = self._monitor.end_step()
+            self.monitor.monitor_parameters()
+        record = self.monitor.end_step()
         assert record is not None
         return record
 
-    def drop(self) -> None:
-        """Remove the hooks and the values."""
-        self._monitor.abandon()
-
-    def close(self) -> None:
-        self._monitor.close()
-
 
 def _weak(watcher: TorchWatcher, method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that calls a method of a watcher while that exists. An error is reported."""
+    """A hook that calls a method of a watcher while the watcher exists, and reports an error."""
     reference = weakref.ref(watcher)
 
     def call(*args: object) -> None:
-        this = reference()
-        if this is not None:
-            with failing_alone(this._fail):
-                method(this, *args)
+        existing = reference()
+        if existing is not None:
+            with failing_alone(existing._fail):
+                method(existing, *args)
 
     return call
 
@@ -267,4 +252,4 @@ def _weak(watcher: TorchWatcher, method: Callable[..., None]) -> Callable[..., N
 def _close(hooks: HookSet, *modes: _Mode) -> None:
     hooks.close()
     for mode in modes:
-        mode.close()
+        mode.monitor.close()

@@ -17,7 +17,7 @@ from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import verdict_of
 from lightning_module_monitor.lightning_packages import is_a, messages
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
-from lightning_module_monitor.sinks.store.rewrite import free
+from lightning_module_monitor.sinks.files import first_free_path
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.nonfinite import NonfiniteController
 from lightning_module_monitor.trainer.run import Run
@@ -108,7 +108,7 @@ class HealthController:
                 self._trainer.should_stop = True
             elif action == "checkpoint" and (path := self._sinks.folder()) is not None:
                 name = fit_for_loggers(finding.name, MAX_STATISTIC_LENGTH)
-                free_path = free(path / f"monitor-{name}-step={finding.step}.ckpt")
+                free_path = first_free_path(path / f"monitor-{name}-step={finding.step}.ckpt")
                 self._save_checkpoint(self._trainer.strategy.broadcast(free_path))
             elif action == "capture":
                 steps = range(finding.step + 1, finding.step + 1 + self.options.capture_steps)

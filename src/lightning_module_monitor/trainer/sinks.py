@@ -17,9 +17,9 @@ from lightning_module_monitor.record import (
     Record,
 )
 from lightning_module_monitor.report.page import write_report
+from lightning_module_monitor.sinks.files import is_numbered_path_of
 from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, without_context
 from lightning_module_monitor.sinks.store.tensors import RunFiles
-from lightning_module_monitor.sinks.store.writer import is_name_of
 from lightning_module_monitor.trainer import strategy
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.nonfinite import marks_steps
@@ -133,7 +133,8 @@ class SinksController:
         if self._loggers is None:
             # Keys of attention's heads are not planned; those of the first record are as many as there will be.
             rolls_up = self._rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
-            self._loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, self.planned_keys())
+            keys = [*self.planned_keys(), *record.values]
+            self._loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, keys)
             self._heat_maps = HeatMaps(self._trainer.loggers, messages)
         if self._files is None and self._options.store and (path := self._new_store_path()) is not None:
             self._files = self._open_files(path.resolve())
@@ -158,7 +159,7 @@ class SinksController:
         """
         earlier = None if self._earlier_path is None else Path(self._earlier_path).resolve()
         return RunFiles(
-            earlier if earlier is not None and is_name_of(earlier, path) else path,
+            earlier if earlier is not None and is_numbered_path_of(earlier, path) else path,
             configuration=self._options.described(),
             keys=self.planned_keys(),
             histogram_keys=self.planned_histograms(),

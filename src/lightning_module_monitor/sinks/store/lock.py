@@ -1,4 +1,4 @@
-"""One writer per store: a lock that the operating system takes back when its holder is killed."""
+"""One writer per file: a lock that the operating system releases when its holder is killed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 
 def acquire(path: Path) -> BaseFileLock | None:
-    """The right to write to ``path``, or ``None`` if another store, in this or another process, has it.
+    """Acquire the lock for writing to ``path``; ``None`` if another writer, in this or another process, holds it.
 
-    HDF5's own lock is dropped in SWMR mode, so this one is on a hidden file beside the store.
+    HDF5 drops its own lock in SWMR mode, so this lock is on a hidden file beside the store.
 
     Raises:
-        OSError: If there cannot be such a file.
+        OSError: If the hidden file cannot be created.
     """
     file = _file_of(path)
-    file.touch()  # raises an OSError where no file can be made: filelock would try again for ever on some file systems
+    file.touch()  # raises an OSError if no file can be created: filelock would try again for ever on some file systems
     lock = FileLock(file, timeout=0, thread_local=False)
     try:
         lock.acquire()
@@ -27,10 +27,10 @@ def acquire(path: Path) -> BaseFileLock | None:
 
 
 def has_holder(path: Path) -> bool:
-    """Whether a store, in this or another process, has the right to write to ``path``; true if that cannot be known."""
+    """Whether a writer, in this or another process, holds the lock of ``path``; true if that is unknown."""
     try:
         lock = acquire(path) if exists(path) else None
-    except OSError:  # e.g. a folder that is not ours
+    except OSError:  # for example a folder without permission
         return True
     if lock is not None:
         release(lock)
@@ -38,16 +38,16 @@ def has_holder(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a hidden file for ``path``: of a store that is open, or of a run that was killed."""
+    """Whether there is a hidden file for ``path``, left by an open or a killed writer."""
     return _file_of(path).exists()
 
 
 def release(lock: BaseFileLock) -> None:
-    """Give the right back and remove the hidden file.
+    """Remove the hidden file and release the lock.
 
-    It is removed while it is held: a process that opened it before and locks it afterwards finds that it has no name any more.
+    The file is removed before: a process that opened it and locks it afterwards finds that it has no name any more.
     """
-    with suppress(OSError):  # e.g. Windows, which removes no open file: it stays, and does no harm
+    with suppress(OSError):  # for example on Windows, which removes no open file: the file stays, and does no harm
         Path(lock.lock_file).unlink()
     lock.release()
 

@@ -1,4 +1,4 @@
-"""The tables of a store in memory: all numbers of one kind, those of one statistic of it, or all its histograms."""
+"""The tables of a store in memory: all numbers or all histograms of a kind, or one statistic of a kind."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _BYTES_PER_READ = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """All numbers of one kind: a row for each of its records, a column for each of its keys."""
+    """All numbers of a kind: a row for each record, a column for each key."""
 
     keys: list[Key]
-    """Keys of the columns, each of which has a value in one row at least."""
+    """Keys of the columns; each column has at least one value."""
     steps: NDArray[np.int64]
-    """Of the rows, ascending; shape ``(rows,)``."""
+    """Steps of the rows, ascending; shape ``(rows,)``."""
     values: NDArray[np.float64]
     """Shape ``(rows, columns)``; NaN where nothing was recorded."""
     is_recorded: NDArray[np.bool_]
     """Where a value was recorded, which may be NaN; shape ``(rows, columns)``."""
 
     def table(self, columns: Sequence[int]) -> Table:
-        """The columns of one statistic, without the rows in which none of them has a value."""
+        """The columns of one statistic, without the rows where they have no value."""
         rows = self.is_recorded[:, columns].any(axis=1)
         values = np.ascontiguousarray(self.values[rows][:, columns].T)
         is_recorded = self.is_recorded[rows][:, columns].T & ~is_undefined(values)
@@ -40,13 +40,13 @@ class Matrix:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """One statistic of one kind, sites by steps."""
+    """One statistic of a kind, sites by steps."""
 
     name: Key
-    """The common part of its keys; its site is empty."""
+    """The common part of the keys, with an empty site."""
     sites: tuple[str, ...]
     steps: NDArray[np.int64]
-    """Ascending, shape ``(steps,)``; each has a value of one site at least."""
+    """Ascending, shape ``(steps,)``; each step has at least one value."""
     values: NDArray[np.float64]
     """Shape ``(sites, steps)``; NaN where nothing was recorded."""
     is_recorded: NDArray[np.bool_]
@@ -69,12 +69,12 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class HistogramMatrix:
-    """Histograms of one kind: a row for each of its records, a column for each of its keys."""
+    """Histograms of a kind: a row for each record, a column for each key."""
 
     keys: list[Key]
-    """Keys of the columns, each of which has a histogram in one of the rows at least."""
+    """Keys of the columns; each column has at least one histogram."""
     steps: NDArray[np.int64]
-    """Of the rows, ascending; shape ``(rows,)``."""
+    """Steps of the rows, ascending; shape ``(rows,)``."""
     counts: NDArray[np.int64]
     """Counts of the finite elements, shape ``(rows, columns, bins)``; 0 where nothing was recorded."""
     nonfinite: NDArray[np.int64]
@@ -84,7 +84,7 @@ class HistogramMatrix:
 
 
 def filled_columns(group: h5py.Group) -> NDArray[np.bool_]:
-    """Which columns of a table were ever recorded, shape ``(columns,)``; in blocks, until all are."""
+    """Which columns of a table were ever recorded, shape ``(columns,)``; reads in blocks until all are."""
     values, num_rows = group["values"], len(schema.read_steps(group))
     filled = np.zeros(values.shape[1], dtype=np.bool_)
     rows_per_read = max(1, _BYTES_PER_READ // max(1, 8 * int(np.prod(values.shape[1:]))))
@@ -98,7 +98,7 @@ def filled_columns(group: h5py.Group) -> NDArray[np.bool_]:
 def _read(
     file: h5py.File, group: str, max_rows: int | None = None
 ) -> tuple[list[Key], NDArray[np.int64], schema.Values, NDArray[np.bool_]]:
-    """Keys, steps, values and ``is_recorded`` of the columns of a group that were recorded."""
+    """Keys, steps, values and ``is_recorded`` of the recorded columns of a group."""
     columns, steps = schema.read_columns_of(file, group), schema.read_steps(file[group])
     if max_rows is None or len(steps) <= max_rows:
         values: schema.Values = file[group]["values"][: len(steps)]
@@ -107,7 +107,7 @@ def _read(
         steps, values = steps[rows], file[group]["values"][rows]
     is_recorded = schema.is_recorded(values)
     filled = np.flatnonzero(is_recorded.any(axis=0))
-    keys = [Key.parse(schema.join(group, columns[place])) for place in filled]
+    keys = [Key.parse(schema.join(group, columns[index])) for index in filled]
     return keys, steps, values[:, filled], is_recorded[:, filled]
 
 
@@ -118,7 +118,7 @@ def read_numbers(file: h5py.File, group: str) -> Matrix:
 
 
 def read_histograms(file: h5py.File, group: str, max_rows: int | None) -> HistogramMatrix:
-    """The histograms of a group, or of so many of its rows, evenly spaced."""
+    """The histograms of a group, or of at most ``max_rows`` of its rows, evenly spaced."""
     keys, steps, rows, is_recorded = _read(file, group, max_rows)
     counts: NDArray[np.int64] = np.where(is_recorded[..., np.newaxis], rows, 0)
     return HistogramMatrix(keys, steps, counts[..., FINITE], counts[..., NOT_FINITE], EDGES.copy())

@@ -13,12 +13,11 @@ from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
 from lightning_module_monitor.record import KINDS, Key
 from lightning_module_monitor.sinks.store.matrices import Table
-from lightning_module_monitor.sinks.store.opening import AbsentKeyError
+from lightning_module_monitor.sinks.store.read_access import AbsentKeyError
+from lightning_module_monitor.sinks.store.series import StoredSeries
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and is an extra
     from matplotlib.axes import Axes
-
-    from lightning_module_monitor.sinks.store.reader import StoreReader
 
 _HEAD = re.compile(r"(.*)\.head_(\d+)")
 
@@ -26,9 +25,9 @@ POINTS_PER_ROW = 10
 """A name is 8 points high."""
 MAX_COLUMN_LABELS = 10
 WIDE = 30.0
-"""Ratio of the largest to the smallest non-zero value from which a magnitude gets a logarithmic scale."""
+"""A magnitude gets a logarithmic scale from this ratio of its largest to its smallest non-zero value on."""
 MAX_MARKERS = 100
-"""A longer curve has no mark for each step."""
+"""A longer curve has no markers."""
 
 _UNITS = {
     "attention_entropy": "nats",
@@ -40,21 +39,21 @@ _UNITS = {
     "nonfinite_count": "elements",
     "ratio": "norm / norm",
 }
-"""By kind or statistic. Other statistics have the unit of the tensor, which is not known."""
+"""Unit by kind or statistic. Other statistics have the unknown unit of the tensor."""
 
 
 class StorePlots:
-    """Draws the content of a store, with matplotlib (extra ``plot``). Every method returns the axes that it has drawn into.
+    """Draws the content of a store with matplotlib (extra ``plot``). Every method returns the axes.
 
-    Each takes ``ax``, axes to draw into; without it they are those of a new figure of ``matplotlib.pyplot``, which a notebook shows.
-    All raise ``KeyError`` for names that were not recorded, with the nearest one, and ``ImportError`` where matplotlib is not installed.
+    The argument ``ax`` has the axes to draw into; by default those of a new figure of ``matplotlib.pyplot``, which a notebook shows.
+    All methods raise ``KeyError`` for names that were not recorded, with the nearest name, and ``ImportError`` without matplotlib.
     """
 
-    def __init__(self, store: StoreReader) -> None:
+    def __init__(self, store: StoredSeries) -> None:
         self._store = store
 
     def heatmap(self, kind: str, statistic: str, *, sites: str = ".*", ax: Axes | None = None) -> Axes:
-        """One statistic of a kind, sites by steps; a magnitude that spans decades has a logarithmic scale.
+        """A statistic of a kind, sites by steps; a magnitude that spans decades has a logarithmic scale.
 
         Args:
             kind: One of the store's ``kinds()``, e.g. ``activation``.
@@ -73,29 +72,29 @@ class StorePlots:
     def profile(
         self, kind: str, statistic: str, *, steps: int | Sequence[int] | None = None, sites: str = ".*", ax: Axes | None = None
     ) -> Axes:
-        """One statistic of a kind over the depth of the model: a line for each step.
+        """A statistic of a kind over the depth of the model, a line for each step.
 
-        Parameters of one step have a line for each last part of their names: weights are not connected with biases.
+        Parameters have a line for each last part of their names: weights are not connected with biases.
 
         Args:
             kind: One of the store's ``kinds()``.
             statistic: E.g. ``rms``.
-            steps: Recorded steps. Default: the first, a middle and the last one.
+            steps: Recorded steps. Default: the first, a middle and the last step.
             sites: Pattern (``re.fullmatch``) of the sites.
             ax: Axes to draw into.
         """
         table = self._table(kind, statistic, sites)
-        columns = self._columns_of(table, steps)
+        columns = self._columns(table, steps)
         ax = ax or new_axes(len(table.sites))
-        is_of_parameters = kind.rpartition("/")[2] in KINDS and KINDS[kind.rpartition("/")[2]].site == "parameter"
-        roles = [site.rpartition(".")[2] if is_of_parameters else "" for site in table.sites]
-        places = np.arange(len(table.sites))
+        spec = KINDS.get(kind.rpartition("/")[2])
+        has_parameters = spec is not None and spec.site == "parameter"
+        roles = np.array([site.rpartition(".")[2] if has_parameters else "" for site in table.sites])
         for color, column in enumerate(columns):
             values = np.where(np.isfinite(table.values[:, column]), table.values[:, column], np.nan)
-            for style, role in enumerate(dict.fromkeys(roles)):
-                own = [one == role for one in roles]
+            for style, role in enumerate(dict.fromkeys(roles.tolist())):
+                rows = np.flatnonzero(roles == role)
                 label = f"{role}, step {table.steps[column]}" if role else f"step {table.steps[column]}"
-                ax.plot(values[own], places[own], ("-", "--", ":", "-.")[style % 4], marker=".", color=f"C{color % 10}", label=label)
+                ax.plot(values[rows], rows, ("-", "--", ":", "-.")[style % 4], marker=".", color=f"C{color % 10}", label=label)
         if spans_decades(table.values):
             ax.set_xscale("log")
         label_rows(ax, table.sites)
@@ -106,15 +105,15 @@ class StorePlots:
         return ax
 
     def series(self, key: str, *more: str, ax: Axes | None = None) -> Axes:
-        """Values of one or several keys over the steps; red crosses at the upper edge are values that are not finite.
+        """The values of keys over the steps; red crosses at the upper edge are non-finite values.
 
         Args:
             key: One of the store's ``keys()``.
-            more: Further ones.
+            more: Further keys.
             ax: Axes to draw into.
         """
         keys = (key, *more)
-        curves = [self._store.series(one) for one in keys]
+        curves = [self._store.series(name) for name in keys]
         labels = {label_of(parsed.full_kind, parsed.statistic) for parsed in map(Key.parse, keys)}
         ax = ax or new_axes()
         for name, (steps, values) in zip(keys, curves, strict=True):
@@ -131,9 +130,9 @@ class StorePlots:
         return ax
 
     def histogram(self, key: str, *, ax: Axes | None = None) -> Axes:
-        """The histograms of a key over the steps: which share of the finite elements lies in each bin.
+        """The histograms of a key over the steps: the share of the finite elements in each bin.
 
-        Bins that are empty in every step are left out. Red crosses at the upper edge are steps with elements that are not finite.
+        Bins that are empty in every step are left out. Red crosses at the upper edge are steps with non-finite elements.
 
         Args:
             key: One of the store's ``histogram_keys()``.
@@ -143,7 +142,7 @@ class StorePlots:
         totals = counts.sum(axis=1, keepdims=True)
         shares = np.divide(counts, totals, out=np.zeros(counts.shape), where=totals > 0)
         filled = np.flatnonzero(counts.any(axis=0))[::-1] if counts.any() else [NUM_BINS // 2]  # the largest values on top
-        image, bins = shares[:, filled].T, [LABELS[FINITE][place] for place in filled]
+        image, bins = shares[:, filled].T, [LABELS[FINITE][index] for index in filled]
         ax = ax or new_axes(len(bins))
         draw_image(ax, image, image > 0, label="share of the finite elements")
         label_rows(ax, bins)
@@ -158,24 +157,24 @@ class StorePlots:
     def attention(
         self, kind: str = "attention_entropy", statistic: str | None = None, *, step: int | None = None, ax: Axes | None = None
     ) -> Axes:
-        """One figure of every head of attention in one step, modules by heads.
+        """A statistic of every attention head in a step, modules by heads.
 
         Args:
             kind: ``attention_entropy``, ``attention_relative_entropy``, ``attention_max_logit`` or ``attention_sink``.
-            statistic: Default: the first one that was recorded.
-            step: A recorded step. Default: the last one.
+            statistic: Default: the first recorded statistic.
+            step: A recorded step. Default: the last step.
             ax: Axes to draw into.
         """
         statistic = statistic or self._store.matrix(kind).keys[0].statistic
         table = self._table(kind, statistic, r".*\.head_\d+")
-        (column,) = self._columns_of(table, int(table.steps[-1]) if step is None else step)
-        found = [(match[1], int(match[2])) for match in map(_HEAD.fullmatch, table.sites) if match]
-        modules = list(dict.fromkeys(module for module, _head in found))
-        shape = (len(modules), 1 + max(head for _module, head in found))
+        (column,) = self._columns(table, int(table.steps[-1]) if step is None else step)
+        heads = [(match[1], int(match[2])) for match in map(_HEAD.fullmatch, table.sites) if match]
+        modules = list(dict.fromkeys(module for module, _head in heads))
+        shape = (len(modules), 1 + max(head for _module, head in heads))
         values, is_recorded = np.full(shape, np.nan), np.zeros(shape, np.bool_)
-        for row, (module, head) in enumerate(found):
-            place = modules.index(module), head
-            values[place], is_recorded[place] = table.values[row, column], table.is_recorded[row, column]
+        for row, (module, head) in enumerate(heads):
+            cell = modules.index(module), head
+            values[cell], is_recorded[cell] = table.values[row, column], table.is_recorded[row, column]
         ax = ax or new_axes(len(modules))
         draw_image(ax, values, is_recorded, label=label_of(kind, statistic))
         label_rows(ax, modules)
@@ -184,40 +183,40 @@ class StorePlots:
         return ax
 
     def _table(self, kind: str, statistic: str, sites: str) -> Table:
-        """The values of one statistic at the sites that a pattern matches."""
+        """The values of a statistic at the sites that a pattern matches."""
         matrix = self._store.matrix(kind)
         try:
             pattern = re.compile(sites)
         except re.error as error:
             raise ConfigError(f"sites is {sites!r}; expected a regular expression ({error}).") from error
-        of_statistic = [place for place, key in enumerate(matrix.keys) if key.statistic == statistic]
-        if not of_statistic:
+        candidates = [column for column, key in enumerate(matrix.keys) if key.statistic == statistic]
+        if not candidates:
             names = dict.fromkeys(key.statistic for key in matrix.keys)
             raise AbsentKeyError(f"{str(self._store.path)!r} has no {statistic!r} of {kind!r}{nearest(statistic, names)}")
-        places = [place for place in of_statistic if pattern.fullmatch(matrix.keys[place].site)]
-        if not places:
-            known = [matrix.keys[place].site for place in of_statistic]
+        columns = [column for column in candidates if pattern.fullmatch(matrix.keys[column].site)]
+        if not columns:
+            known = [matrix.keys[column].site for column in candidates]
             raise AbsentKeyError(
                 f"sites {sites!r} matches none of {len(known)} sites with {statistic!r} of {kind!r}{nearest(sites, known)}"
             )
-        return matrix.table(places)
+        return matrix.table(columns)
 
     @staticmethod
-    def _columns_of(table: Table, steps: int | Sequence[int] | None) -> list[int]:
-        """The columns of these steps; by default of the first, a middle and the last one."""
+    def _columns(table: Table, steps: int | Sequence[int] | None) -> list[int]:
+        """The columns of steps; by default of the first, a middle and the last step."""
         if steps is None:
             return sorted({0, len(table.steps) // 2, len(table.steps) - 1})
-        place_by_step = {step: place for place, step in enumerate(table.steps.tolist())}
+        column_by_step = {step: column for column, step in enumerate(table.steps.tolist())}
         wanted = [steps] if isinstance(steps, int) else list(steps)
         for step in wanted:
-            if step not in place_by_step:
-                close = min(place_by_step, key=lambda one: abs(one - step))
-                raise AbsentKeyError(f"step {step} was not recorded; nearest: {close}")
-        return [place_by_step[step] for step in wanted]
+            if step not in column_by_step:
+                closest = min(column_by_step, key=lambda recorded: abs(recorded - step))
+                raise AbsentKeyError(f"step {step} was not recorded; nearest: {closest}")
+        return [column_by_step[step] for step in wanted]
 
 
 def label_of(kind: str, statistic: str) -> str:
-    """A statistic, with its unit where it has one of its own.
+    """A statistic with its unit, if that is known.
 
     >>> label_of("activation", "rms"), label_of("validation/attention_entropy", "mean"), label_of("activation", "zero_fraction")
     ('rms', 'mean [nats]', 'zero_fraction [0 to 1]')
@@ -227,10 +226,10 @@ def label_of(kind: str, statistic: str) -> str:
 
 
 def new_axes(num_rows: int = 20) -> Axes:
-    """Axes of a new figure, as high as so many rows need.
+    """Axes of a new figure that is high enough for the rows.
 
     Raises:
-        ImportError: If matplotlib is not installed; has the command that installs it.
+        ImportError: If matplotlib is not installed; the message has the command that installs it.
     """
     height = float(np.clip(1.4 + 0.19 * num_rows, 3.0, 12.0))
     axes: Axes = require("matplotlib.pyplot", "plot").subplots(figsize=(8.0, height), layout="constrained")[1]
@@ -238,7 +237,7 @@ def new_axes(num_rows: int = 20) -> Axes:
 
 
 def spans_decades(values: NDArray[np.float64]) -> bool:
-    """Whether values are a magnitude that only a logarithmic scale shows whole."""
+    """Whether values are a magnitude that needs a logarithmic scale."""
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
     return bool(len(positive) and finite.min() >= 0 and positive.max() >= WIDE * positive.min())
@@ -259,7 +258,7 @@ def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.
     else:
         norm = colors.CenteredNorm(halfrange=max(-low, high)) if is_signed else colors.Normalize(low, high)
     cmap = require("matplotlib", "plot").colormaps["RdBu_r" if is_signed else "viridis"].with_extremes(under="black")
-    # A logarithm has no place for zero: it is shown as smaller than everything else.
+    # Zero has no logarithm: it is drawn as smaller than all other values.
     shown = np.where(is_recorded, np.where(values == 0, np.finfo(np.float64).tiny, values), np.nan) if is_log else values
     hidden = ~is_recorded | ~np.isfinite(values)
     axes.set_facecolor("lightgrey")
@@ -275,14 +274,14 @@ def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.
 
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Name the rows of an image, as many of them as are legible."""
+    """Name the rows of an image, as many as are legible."""
     points = axes.get_window_extent().height / axes.figure.dpi * 72
     ticks = _ticks(len(names), max(1, int(points / POINTS_PER_ROW)))
     axes.set_yticks(ticks, [names[tick] for tick in ticks], fontsize=8)
 
 
 def label_columns(axes: Axes, names: Sequence[object], axis_label: str) -> None:
-    """Name the columns of an image, as many of them as are legible."""
+    """Name the columns of an image, as many as are legible."""
     ticks = _ticks(len(names), MAX_COLUMN_LABELS)
     axes.set_xticks(ticks, [str(names[tick]) for tick in ticks])
     axes.set_xlabel(axis_label)
@@ -292,7 +291,7 @@ def _ticks(num: int, most: int) -> range:
     return range(0, num, max(1, -(-num // most)))
 
 
-def mark_not_finite(axes: Axes, places: NDArray[np.int64]) -> None:
-    """Put red crosses at the upper edge, at these places of the x axis."""
+def mark_not_finite(axes: Axes, positions: NDArray[np.int64]) -> None:
+    """Draw red crosses at the upper edge, at these positions of the x axis."""
     edge = axes.get_xaxis_transform()
-    axes.plot(places, np.ones(len(places)), "x", color="tab:red", transform=edge, clip_on=False, label="not finite")
+    axes.plot(positions, np.ones(len(positions)), "x", color="tab:red", transform=edge, clip_on=False, label="not finite")

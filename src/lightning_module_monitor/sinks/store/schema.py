@@ -1,24 +1,26 @@
-"""The schema of a run's HDF5 files, shared by writer, reader and rewrite.
+"""The schema of a run's HDF5 files, for writers, reader and copies.
 
-The store has one group per kind; in it ``values`` (steps x columns, float64), ``steps`` (int64) and ``columns`` (``site/statistic``). A
-row of ``values`` is one chunk: it is compressed and written once, and never rewritten while others read.
+The store has a group for each kind, with ``values`` (steps x columns, float64), ``steps`` (int64) and ``columns`` (``site/statistic``). A
+row of ``values`` is a chunk: it is compressed and written once, and never rewritten while others read.
 
 The histograms of a kind are a table of the same form, in the group ``histograms`` of the kind: ``values`` are steps x columns x ``bins``
 (int64 counts), ``bins`` is a text for each bin, and the attribute ``edges`` has the edges of the bins.
 
-``findings`` has a row for each finding. ``facts`` has the JSON of what is known of the steps from one on, in parts of 500 bytes.
+``findings`` has a row for each finding. ``facts`` has the JSON of facts, each with the first step they hold for, in parts of 500 bytes.
 
-``module table`` has a row for each module: its name in keys, type, number of parameters, and the shape (``[32, 64]``) and dtype of what it
-returned first. All rows exist from the start; shape and dtype are written in place once they are known.
+``module table`` has a row for each module: its name in keys, type, number of parameters, and the shape (``[32, 64]``) and dtype of its
+first output. All rows exist from the start; shape and dtype are written in place once they are known.
 
-``superseded/1``, ``superseded/2``, ... hold the rows that a resumed run has run again, in groups like those above. Readers skip them.
+``superseded/1``, ``superseded/2``, ... have the rows of steps that a resumed run has repeated, in groups like those above. Readers skip
+them.
 
-A file of raw tensors has a dataset for each tensor instead, see ``tensors.py``; the attribute ``content`` marks it.
+A file of raw tensors has a dataset for each tensor, see ``tensors.py``; the attribute ``content`` marks it.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -32,35 +34,35 @@ from lightning_module_monitor.histogram import EDGES, LABELS
 from lightning_module_monitor.record import Facts, Finding, Key, ModuleInfo
 
 FORMAT_VERSION = 1
-"""Raise it whenever a reader has to know."""
+"""Increase it with each change that a reader must handle."""
 
 ABSENT_BITS = 0x7FF8_6162_7365_6E74
-"""A quiet NaN that spells "absent": a value that was never recorded, as opposed to a recorded NaN."""
+"""A quiet NaN that spells "absent": a value that was never recorded, unlike a recorded NaN."""
 
 ABSENT: float = np.uint64(ABSENT_BITS).view(np.float64)
 
 NOT_COUNTED = -1
-"""In place of the counts of a histogram that was never recorded."""
+"""Every count of a histogram that was never recorded."""
 
 SITELESS = "logged"
-"""Group of keys without a kind (one part, as a user logs ``loss``)."""
+"""Group of keys without a kind, such as ``loss``."""
 
 HISTOGRAMS = "histograms"
 SUPERSEDED = "superseded"
 FINDINGS = "findings"
 FACTS = "facts"
 MODULES = "module table"
-"""With a space, which no kind has."""
+"""A name with a space, unlike any kind."""
 
 _RESERVED = {"", ".", SITELESS, HISTOGRAMS, SUPERSEDED, FINDINGS, FACTS, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
 _TEXTS_OF_FINDING = [("name", "S40"), ("site", "S128"), ("key", "S250"), ("severity", "S8"), ("words", "S1600"), ("cause", "S40")]
 _FINDING = np.dtype([("step", "<i8"), *_TEXTS_OF_FINDING, ("steps_before", "<i8")])
 _FACTS = np.dtype([("step", "<i8"), ("text", "S500")])
-"""A part of the JSON of a step's facts."""
+"""Part of the JSON of facts."""
 _ROWS_PER_CHUNK = 4
 _ROWS = {FINDINGS: _FINDING, FACTS: _FACTS}
-"""Datasets whose rows have a step."""
+"""dtype of the datasets whose rows have a step, by name."""
 _MODULE = np.dtype([("name", "S128"), ("type", "S80"), ("num_parameters", "<i8"), ("output_shape", "S80"), ("output_dtype", "S20")])
 _CALL = ".call_"
 _RAW_TENSORS = "raw tensors"
@@ -79,7 +81,7 @@ def split(key: str) -> tuple[str, str]:
     if column == key:
         return SITELESS, column
     head = key[: -len(column) - 1]
-    # A part that HDF5 or this schema uses itself gets a "_", one more if it ends in "_" already: undone by `join`.
+    # A reserved part gets a "_", and one more if it ends in "_"; `join` removes it.
     return "/".join(part + "_" if part.rstrip("_") in _RESERVED else part for part in head.split("/")), column
 
 
@@ -99,7 +101,7 @@ def join(group: str, column: str) -> str:
 
 
 def kind_of(group: str) -> str:
-    """The kind of a group as a user knows it, with prefix and stage: ``validation/activation``."""
+    """The kind of a group in keys, with prefix and stage: ``validation/activation``."""
     return join(group, "").removesuffix("/") or group
 
 
@@ -109,7 +111,7 @@ def has_histograms(group: str) -> bool:
 
 
 def columns_by_group(keys: Iterable[str], histogram_keys: Iterable[str] = ()) -> dict[str, list[str]]:
-    """The tables that these keys need, in their order, each column once."""
+    """Columns by group for these keys, in their order, each column once."""
     tables: dict[str, dict[str, None]] = {}
     for group, column in (*map(split, keys), *map(split_histogram, histogram_keys)):
         tables.setdefault(group, {})[column] = None
@@ -118,18 +120,18 @@ def columns_by_group(keys: Iterable[str], histogram_keys: Iterable[str] = ()) ->
 
 def is_recorded(values: Values) -> NDArray[np.bool_]:
     """Which numbers, or histograms, were recorded; shape ``(..., columns)``."""
-    recorded: NDArray[np.bool_]
-    recorded = values[..., 0] != NOT_COUNTED if values.dtype.kind == "i" else values.view(np.uint64) != np.uint64(ABSENT_BITS)
+    is_histogram = values.dtype.kind == "i"
+    recorded: NDArray[np.bool_] = values[..., 0] != NOT_COUNTED if is_histogram else values.view(np.uint64) != np.uint64(ABSENT_BITS)
     return recorded
 
 
 def is_superseded(name: str) -> bool:
-    """Whether a group or dataset has rows that a resumed run has superseded."""
+    """Whether a group or dataset has superseded rows."""
     return name.startswith(f"{SUPERSEDED}/")
 
 
 def has_rows(name: str) -> bool:
-    """Whether a dataset has findings or facts: those of the file, or those that are superseded."""
+    """Whether a dataset has findings or facts, also superseded ones."""
     return name.rpartition("/")[2] in _ROWS
 
 
@@ -137,9 +139,9 @@ def has_rows(name: str) -> bool:
 
 
 def walk(group: h5py.Group, path: str = "", visited: set[h5py.Group] | None = None) -> Iterator[tuple[str, object]]:
-    """Every path below a group, in the order of names, with the object there; ``None`` where it is no hard link.
+    """Every path below a group, in the order of names, with its object; ``None`` for a link that is not a hard link.
 
-    Each group is entered once: a link can lead back to it. The visitors of h5py would replace whatever their callback raises, also a
+    Each group is entered once: a link can lead back to it. h5py's visitors replace each exception of their callback, also a
     ``KeyboardInterrupt``, by a ``SystemError``.
     """
     visited = {group} if visited is None else visited
@@ -166,8 +168,8 @@ class Attributes:
     """ISO 8601, UTC."""
 
     configurations: list[dict[str, object]]
-    """One ``{"started", "first_step", "configuration"}`` per run, oldest first. ``"copied_from"`` is the path of the file that the rows of
-    earlier runs were copied from."""
+    """One ``{"started", "first_step", "configuration"}`` per run, oldest first. ``"copied_from"`` is the path of the file with the rows of
+    earlier runs, if they were copied."""
 
 
 def read_attributes(file: h5py.File) -> Attributes:
@@ -176,7 +178,7 @@ def read_attributes(file: h5py.File) -> Attributes:
     for name, text in texts.items():
         if not isinstance(text, str):
             raise TypeError(f"{name!r} is {text!r}")
-        text.encode()  # fails for bytes that are no text
+        text.encode()  # fails for bytes that are not a text
     runs = json.loads(texts["configurations"])
     if not isinstance(runs, list):
         raise TypeError(f"'configurations' is {runs!r}")
@@ -186,8 +188,15 @@ def read_attributes(file: h5py.File) -> Attributes:
     return Attributes(texts["package_version"], texts["started"], runs)
 
 
+def changed_options(run: Mapping[str, Any], configuration: Mapping[str, object]) -> list[str]:
+    """A text for each option with another value than in a run of ``Attributes.configurations``."""
+    before, now = run["configuration"], json.loads(json.dumps(dict(configuration), default=str))
+    texts = {name: [textwrap.shorten(json.dumps(options.get(name)), 100) for options in (before, now)] for name in {**before, **now}}
+    return [f"{name} was {was}, is {is_now}" for name, (was, is_now) in texts.items() if before.get(name) != now.get(name)]
+
+
 def read_columns(file: h5py.File, *, with_superseded: bool = False) -> dict[str, list[str]]:
-    """The columns of every table in a file, of numbers and of histograms, by group."""
+    """The columns of every table in a file, also of histograms, by group."""
     return {
         name.removesuffix("/columns"): [column.decode() for column in dataset[...].tolist()]
         for name, dataset in datasets(file)
@@ -211,22 +220,22 @@ def read_findings(group: h5py.Group) -> list[Finding]:
     """The findings in a file or in a group ``superseded``, in the order in which they were written; old files have none."""
     if FINDINGS not in group:
         return []
-    # A row without a name was not written whole: a kill came in between.
+    # A kill can leave a row without a name.
     rows = group[FINDINGS][...]
-    whole = ([value.decode() if isinstance(value, bytes) else value for value in row.tolist()] for row in rows if row["name"])
-    return [Finding(**dict(zip(rows.dtype.names, values, strict=True))) for values in whole]
+    complete = ([value.decode() if isinstance(value, bytes) else value for value in row.tolist()] for row in rows if row["name"])
+    return [Finding(**dict(zip(rows.dtype.names, values, strict=True))) for values in complete]
 
 
 def read_facts(file: h5py.File) -> list[tuple[int, Facts]]:
-    """The facts of training, each with the first step that they are true of; old files have none."""
+    """The facts of training, each with the first step that they hold for; old files have none."""
     texts: dict[int, bytes] = {}
     for step, text in file[FACTS][...].tolist() if FACTS in file else ():
         texts[step] = texts.get(step, b"") + text
-    found = []
+    facts = []
     for step, text in texts.items():
-        with suppress(ValueError):  # not written whole: a kill came in between
-            found.append((step, Facts.of_json(json.loads(text))))
-    return found
+        with suppress(ValueError):  # a kill can leave an incomplete text
+            facts.append((step, Facts.of_json(json.loads(text))))
+    return facts
 
 
 def fact_rows(step: int, facts: Facts) -> NDArray[np.void]:
@@ -243,9 +252,9 @@ def read_modules(file: h5py.File) -> list[ModuleInfo]:
 
 
 def merged_modules(before: Iterable[ModuleInfo], more: Iterable[ModuleInfo]) -> list[ModuleInfo]:
-    """Modules updated by later descriptions; an output stays until there is another."""
-    by_name = {one.name: one for one in before}
-    by_name |= {one.name: one for one in more if one.output_shape is not None or one.name not in by_name}
+    """Modules updated by later descriptions; a known output is replaced only by another."""
+    by_name = {module.name: module for module in before}
+    by_name |= {module.name: module for module in more if module.output_shape is not None or module.name not in by_name}
     return [*by_name.values()]
 
 
@@ -255,8 +264,8 @@ def merged_modules(before: Iterable[ModuleInfo], more: Iterable[ModuleInfo]) -> 
 def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequence[str]] | None, modules: Sequence[ModuleInfo] = ()) -> None:
     """Fill a new file with every group and dataset: readers with SWMR do not find those that are created later.
 
-    ``tables`` are columns by group; a group ``superseded/1/findings`` or ``superseded/1/facts`` makes room for those. ``None``: the file
-    is for raw tensors.
+    ``tables`` are columns by group, or ``None`` for a file of raw tensors; ``superseded/1/findings`` and ``superseded/1/facts`` are
+    datasets without columns.
     """
     file.attrs["format_version"] = FORMAT_VERSION
     file.attrs["package_version"] = attributes.package_version
@@ -270,29 +279,29 @@ def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequenc
     for name, columns in {FINDINGS: (), FACTS: (), **tables}.items():
         if has_rows(name):
             last = name.rpartition("/")[2]
-            # Not compressed: a chunk that is compressed again as it fills would move while others read it.
+            # Not compressed: a partly filled chunk would be compressed again, and move while others read it.
             rows = file.create_dataset(name, (0,), _ROWS[last], maxshape=(None,), chunks=(_ROWS_PER_CHUNK,))
-            rows.make_scale(last)  # a dimension of its own, as below: xarray requires one
+            rows.make_scale(last)  # xarray requires a dimension for each axis
         else:
-            # It can be there already: "validation/activation" lies in "validation", which holds a user's "validation/loss".
+            # The group may exist: "validation/activation" lies in "validation", the group of a user's "validation/loss".
             _create_table(file.require_group(name), columns, has_histograms(name))
 
 
-def _create_table(group: h5py.Group, columns: Sequence[str], of_histograms: bool) -> None:
-    shape = (len(columns), len(LABELS)) if of_histograms else (len(columns),)
+def _create_table(group: h5py.Group, columns: Sequence[str], has_histograms: bool) -> None:
+    shape = (len(columns), len(LABELS)) if has_histograms else (len(columns),)
     values = group.create_dataset(
         "values",
         (0, *shape),
-        "i8" if of_histograms else "f8",
+        "i8" if has_histograms else "f8",
         maxshape=(None, *shape),
         chunks=(1, *shape),
         shuffle=True,
         compression="gzip",
         compression_opts=1,
-        fillvalue=NOT_COUNTED if of_histograms else ABSENT,
+        fillvalue=NOT_COUNTED if has_histograms else ABSENT,
     )
     scales = [group.create_dataset("steps", (0,), "i8", maxshape=(None,), chunks=(_STEPS_PER_CHUNK,)), _texts(group, "columns", columns)]
-    if of_histograms:
+    if has_histograms:
         scales.append(_texts(group, "bins", LABELS))
         values.attrs["edges"] = EDGES
     for axis, scale in enumerate(scales):
@@ -301,7 +310,7 @@ def _create_table(group: h5py.Group, columns: Sequence[str], of_histograms: bool
 
 
 def _texts(group: h5py.Group, name: str, texts: Sequence[str]) -> h5py.Dataset:
-    # Fixed-length: SWMR cannot do variable length.
+    # Of fixed length: SWMR does not support variable length.
     encoded = [text.encode() for text in texts]
     return group.create_dataset(name, data=np.array(encoded, dtype=f"S{max(1, *map(len, encoded))}"))
 
@@ -313,16 +322,16 @@ def finding_rows(findings: Sequence[Finding]) -> NDArray[np.void]:
 
 def module_rows(modules: Sequence[ModuleInfo]) -> NDArray[np.void]:
     """Modules as rows of the dataset; a shape that is too long is left out."""
-    shapes = ["" if one.output_shape is None else json.dumps(one.output_shape) for one in modules]
-    longest = _MODULE["output_shape"].itemsize
-    fitting = [shape if len(shape) <= longest else "" for shape in shapes]
-    return _rows(_MODULE, ({**one._asdict(), "output_shape": shape} for one, shape in zip(modules, fitting, strict=True)))
+    size = _MODULE["output_shape"].itemsize
+    shapes = ["" if module.output_shape is None else json.dumps(module.output_shape) for module in modules]
+    rows = ({**module._asdict(), "output_shape": text if len(text) <= size else ""} for module, text in zip(modules, shapes, strict=True))
+    return _rows(_MODULE, rows)
 
 
 def _rows(dtype: np.dtype[np.void], items: Iterable[Mapping[str, Any]]) -> NDArray[np.void]:
-    """Rows of a dataset from values by field; texts that are too long are cut between characters."""
-    sizes = {name: dtype[name].itemsize for name in dtype.names or ()}
-    rows = [tuple(_fitting(one[name], size) if isinstance(one[name], str) else one[name] for name, size in sizes.items()) for one in items]
+    """Rows of a dataset from values by field; a text that is too long is cut between characters."""
+    fields = [(name, dtype[name].itemsize) for name in dtype.names or ()]
+    rows = [tuple(_fitting(item[name], size) if isinstance(item[name], str) else item[name] for name, size in fields) for item in items]
     return np.array(rows, dtype=dtype)
 
 
@@ -335,7 +344,7 @@ def _fitting(text: str, size: int) -> bytes:
 
 
 class StoredTensor(NamedTuple):
-    """Description of a tensor of a file."""
+    """Description of a raw tensor in a file."""
 
     kind: str
     site: str
@@ -343,12 +352,12 @@ class StoredTensor(NamedTuple):
     call: int
     """As in :class:`~lightning_module_monitor.record.RawTensor`."""
     dtype: str
-    """As torch calls it: ``bfloat16``."""
+    """Name in torch, such as ``bfloat16``."""
     shape: tuple[int, ...]
 
 
 def has_tensors(file: h5py.File) -> bool:
-    """Whether a file is one of raw tensors."""
+    """Whether a file has raw tensors."""
     return bool(file.attrs.get("content") == _RAW_TENSORS)
 
 
@@ -364,12 +373,12 @@ def step_of(path: str) -> int:
 
 def read_tensors(file: h5py.File) -> list[StoredTensor]:
     """The tensors of a file, in the order in which they were captured."""
-    found = []
+    tensors = {}
     for path, dataset in datasets(file):
         if not is_superseded(path):
             kind, _, rest = path.partition("/")
             site, _, last = rest.rpartition("/")
             call = int(last.partition(_CALL)[2] or 0)
             stored = StoredTensor(kind, site, step_of(path), call, dataset.attrs["dtype"], dataset.shape)
-            found.append((stored.step, int(dataset.attrs["index"]), stored))
-    return [stored for _step, _index, stored in sorted(found, key=lambda one: one[:2])]
+            tensors[stored] = int(dataset.attrs["index"])
+    return sorted(tensors, key=lambda stored: (stored.step, tensors[stored]))

@@ -1,4 +1,4 @@
-"""Space that is reserved before HDF5 writes: a write that fails within HDF5 ends the process with SIGSEGV, even if the error is caught."""
+"""Reserves disk space before HDF5 writes: a write that fails within HDF5 ends the process with SIGSEGV, even if the error is caught."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 import h5py
 
 _BYTES_AHEAD = 1 << 20
-"""Reserved beyond what is needed, so that few records have to reserve any."""
+"""Reserved in addition, so that few records need to reserve space."""
 
 _BYTES_PER_WRITE = 1 << 20
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class NoSpaceError(OSError):
-    """A file may not grow, because of a full disk, a quota, or a limit. HDF5 knows nothing of it, so that writing can be tried again."""
+    """A file cannot grow, because of a full disk, a quota, or a limit. HDF5 was not called, so writing can be tried again."""
 
 
 @contextmanager
 def room(file: h5py.File, num_bytes: int) -> Iterator[None]:
-    """Reserve space for what the block writes to an open, flushed file, ``num_bytes`` at most, and flush it at the end.
+    """Reserve ``num_bytes``, the most that the block writes to an open, flushed file, and flush it after the block.
 
     Raises:
-        NoSpaceError: If the file may not grow by so much. Then nothing is written.
+        NoSpaceError: If the file cannot grow by so much. Then nothing is written.
     """
     descriptor = file.id.get_vfd_handle()
     reserved, end = os.fstat(descriptor).st_size, file.id.get_filesize() + num_bytes
@@ -35,17 +35,17 @@ def room(file: h5py.File, num_bytes: int) -> Iterator[None]:
         try:
             _reserve(file, reserved, end - reserved + _BYTES_AHEAD)
         except OSError:
-            with refusals():  # perhaps there is space for this change alone
+            with refusals():  # there may be space for this change alone
                 _reserve(file, reserved, end - reserved)
     if num_bytes and hasattr(os, "pwrite"):
-        with refusals():  # a limit that was lowered since refuses what was reserved; the last byte is not HDF5's yet
+        with refusals():  # a limit may have been lowered after the reservation; HDF5 has not used the last byte yet
             os.pwrite(descriptor, b"\0", end - 1)
     yield
     file.flush()
 
 
 def growth(dataset: h5py.Dataset, num_new: int, num_rows: int) -> int:
-    """Bytes that ``num_new`` rows of a dataset, of then ``num_rows`` in all, take in the file at most."""
+    """The most bytes that ``num_new`` more rows of a dataset take, which has ``num_rows`` rows afterwards."""
     num_chunked: int = num_new + dataset.chunks[0] - 1
     return row_bytes(dataset) * num_chunked + index_bytes(num_rows, num_new)
 
@@ -57,20 +57,20 @@ def row_bytes(dataset: h5py.Dataset) -> int:
 
 
 def index_bytes(num_rows: int, num_new: int = 1) -> int:
-    """Bytes that HDF5's own bookkeeping for new rows takes at most, with the rest of a chunk of steps.
+    """The most bytes that HDF5's metadata for new rows takes, with the rest of a chunk of steps.
 
-    Measured for one: 5 KB at first, 20 KB at 100,000 rows.
+    Measured for one row: 5 KB at first, 20 KB at 100,000 rows.
     """
     return 8192 + 64 * num_new + 512 * math.isqrt(num_rows)
 
 
 def bytes_beside_tensors(num_tensors: int) -> int:
-    """Bytes that HDF5's own bookkeeping for new tensors takes at most; measured: 14 KB for one."""
+    """The most bytes that HDF5's metadata for new tensors takes; measured: 14 KB for one."""
     return (1 << 16) + (1 << 14) * num_tensors
 
 
 def close(file: h5py.File) -> None:
-    """Close a file, without the space that was reserved in vain. Of a file that was flushed this changes bytes in place only."""
+    """Close a file and free its unused reserved space. If the file was flushed, only bytes within it change."""
     file.flush()
     os.ftruncate(file.id.get_vfd_handle(), file.id.get_filesize())
     file.close()
@@ -78,7 +78,7 @@ def close(file: h5py.File) -> None:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Within the block an error of the system means that a file may not grow.
+    """Raise an ``OSError`` of the block as ``NoSpaceError``.
 
     Raises:
         NoSpaceError: With the system's reason.
@@ -99,7 +99,7 @@ def _reserve(file: h5py.File, start: int, num_bytes: int) -> None:
                 raise
         else:
             return
-    # macOS and Windows do not have it, and some file systems refuse it: zeros take the same space.
+    # macOS, Windows and some file systems do not support it: zeros take the same space.
     if os.name == "nt":  # without pwrite; the file keeps the name that it was opened with
         with Path(file.filename).open("r+b") as other:
             other.seek(start)

@@ -1,11 +1,11 @@
-"""Raw tensors in a file of their own, beside the store: a dataset each, ``/kind/site/step``, that any HDF5 program shows.
+"""Raw tensors in a separate file beside the store: a dataset for each, ``/kind/site/step``, that any HDF5 program shows.
 
 The tensors of a step are added to a copy of the file, which then replaces it. So at every moment, also after a kill, the file is closed
-and holds every step up to the last one written. The price is a copy of the file for each captured step.
+and has every step up to the last written step. The cost is a copy of the file for each captured step.
 
-A dataset has the tensor's own dtype and shape. A dtype that HDF5 does not have (bfloat16, float8) is stored as unsigned integers with the
-same bits. The attribute ``dtype`` is torch's name of the dtype; ``index`` is the place among the tensors of the step. The second call of a
-module in a step is ``/kind/site/step.call_1``.
+A dataset has the dtype and shape of the tensor. A dtype that HDF5 does not have (bfloat16, float8) is stored as unsigned integers with the
+same bits. The attribute ``dtype`` is torch's name of the dtype; ``index`` counts the tensors of the step. The second call of a module in a
+step is ``/kind/site/step.call_1``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import Record
+from lightning_module_monitor.sinks import files
 from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
-from lightning_module_monitor.sinks.store.opening import open_store
+from lightning_module_monitor.sinks.store.read_access import open_store
 from lightning_module_monitor.sinks.store.writer import Store, Writer
 
-if TYPE_CHECKING:  # reading numbers does not need torch
+if TYPE_CHECKING:  # numbers are read without torch
     from torch import Tensor
 
 
 class TensorStore(Writer):
     """Writes the raw tensors of the records of one run; read them with ``load_store(path).tensor``.
 
-    Arguments are those of :class:`~lightning_module_monitor.sinks.store.writer.Writer`. A resumed run supersedes tensors, or begins
-    with a copy of them, with its first record, whether that has tensors or not.
+    Arguments are those of :class:`~lightning_module_monitor.sinks.store.writer.Writer`. The first record of a resumed run supersedes or
+    copies the earlier run's tensors, even if the record has no tensors.
     """
 
     _ITEMS = "tensors"
@@ -42,18 +43,17 @@ class TensorStore(Writer):
 
     @functools.cached_property
     def _has_to_resume(self) -> bool:
-        """Whether the file of the resumed run has tensors to supersede, or to copy."""
-        if self._resumed is None or self._resume_from is None or not rewrite.is_there(self._resumed):
+        """Whether the file of the resumed run has tensors to supersede or to copy."""
+        if self._resumed is None or self._resume_from is None or not files.has_content(self._resumed):
             return False
         try:
             with open_store(self._resumed, has_writer=lock.has_holder(self._resumed)) as file:
-                stored = schema.read_tensors(file)
-                return any((one.step >= self._resume_from) is (self._resumed == self.path) for one in stored)
-        except Exception:  # the damage is reported when there are tensors to write
+                return any((stored.step >= self._resume_from) is (self._resumed == self.path) for stored in schema.read_tensors(file))
+        except Exception:  # the damage is logged once there are tensors to write
             return False
 
     def _finish(self) -> None:
-        """The file is closed already."""
+        """Do nothing: the file is closed after each record."""
 
     def _append(self, record: Record) -> None:
         if not record.tensors:
@@ -62,7 +62,7 @@ class TensorStore(Writer):
         with rewrite.successor(self.path) as file, space.room(file, num_bytes + space.bytes_beside_tensors(len(record.tensors))):
             for index, raw in enumerate(record.tensors):
                 path = schema.tensor_path(raw.kind, raw.site, record.step, raw.call)
-                if path in file:  # a second record of the step; the later one counts, as it does in the store
+                if path in file:  # a second record of the step replaces the first, as in the store
                     del file[path]
                 dataset = file.create_dataset(path, data=_to_array(raw.value))
                 dataset.attrs["dtype"] = str(raw.value.dtype).removeprefix("torch.")
@@ -70,7 +70,7 @@ class TensorStore(Writer):
 
 
 class RunFiles(Store):
-    """Writes the records of one run: values to the store, raw tensors to their own file. An error of one file leaves the other alone.
+    """Writes the records of one run: values to the store, raw tensors to another file. An error of one file does not affect the other.
 
     Arguments are those of :class:`~lightning_module_monitor.sinks.store.writer.Store`.
     """
@@ -79,18 +79,18 @@ class RunFiles(Store):
         super().__init__(path, resumed=resumed, **options)
         self._tensors: TensorStore | None = None
         self._options = {name: value for name, value in options.items() if name not in ("keys", "histogram_keys")}
-        self._options["resumed"] = None if resumed is None else rewrite.tensors_path(resumed)
+        self._options["resumed"] = None if resumed is None else files.tensors_path(resumed)
 
     def write(self, record: Record) -> None:
         """Append a record. Never raises."""
         super().write(record)
-        if self._tensors is None and self.has_begun:  # now the store's final name is known
-            self._tensors = TensorStore(rewrite.tensors_path(self.path), **self._options)
+        if self._tensors is None and self.has_begun:  # the store's final name is known from here on
+            self._tensors = TensorStore(files.tensors_path(self.path), **self._options)
         if self._tensors is not None:
             self._tensors.write(record)
 
     def close(self) -> None:
-        """Close the files. Never raises; twice does no harm."""
+        """Close the files. Never raises; a second call does nothing."""
         super().close()
         if self._tensors is not None:
             self._tensors.close()
@@ -110,7 +110,7 @@ def find_tensor(file: h5py.File, path: str) -> Tensor | None:
 
 
 def _to_array(tensor: Tensor) -> NDArray[np.generic]:
-    """The elements of a tensor on the CPU; of a plain one its own memory."""
+    """The elements of a tensor on the CPU; a plain tensor shares its memory."""
     import torch
 
     plain = tensor.resolve_conj().resolve_neg().contiguous()

@@ -1,4 +1,4 @@
-"""The last records, in memory."""
+"""The most recent records, in memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_module_monitor.sinks.store.writer import Store
 
 
 class _Row(NamedTuple):
-    """The values of a step: a number takes 8 bytes, where a dict of floats takes 100."""
+    """The values of a step: 8 bytes for each number, where a dict of floats takes 100."""
 
     keys: tuple[str, ...]
-    """The same object in all steps that have these."""
+    """The same object for all steps with these keys."""
     numbers: NDArray[np.float64]
 
     def as_dict(self) -> dict[str, float]:
@@ -29,22 +29,22 @@ class _Row(NamedTuple):
 
 
 class StorageManager:
-    """Keeps the values of the last steps in memory, and writes them to a store or reads them from one.
+    """Keeps the values of the last steps in memory, writes them to a store, and reads stores.
 
     Args:
-        max_records: Number of steps that are kept; older ones are dropped. A store on disk keeps all.
+        max_records: Number of steps to keep; older steps are dropped. A store on disk keeps all.
     """
 
     def __init__(self, max_records: int = 1000) -> None:
         self._max_records = max_records
         self._rows: OrderedDict[int, _Row] = OrderedDict()
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
-        """The keys of the steps, once each."""
+        """Each distinct tuple of keys, by itself."""
         self._histograms: dict[str, Histogram] = {}
-        """Histograms of the newest step only: each takes as much memory as 264 values."""
+        """Histograms of the newest step only: a histogram takes as much memory as 264 values."""
 
     def add(self, record: Record) -> None:
-        """Keep a record, merged with an earlier one of the same step. Histograms are kept for the newest step."""
+        """Keep a record, merged with an earlier record of the same step. Histograms are kept for the newest step."""
         is_same_step = record.step == self.last_step()
         self._histograms = {**(self._histograms if is_same_step else {}), **record.histograms}
         earlier = self._rows.pop(record.step, None)
@@ -61,11 +61,11 @@ class StorageManager:
         return next(reversed(self._rows), None)
 
     def last_histograms(self) -> dict[str, Histogram]:
-        """Histogram by key, of the newest step."""
+        """Histogram by key of the newest step."""
         return dict(self._histograms)
 
     def get_step_metrics(self, step: int) -> dict[str, float]:
-        """Value by key of one step; empty if there is no record of it."""
+        """Value by key of a step; empty if it has no record."""
         return self._rows[step].as_dict() if step in self._rows else {}
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
@@ -73,22 +73,22 @@ class StorageManager:
         return {step: row.as_dict() for step, row in self._rows.items()}
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all records."""
         self._rows.clear()
         self._keys.clear()
         self._histograms.clear()
 
     def save_hdf5(self, path: str | os.PathLike[str]) -> Path:
-        """Write the steps that are in memory to a store, the newest one with its histograms.
+        """Write the steps in memory to a store, the newest step with its histograms.
 
         Args:
-            path: Where the file should be. A file that is there already is left alone.
+            path: Path of the file. An existing file is not changed.
 
         Returns:
-            The file: the path, or the next numbered name that is free.
+            The path, or the next free numbered name.
 
         Raises:
-            OSError: If it could not be written; a warning has the reason.
+            OSError: If the file cannot be written; a warning has the reason.
         """
         keys = dict.fromkeys(key for row in self._rows.values() for key in row.keys)
         store = Store(path, configuration={}, keys=keys, histogram_keys=self._histograms)
@@ -97,7 +97,7 @@ class StorageManager:
             store.write(Record(step, row.as_dict(), self._histograms if step == last else {}))
         store.close()
         if store.failed:
-            raise OSError(f"The steps could not be written to {str(path)!r}; the warning before this has the reason.")
+            raise OSError(f"The steps could not be written to {str(path)!r}; the previous warning has the reason.")
         return store.path
 
     @staticmethod
@@ -106,7 +106,7 @@ class StorageManager:
 
         Raises:
             FileNotFoundError: If there is no file.
-            ValueError: If it is no store.
+            ValueError: If it is not a store.
         """
         store = load_store(path)
         loaded: defaultdict[int, dict[str, float]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""How a store is found and opened for reading: while it is written, after a kill, after its end; damaged, or of another program."""
+"""Finds a store and opens it for reading: while it is written, after a kill, after its end; damaged, or of another program."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _logger = logging.getLogger(__name__)
 _MAX_LISTED = 10
 
 _ATTEMPTS = 3
-"""A run can begin or end between the look at a file and its opening."""
+"""A run can begin or end between the check of a file and its opening."""
 
 _MAX_COMPRESSION = 1032
 """Largest compression factor of deflate, the only filter that the store uses (zlib's own figure)."""
 
 
 class ForeignFileError(ConfigError):
-    """An HDF5 file is no store of a monitor."""
+    """An HDF5 file is not a store."""
 
 
 class AbsentKeyError(KeyError):
-    """An undamaged file does not have the requested name."""
+    """A file has no such name; it is not damaged."""
 
 
 def find_store(path: Path) -> Path:
-    """The file of a run: ``path`` itself, or the one written to last below a folder, with a warning that lists the others.
+    """The file of a run: ``path`` itself, or the newest file below a folder, with a warning that lists the others.
 
     Raises:
         FileNotFoundError: If the folder has no store.
@@ -50,19 +50,19 @@ def find_store(path: Path) -> Path:
         return path
     newest_first = sorted(filter(_is_of_run, path.rglob("*.h5")), key=lambda file: (file.stat().st_mtime_ns, file), reverse=True)
     if not newest_first:
-        message = f"There is no store at {str(path)!r}. Neither in this folder nor below it is a run's .h5 file; give the path of one."
+        message = f"There is no store at {str(path)!r}. No folder from here down has a run's .h5 file; give the path of a store."
         raise FileNotFoundError(message)
     newest, *others = newest_first
     if others:
         listed = [str(file) for file in others[:_MAX_LISTED]]
         more = [f"and {len(others) - _MAX_LISTED} more"] if len(others) > _MAX_LISTED else []
-        words = "%s has %d runs; the newest is used: %s. Give the path of a file for another one:\n  %s"
-        _logger.warning(words, path, len(newest_first), newest, "\n  ".join([*listed, *more]))
+        message = "%s has %d runs; the newest is used: %s. Give the path of a file for another run:\n  %s"
+        _logger.warning(message, path, len(newest_first), newest, "\n  ".join([*listed, *more]))
     return newest
 
 
 def _is_of_run(path: Path) -> bool:
-    """Whether a file is a store, also a damaged one: the newest run must not be skipped without an error."""
+    """Whether a file is a store. A damaged file counts: the newest run must not be skipped without an error."""
     try:
         with open_store(path) as file:
             return not schema.has_tensors(file)
@@ -78,17 +78,17 @@ def open_store(path: Path, *, has_writer: bool = True, is_checked: bool = True) 
 
     Args:
         path: The file.
-        has_writer: Whether another run may be writing to it. If not, damage done by a crash of the machine is an error at once, where HDF5
-            waits for a writer to mend it.
-        is_checked: Whether its content was checked before; otherwise it is checked now.
+        has_writer: Whether another run may be writing to it. If not, damage by a crash of the machine is an error at once; with a writer
+            HDF5 waits for the writer to complete the file.
+        is_checked: Whether the content was checked before; otherwise it is checked now.
 
     Raises:
         FileNotFoundError: If there is no file.
-        ValueError: If it is not a store that this version can read, or if anything in the block fails to be read.
+        ValueError: If it is not a store that this version can read, or if reading fails in the block.
     """
     if not path.is_file():
         raise FileNotFoundError(f"There is no store at {str(path)!r}.")
-    # Whether it is in use decides how it is opened: HDF5 would try to read a plain file that was cut short as if it were growing.
+    # HDF5 would read a plain file that was cut short as if it were growing.
     is_cut = is_in_use(path) and is_cut_short(path)
     with ExitStack() as stack:
         view = stack.enter_context(ClosedView(path)) if is_cut or (not has_writer and is_in_use(path)) else None
@@ -100,16 +100,16 @@ def open_store(path: Path, *, has_writer: bool = True, is_checked: bool = True) 
             yield file
         except (FileNotFoundError, ConfigError, AbsentKeyError, NoSpaceError):
             raise
-        except Exception as error:  # h5py, numpy and json have an exception each for a file that is not as it should be
-            how = "cut short: what was asked for lies behind its end" if is_cut else "damaged: what was asked for cannot be read"
-            what = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
-            raise ConfigError(f"{str(path)!r} is {how} ({what}). Give a whole copy of it.") from error
+        except Exception as error:  # h5py, numpy and json raise different exceptions for a damaged file
+            damage = "cut short: the requested data lies behind its end" if is_cut else "damaged: the requested data cannot be read"
+            cause = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+            raise ConfigError(f"{str(path)!r} is {damage} ({cause}). Give a complete copy of it.") from error
 
 
 def _open(path: Path, view: ClosedView | None) -> h5py.File:
     for _ in range(_ATTEMPTS):
         with suppress(OSError):
-            # No HDF5 lock anywhere: a reader's shared lock would make the writer fail. Writers have their own (see lock.py).
+            # Without HDF5's lock: a reader's shared lock would make the writer fail. Writers use lock.py.
             return h5py.File(view, "r") if view else h5py.File(path, "r", swmr=is_in_use(path), locking=False)
     path.open("rb").close()  # raises the reason if the file may not be read at all
     message = f"{str(path)!r} is not a readable HDF5 file: damaged, cut short, or of another kind. Give the path of a monitor's store."
@@ -127,18 +127,18 @@ def _check_version(file: h5py.File, path: Path) -> None:
 
 
 def _check_content(file: h5py.File, path: Path) -> None:
-    """Check that a file holds all of its data itself, and that its parts fit each other.
+    """Check that a file holds all of its data itself, and that its tables are consistent.
 
-    HDF5 follows links out of a file: to any file of the machine, whose content would be exported as if it were recorded.
+    HDF5 follows links out of a file to any file of the machine, whose content would be exported as if it were recorded.
     """
     num_bytes = path.stat().st_size
-    found = list(schema.walk(file))
-    for name, item in found:
+    items = list(schema.walk(file))
+    for name, item in items:
         if item is None or (isinstance(item, h5py.Dataset) and (item.external or item.is_virtual)):
             message = f"{str(path)!r} has data outside of itself, at {name!r}. A store holds all of its data; do not trust this file."
             raise ConfigError(message)
-    for name, item in found:
-        name.encode()  # fails for a name that is no text
+    for name, item in items:
+        name.encode()  # fails for a name that is not a text
         if isinstance(item, h5py.Dataset):  # memory is allocated by its shape
             size = math.prod(item.shape or ()) * item.dtype.itemsize
             if size > num_bytes * (_MAX_COMPRESSION if item.compression else 1):
@@ -147,7 +147,7 @@ def _check_content(file: h5py.File, path: Path) -> None:
     schema.read_modules(file)
     for group, columns in schema.read_columns(file, with_superseded=True).items():
         _check_table(file[group], columns, schema.has_histograms(group))
-    for name, _item in found:
+    for name, _item in items:
         if schema.has_rows(name):
             schema.read_findings(file[name].parent)
             schema.read_facts(file[name].parent)
@@ -164,17 +164,16 @@ def _check_table(group: h5py.Group, columns: list[str], has_histograms: bool) ->
     }
     for name, is_as_expected in expected.items():
         if not is_as_expected:
-            raise ValueError(f"{name!r} of {group.name!r} is not as the store writes it")
+            raise ValueError(f"{name!r} of {group.name!r} has another form than the store writes")
 
 
 # Files that a kill left in SWMR mode
 #
-# HDF5 opens such a file only as if its writer were alive: metadata that it cannot parse it reads again and again, and waits twice as long
-# each time, for the writer to mend it. If the writer is dead and the machine went down with it, that never ends. So such a file is read as
-# the plain file that it would be if it had been closed.
+# HDF5 opens such a file only as if its writer were alive: it reads metadata that it cannot parse again and again, and waits twice as long
+# each time for the writer to complete it. After a crash of the machine that never ends. So such a file is read as if it had been closed.
 
 # Superblock version 3: signature, version, sizes of offsets and lengths, flags; base address, extension's address, end of file,
-# root group's address; then a checksum. HDF5 File Format Stream, section II.A.
+# root group's address; then a checksum. HDF5 File Format Specification, section II.A.
 _SUPERBLOCK = struct.Struct("<11sBQQQQ")
 _SIZE = _SUPERBLOCK.size + 4
 _SIGNATURE_3 = b"\x89HDF\r\n\x1a\n\x03"
@@ -182,7 +181,7 @@ _WORD = 0xFFFF_FFFF
 
 
 class ClosedView(io.FileIO):
-    """A file of the store as its close would have left it: not in use, and as long as it is. For ``h5py.File``; for reading only."""
+    """A store's file as if it had been closed: not in use, and of its actual length. For ``h5py.File``, for reading only."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "r")
@@ -199,13 +198,13 @@ class ClosedView(io.FileIO):
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether a file is marked as being written: by a live writer, or by one that was killed."""
+    """Whether a file is marked as open for writing, by a live or a killed writer."""
     fields = _superblock(path)
     return fields is not None and fields[1] != 0
 
 
 def is_cut_short(path: Path) -> bool:
-    """Whether a file of the store is shorter than its superblock states, as a copy that was broken off: no writer will mend it."""
+    """Whether a file is shorter than its superblock states, as an interrupted copy, which no writer completes."""
     fields = _superblock(path)
     return fields is not None and fields[4] > path.stat().st_size
 
@@ -217,23 +216,23 @@ def _superblock(path: Path) -> tuple[int, ...] | None:
 
 
 def _closed(head: bytes, num_bytes: int) -> bytes:
-    """A superblock with no flag set and this end of file; any other head stays as it is, for HDF5 to report."""
-    # A damaged superblock must not get a checksum that makes it look sound.
+    """The superblock without flags and with this end of file; any other head is unchanged, for HDF5 to report."""
+    # A damaged superblock must not get a valid checksum.
     if len(head) < _SIZE or _lookup3(head[:-4]) != int.from_bytes(head[-4:], "little"):
         return head
     constants, _, base, extension, _, root = _SUPERBLOCK.unpack_from(head)
-    mended = _SUPERBLOCK.pack(constants, 0, base, extension, num_bytes, root)
-    return mended + _lookup3(mended).to_bytes(4, "little")
+    closed = _SUPERBLOCK.pack(constants, 0, base, extension, num_bytes, root)
+    return closed + _lookup3(closed).to_bytes(4, "little")
 
 
 def _lookup3(data: bytes) -> int:
-    """HDF5's checksum of metadata: Bob Jenkins' ``lookup3``, ``hashlittle`` with start value 0; 1 byte at least."""
+    """HDF5's checksum of metadata: Bob Jenkins' ``lookup3``, ``hashlittle`` with start value 0; for at least 1 byte."""
     a = b = c = (0xDEAD_BEEF + len(data)) & _WORD
     blocks: list[tuple[int, ...]] = list(struct.iter_unpack("<III", data + bytes(-len(data) % 12)))
     for x, y, z in blocks[:-1]:
         a, b, c = (a + x) & _WORD, (b + y) & _WORD, (c + z) & _WORD
         for bits in (4, 6, 8, 16, 19, 4):
-            # One line of the original, after which the three change places.
+            # One line of the original, then the three are rotated.
             a, c = ((a - c) & _WORD) ^ _rotate(c, bits), (c + b) & _WORD
             a, b, c = b, c, a
     a, b, c = ((word + more) & _WORD for word, more in zip((a, b, c), blocks[-1], strict=True))

@@ -11,9 +11,9 @@ from lightning_module_monitor.monitor import ModuleMonitor
 
 
 class RefinedCoordinateCheck:
-    """Splits every change of an activation into the effects of the weight's change and of the input's change.
+    """Splits each change of an activation into the effect of the weight's change and the effect of the input's change.
 
-    For a module with weights ``W``, the reference's ``W0``, and the inputs ``x`` and ``x0`` of both::
+    For a module with weights ``W`` and input ``x``, and the reference's ``W0`` and ``x0``::
 
         W x - W0 x0  =  (W - W0) x  +  W0 (x - x0)
 
@@ -51,9 +51,9 @@ class RefinedCoordinateCheck:
         if not monitor.has_reference_module():
             raise ValueError("The monitor has no reference; call monitor.set_reference_module(module) first.")
         self._monitor = monitor
-        terms, *of_known_types = coordinate_check_rules(statistics)
+        terms, *optional_rules = coordinate_check_rules(statistics)
         monitor.add_rules(terms)
-        monitor.add_rules(of_known_types, are_optional=True)
+        monitor.add_rules(optional_rules, are_optional=True)
 
     @property
     def module(self) -> nn.Module | None:
@@ -66,6 +66,6 @@ class RefinedCoordinateCheck:
         return self._monitor.reference_module
 
     def refined_coordinate_check(self) -> None:
-        """End the check of a micro-batch, after its forward passes; the terms were computed as the modules ran."""
+        """End the check of a micro-batch, after its forward passes, which computed the terms."""
         if self._monitor.is_monitoring():
             self._monitor.end_comparison()

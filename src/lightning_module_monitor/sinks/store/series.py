@@ -1,0 +1,162 @@
+"""The series of a store: the numbers and the histograms of each key, and of each kind in one read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_module_monitor.errors import nearest
+from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
+from lightning_module_monitor.sinks.store import schema
+from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
+from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, open_store
+
+
+class StoredSeries:
+    """The numbers and histograms of a store, by key and by kind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        """The file."""
+
+    # -------------------------------------------------------------- by key
+
+    def __getitem__(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        return self.series(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def keys(self) -> list[str]:
+        """The keys of all recorded numbers, for :meth:`series`, group by group in the order of the columns."""
+        return [schema.join(group, column) for group, columns in self._recorded_columns(has_histograms=False).items() for column in columns]
+
+    def histogram_keys(self) -> list[str]:
+        """The keys of all recorded histograms, for :meth:`histogram`, group by group in the order of the columns."""
+        return [schema.join(group, column) for group, columns in self._recorded_columns(has_histograms=True).items() for column in columns]
+
+    def series(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The values of a key.
+
+        Args:
+            key: One of :meth:`keys`.
+
+        Returns:
+            Steps (int64) and values (float64), both of shape ``(rows,)``: the rows in which the key was recorded. A NaN among
+            the values was recorded as such.
+        """
+        column = self._column(*schema.split(key))
+        if column is not None:
+            return column[0], np.asarray(column[1], np.float64)
+        if key in self.histogram_keys():
+            message = f"{key!r} in {str(self.path)!r} is a histogram, not a series of numbers; read it with histogram({key!r})."
+            raise AbsentKeyError(message)
+        raise AbsentKeyError(f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}")
+
+    def histogram(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """The histograms of a key.
+
+        Args:
+            key: One of :meth:`histogram_keys`.
+
+        Returns:
+            Steps (int64, shape ``(rows,)``) of its records; counts of the finite elements (int64, shape ``(rows, bins)``); the edges
+            of the bins (float64, shape ``(bins + 1,)``, see ``Histogram.edges``).
+        """
+        steps, rows = self._histogram_rows(key)
+        return steps, rows[:, FINITE], EDGES.copy()
+
+    def nonfinite(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Counts of the non-finite elements in the histograms of a key.
+
+        Args:
+            key: One of :meth:`histogram_keys`.
+
+        Returns:
+            Steps, shape ``(rows,)``, and counts of ``-inf``, ``inf`` and ``nan``, shape ``(rows, 3)``, both int64.
+        """
+        steps, rows = self._histogram_rows(key)
+        return steps, rows[:, NOT_FINITE]
+
+    def _histogram_rows(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        column = self._column(*schema.split_histogram(key))
+        if column is None:
+            raise AbsentKeyError(f"{str(self.path)!r} has no histogram {key!r}{nearest(key, self.histogram_keys())}")
+        return column[0], np.asarray(column[1], np.int64)
+
+    def _column(self, group: str, column: str) -> tuple[NDArray[np.int64], schema.Values] | None:
+        """The recorded rows of a column, with their steps; ``None`` if there is no such column."""
+        with open_store(self.path) as file:
+            columns = schema.read_columns_of(file, group)
+            if column not in columns:
+                return None
+            steps, index = schema.read_steps(file[group]), columns.index(column)
+            rows: schema.Values = file[group]["values"][: len(steps), index : index + 1]
+        recorded = schema.is_recorded(rows)[:, 0]
+        return steps[recorded], rows[recorded, 0]
+
+    # -------------------------------------------------------------- by kind
+
+    def kinds(self) -> list[str]:
+        """The parts of keys before site and statistic, for :meth:`matrix`: ``activation``, ``validation/activation``.
+
+        Keys without a kind, such as ``loss``, belong to ``logged``.
+        """
+        return list(dict.fromkeys(map(schema.kind_of, self._recorded_columns(has_histograms=False))))
+
+    def histogram_kinds(self) -> list[str]:
+        """The kinds with histograms, for :meth:`histogram_matrix`."""
+        return list(dict.fromkeys(map(schema.kind_of, self._recorded_columns(has_histograms=True))))
+
+    def matrix(self, kind: str) -> Matrix:
+        """All numbers of a kind, in one read.
+
+        Args:
+            kind: One of :meth:`kinds`.
+
+        Returns:
+            Steps, keys and values.
+        """
+        with open_store(self.path) as file:
+            return read_numbers(file, self._group(file, kind, has_histograms=False))
+
+    def histogram_matrix(self, kind: str, max_rows: int | None = None) -> HistogramMatrix:
+        """The histograms of a kind, in one read.
+
+        Args:
+            kind: One of :meth:`histogram_kinds`.
+            max_rows: The most records to read, evenly spaced: histograms take far more memory than numbers. By default all.
+
+        Returns:
+            Steps, keys and counts.
+        """
+        with open_store(self.path) as file:
+            return read_histograms(file, self._group(file, kind, has_histograms=True), max_rows)
+
+    def _group(self, file: h5py.File, kind: str, *, has_histograms: bool) -> str:
+        """The group with the numbers, or histograms, of a kind."""
+        groups = (group for group in schema.read_columns(file) if schema.has_histograms(group) is has_histograms)
+        group_by_kind = {schema.kind_of(group): group for group in groups}
+        if kind not in group_by_kind:
+            raise AbsentKeyError(f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}")
+        return group_by_kind[kind]
+
+    def _recorded_columns(self, *, has_histograms: bool) -> dict[str, list[str]]:
+        """The columns of numbers, or of histograms, by group, that were ever recorded: a planned site may never run."""
+        recorded = {}
+        with open_store(self.path) as file:
+            for group, columns in schema.read_columns(file).items():
+                filled = np.flatnonzero(filled_columns(file[group])) if schema.has_histograms(group) is has_histograms else ()
+                if len(filled):
+                    recorded[group] = [columns[index] for index in filled]
+        return recorded
