@@ -26,7 +26,7 @@ from lightning_module_monitor import ModuleMonitor, Record, Rule, monitor_scaled
 from lightning_module_monitor.config.rules import attention_rules
 from lightning_module_monitor.histogram import EDGES
 from lightning_module_monitor.probes import attention as probe
-from lightning_module_monitor.statistics import attention as maths
+from lightning_module_monitor.statistics import attention_figures as maths
 
 needs_hooked_layers = pytest.mark.skipif(
     "_forward_hooks" not in inspect.getsource(nn.TransformerEncoderLayer),

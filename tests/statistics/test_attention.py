@@ -12,8 +12,8 @@ from helpers.attention import Truth, truth
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Moments, Need, moments_of_rows
-from lightning_module_monitor.statistics import attention
-from lightning_module_monitor.statistics.attention import MAX_QUERIES, AttentionFigures, attention_figures
+from lightning_module_monitor.statistics import attention_figures as module
+from lightning_module_monitor.statistics.attention_figures import MAX_QUERIES, AttentionFigures, attention_figures
 
 BATCH, HEADS, FEATURES = 3, 2, 4
 
@@ -44,7 +44,7 @@ SIZES = {"L = S": (6, 6), "L < S": (4, 7), "L > S": (7, 4), "one query": (1, 5),
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 def test_without_a_mask_and_causal(sizes: tuple[int, int], block: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal is from the top left, as torch has it where queries and keys differ in number; blocks change nothing."""
-    monkeypatch.setattr(attention, "CPU_BLOCK_LOGITS", block)
+    monkeypatch.setattr(module, "CPU_BLOCK_LOGITS", block)
     query, key = make(*sizes)
     assert_equal(attention_figures(query, key, is_causal=is_causal), truth(query, key, is_causal=is_causal))
 
@@ -54,7 +54,7 @@ def test_without_a_mask_and_causal(sizes: tuple[int, int], block: int, is_causal
 @pytest.mark.parametrize("block", [1, 70, 1 << 18])
 def test_masks_of_every_broadcastable_shape(shape: tuple[int, ...], kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boolean, additive with minus infinity, and both; rows that see nothing are there, and told by ``visible``."""
-    monkeypatch.setattr(attention, "CPU_BLOCK_LOGITS", block)
+    monkeypatch.setattr(module, "CPU_BLOCK_LOGITS", block)
     generator = torch.Generator().manual_seed(sum(shape))
     query, key = make(5, 6)
     seen = torch.rand(shape, generator=generator) > 0.5
@@ -81,7 +81,7 @@ def test_what_people_write_for_minus_infinity_hides(lowest: float) -> None:
 @pytest.mark.parametrize("block", [1, 40, 1 << 18])
 def test_a_causal_mask_with_padding(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both hide, also where a block does not have all keys."""
-    monkeypatch.setattr(attention, "CPU_BLOCK_LOGITS", block)
+    monkeypatch.setattr(module, "CPU_BLOCK_LOGITS", block)
     query, key = make(6, 6)
     seen = (torch.arange(6) >= torch.tensor([0, 2, 6])[:, None])[:, None, None]  # padded on the left by 0, 2, 6
     assert_equal(attention_figures(query, key, [seen], is_causal=True), truth(query, key, seen=seen, is_causal=True))
