@@ -68,7 +68,3 @@ class Magnitudes:
         for extreme in extremes:
             flag = flag | ~extreme.isfinite().to(flag.device)
         return flag
-
-    def clear(self) -> None:
-        """Remove all numbers."""
-        self._numbers.clear()
