@@ -157,10 +157,10 @@ class _Search:
 
     def backward(self) -> Producer | None:
         """The module whose backward pass made the first non-finite gradient of finite ones."""
-        place, first = next(((place, one) for place, one in enumerate(self._gradients) if self._is_bad(one.index)), (0, None))
+        place, first = next(((place, one) for place, one in enumerate(self._gradients) if self._is_bad(one.magnitude)), (0, None))
         if first is None:
             return None
-        call, kind = self._calls[first.call], kind_of(self._values[first.index])
+        call, kind = self._calls[first.call], kind_of(self._values[first.magnitude])
         # The call whose input it is, unchanged; none if code used it.
         later = range(first.call + 1, len(self._calls))
         users = (number for number in later if self._calls[number].input == call.output and self._calls[number].output != UNKNOWN)
@@ -168,7 +168,7 @@ class _Search:
         if behind is not None:
             site = self._calls[behind].site
             at_output = next((one for one in self._gradients if one.call == behind and not one.of_input), None)
-            arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.index, " at the output")
+            arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.magnitude, " at the output")
             words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}."
             return self._producer(self._sites[site].name, place, kind, words, arrived, is_forward=False, cause=self._recurrent(site))
         name = self._sites[call.site].name

@@ -56,8 +56,6 @@ class Call(NamedTuple):
     """The event in which the module was entered; ``NO_CALL`` if it is this event."""
     others: tuple[int, ...] = ()
     """Indices of its further inputs."""
-    is_further: bool = False
-    """Whether this is another output of the previous call."""
 
 
 class Gradient(NamedTuple):
@@ -67,7 +65,7 @@ class Gradient(NamedTuple):
     """The call whose input or output has the gradient."""
     of_input: bool
     """Whether it is the gradient of the call's input, which no module returned; else of its output."""
-    index: int
+    magnitude: int
     """Index of its largest magnitude."""
 
 
@@ -314,11 +312,9 @@ class NonfiniteProbe:
         value = args[0] if args and isinstance(args[0], Tensor) and args[0] is not output else None
         index, is_new = self._index(value)
         others = self._others([*args, *kwargs.values()], value, output) if len(args) > 1 or value is None or kwargs else ()
-        is_further = False
         for tensor, output_index in self._indices(output):
-            call = Call(site, self._caller(), index, is_new and not is_further, output_index, NO_CALL, others, is_further)
-            self._add_call(call, value, tensor)
-            is_further = True
+            self._add_call(Call(site, self._caller(), index, is_new, output_index, NO_CALL, others), value, tensor)
+            is_new = False  # several outputs are several calls, whose input has one gradient
 
     def _others(self, values: Sequence[object], value: Tensor | None, output: object) -> tuple[int, ...]:
         """Indices of a call's inputs other than its first tensor and its output."""

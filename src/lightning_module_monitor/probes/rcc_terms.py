@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -81,7 +81,6 @@ class CheckedLayer:
 
     Attributes:
         type: The type of the layer.
-        part: Its name in the module, ``""`` for the module itself.
         site: Its name in keys.
         module: The model's module.
         reference: The reference's module.
@@ -89,11 +88,9 @@ class CheckedLayer:
         weight_streams: The streams of the weight's site, without the bias, by kind.
         alignments: The streams of the ratio of the norms of term and input, by the name of the alignment.
         norms: The stream of the operator norms that are recorded or that divide alignments; ``None`` if there are none.
-        recorded_norms: Names of the operator norms that are recorded.
     """
 
     type: LayerType
-    part: str
     site: str
     module: nn.Module
     reference: nn.Module
@@ -101,12 +98,6 @@ class CheckedLayer:
     weight_streams: dict[str, Stream]
     alignments: dict[str, Stream]
     norms: Stream | None
-    recorded_norms: frozenset[str]
-
-    @property
-    def wanted_by(self) -> str:
-        """The name under which the reference's calls are kept; each layer of a module takes every call once."""
-        return f"rcc {self.part}"
 
 
 def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[CheckedLayer]:
@@ -126,15 +117,17 @@ def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[
         alignments = (
             {} if planned is None else {name: planned.derive(("ratio", name), outputs={name: _RATIO_OF_NORMS}) for name in planned.outputs}
         )
-        recorded = frozenset(streams[OPERATOR_NORM].outputs if OPERATOR_NORM in streams else ())
-        computed = recorded.union([_NORM_OF_ALIGNMENT[name] for name in alignments])
         norms = streams.get(OPERATOR_NORM, planned)
-        if norms is not None and computed != recorded:
-            outputs = {name: Value() for name in sorted(computed)}
+        names = {_NORM_OF_ALIGNMENT[name] for name in alignments}.union(_recorded_norms(streams))
+        if norms is not None and norms.outputs.keys() != names:
+            outputs = {name: Value() for name in sorted(names)}
             norms = norms.derive(("norms", *outputs), kind=OPERATOR_NORM, outputs=outputs)
-        by_name = streams, weight_streams, alignments
-        layers.append(CheckedLayer(layer_type, part, site, module, reference, *by_name, norms, recorded))
+        layers.append(CheckedLayer(layer_type, site, module, reference, streams, weight_streams, alignments, norms))
     return layers
+
+
+def _recorded_norms(streams: Mapping[str, Stream]) -> Collection[str]:
+    return streams[OPERATOR_NORM].outputs if OPERATOR_NORM in streams else ()
 
 
 def intermediate_streams(modules: Sequence[WatchedModule]) -> list[Stream]:
@@ -158,7 +151,7 @@ class CoordinateCheckProbe(Probe):
         self._called = [layer for layer in self._layers if layer.type.is_called]
         self._hooks = HookSet()
         for layer in self._called:
-            reference.want(layer.reference, layer.wanted_by, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
+            reference.want(layer.reference, layer, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
 
     def attach(self) -> None:
         """Register the hooks, and compute the operator norms of the weights before the step's forward passes."""
@@ -178,6 +171,7 @@ class CoordinateCheckProbe(Probe):
     def derive(self, values: dict[str, float]) -> None:
         """Divide ratios of norms by operator norms. Without a change of weight or input there is no alignment."""
         for layer in self._layers:
+            recorded = _recorded_norms(layer.streams)
             for name, stream in layer.alignments.items():
                 assert layer.norms is not None
                 key, norm_key = stream.keys[name], layer.norms.keys[_NORM_OF_ALIGNMENT[name]]
@@ -186,7 +180,7 @@ class CoordinateCheckProbe(Probe):
                 elif key in values:
                     # A ratio above the norm shows that the norm is slightly too small, or that the ratio consists of rounding errors.
                     values[key] = min(values[key] / values.get(norm_key, float("nan")), 1.0)
-                if _NORM_OF_ALIGNMENT[name] not in layer.recorded_norms:
+                if _NORM_OF_ALIGNMENT[name] not in recorded:
                     values.pop(norm_key, None)
 
     def close(self) -> None:
@@ -200,7 +194,7 @@ class CoordinateCheckProbe(Probe):
         try:
             # Modes of torch functions run code of others, and no public function turns them off.
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                call = self._reference.take(layer.reference, layer.wanted_by)
+                call = self._reference.take(layer.reference, layer)
                 if call is None:
                     self._num_skipped += 1  # the reference probe logs the missing call
                     return

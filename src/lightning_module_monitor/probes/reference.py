@@ -7,7 +7,7 @@ import itertools
 import logging
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -171,8 +171,8 @@ class ReferenceProbe(Probe):
         self.reference = reference
         self._tools = tools
         self._log = tools.reporter.log_once
-        self._wanted: dict[tuple[nn.Module, str], tuple[TensorsOfCall, bool]] = {}
-        self._waiting: defaultdict[tuple[nn.Module, str], deque[NamedTensors]] = defaultdict(deque)
+        self._wanted: dict[tuple[nn.Module, Hashable], tuple[TensorsOfCall, bool]] = {}
+        self._waiting: defaultdict[tuple[nn.Module, Hashable], deque[NamedTensors]] = defaultdict(deque)
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
         """By ``id`` of a tensor: the tensor, its version, and its copy. An output is often the input of the next module, too."""
         self._hooks = HookSet()
@@ -184,7 +184,7 @@ class ReferenceProbe(Probe):
         self._is_explained = False
         """Whether an error of the reference explains why calls are not compared."""
 
-    def want(self, module: nn.Module, by: str, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
+    def want(self, module: nn.Module, by: Hashable, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
         """Keep ``tensors`` of every call of a module of the reference until :meth:`take` with the same ``by``.
 
         With ``before_other_hooks`` they are kept before other forward hooks can replace the output.
@@ -265,7 +265,7 @@ class ReferenceProbe(Probe):
         self._release_calls()
         self.not_compared.clear()
 
-    def take(self, module: nn.Module, by: str) -> NamedTensors | None:
+    def take(self, module: nn.Module, by: Hashable) -> NamedTensors | None:
         """The tensors of a module of the reference for the model's current call; ``None`` if the reference made fewer calls."""
         calls = self._waiting.get((module, by))
         if not calls:
@@ -311,7 +311,7 @@ class ReferenceProbe(Probe):
                 return with_tensors(output, Tensor.detach)
         return None
 
-    def _after_forward(self, by: str, tensors: TensorsOfCall, module: nn.Module, *call: Any) -> None:
+    def _after_forward(self, by: Hashable, tensors: TensorsOfCall, module: nn.Module, *call: Any) -> None:
         if not self._tools.is_suspended():
             self._has_run = True
             self._waiting[module, by].append([(path, self._copy(tensor)) for path, tensor in tensors(*call)])

@@ -110,7 +110,7 @@ def attention_figures(
         causal = [_causal_mask(measured, end, query.device)] if is_causal else []
         per_head = len(measured) * num_keys
         for block in itertools.product(_slices(batch, max_logits // (heads * per_head)), _slices(heads, max_logits // per_head), [queries]):
-            query_block, key_block = query[block], key[(*block[:2], slice(None), slice(end))]
+            query_block, key_block = query[block], key[block[:2]][..., :end]
             shape = (*query_block.shape[:3], end)
             logits, weights = (buffer[: math.prod(shape)].view(shape) for buffer in scratch)
             flat = logits.flatten(0, 1)
@@ -122,7 +122,7 @@ def attention_figures(
             if masks:
                 hidden = functools.reduce(torch.logical_or, map(_hidden, block_masks))
                 visible[block] = end - hidden.expand(-1, -1, -1, end).sum(3)
-            sums[(slice(None), *block)] = _softmax_sums(logits, weights)
+            sums[:, block[0], block[1], queries] = _softmax_sums(logits, weights)
     max_logit, total, below, first = sums
     entropy = total.log() - below / total
     # Rounding can give more than 1.
