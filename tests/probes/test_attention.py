@@ -487,7 +487,7 @@ def test_many_query_tokens_are_sampled_and_that_is_said(monkeypatch: pytest.Monk
     query, key = heads(2, 1, 12, 4), heads(2, 1, 12, 4, seed=1)
     with caplog.at_level(logging.INFO):
         found = record(Calls(F.scaled_dot_product_attention), query, key, key)
-    assert caplog.messages == ["_root_: of more than 4 query tokens evenly spaced ones are measured."]
+    assert caplog.messages == ["_root_: evenly spaced query tokens are measured, as there are over 4."]
     assert_values(found, expected_values("_root_", truth(query[:, :, 1::3], key)))
 
 

@@ -469,6 +469,6 @@ def test_one_message_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [
         "The model ran modules more often than the reference did; such calls are not compared: "
         "experts.1, experts.2, experts.3, experts.4, experts.5 and 1 more.",
-        "The reference ran modules more often than the model did, which are not compared: experts.0.",
+        "The reference ran modules more often than the model did; such calls are not compared: experts.0.",
         "The reference could not run (ValueError: first line). Logged once; monitor/errors counts them.",
     ]

@@ -158,7 +158,7 @@ TensorsOfCall = Callable[[tuple[Any, ...], dict[str, Any], object], NamedTensors
 
 MISSED = "The model ran modules more often than the reference did; such calls are not compared"
 OTHER_SHAPE = "Modules gave outputs of other shapes than in the reference; such calls are not compared"
-LEFT_OVER = "The reference ran modules more often than the model did, which are not compared"
+LEFT_OVER = "The reference ran modules more often than the model did; such calls are not compared"
 
 
 class ReferenceProbe(Probe):
