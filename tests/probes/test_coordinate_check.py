@@ -496,7 +496,7 @@ def test_terms_without_the_bias_are_those_of_the_forward_pass_although_the_optim
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.shows("checkpointing, use_reentrant={use_reentrant}", "RCC")
-def test_a_recomputation_by_checkpointing_counts_once(use_reentrant: bool) -> None:
+def test_what_checkpointing_computes_again_counts_once(use_reentrant: bool) -> None:
     """The recomputation within the backward pass is not a call of the module."""
 
     class Checkpointed(nn.Module):
