@@ -164,10 +164,10 @@ class _Search:
         # The call whose input it is, unchanged; none if code used it.
         later = range(first.call + 1, len(self._calls))
         users = (number for number in later if self._calls[number].input == call.output and self._calls[number].output != UNKNOWN)
-        behind = first.call if first.of_input else next(users, None)
+        behind = first.call if first.at_input else next(users, None)
         if behind is not None:
             site = self._calls[behind].site
-            at_output = next((one for one in self._gradients if one.call == behind and not one.of_input), None)
+            at_output = next((one for one in self._gradients if one.call == behind and not one.at_input), None)
             arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.magnitude, " at the output")
             words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}."
             return self._producer(self._sites[site].name, place, kind, words, arrived, is_forward=False, cause=self._recurrent(site))

@@ -63,7 +63,7 @@ class Gradient(NamedTuple):
 
     call: int
     """The call whose input or output has the gradient."""
-    of_input: bool
+    at_input: bool
     """Whether it is the gradient of the call's input, which no module returned; else of its output."""
     magnitude: int
     """Index of its largest magnitude."""
@@ -326,17 +326,17 @@ class NonfiniteProbe:
 
     def _add_call(self, call: Call, value: Tensor | None, output: Tensor | None) -> None:
         calls = self._passes[-1].calls
-        for tensor, of_input in ((value if call.is_new else None, True), (output, False)):
+        for tensor, at_input in ((value if call.is_new else None, True), (output, False)):
             if tensor is not None and requires_gradient(tensor):
-                observe = functools.partial(self._observe_gradient, len(calls), of_input)
+                observe = functools.partial(self._observe_gradient, len(calls), at_input)
                 self._tensor_hooks.add(register_gradient_hook(tensor, observe))
         calls.append(call)
 
-    def _observe_gradient(self, call: int, of_input: bool, gradient: Tensor | None) -> None:
+    def _observe_gradient(self, call: int, at_input: bool, gradient: Tensor | None) -> None:
         # It returns nothing, because a value returned by a tensor hook replaces the gradient.
         if gradient is not None and self._is_in_backward and not is_tracing():
             try:
-                self._passes[-1].gradients.append(Gradient(call, of_input, self._numbers.add(_local_elements(gradient))))
+                self._passes[-1].gradients.append(Gradient(call, at_input, self._numbers.add(_local_elements(gradient))))
             except Exception as error:
                 self._is_in_backward = False
                 self._fail(error)

@@ -140,18 +140,19 @@ def intermediate_streams(modules: Sequence[WatchedModule]) -> list[Stream]:
 class CoordinateCheckProbe(Probe):
     """Observes the terms of the check as the model's modules run. ``skipped_calls`` is the stream of the number of skipped calls."""
 
-    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe, skipped_calls: Stream) -> None:
+    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, calls: ReferenceProbe, skipped_calls: Stream) -> None:
         self._tools = tools
         self._accumulator = tools.accumulator
-        self._reference = reference
+        self._calls = calls
+        self._reference = calls.reference
         self._skipped_calls = skipped_calls
-        self._device = reference.reference.device()
-        self._layers = [layer for each in watched for layer in checked_layers(each, reference.reference.sibling(each.site.module))]
+        self._device = calls.reference.device()
+        self._layers = [layer for each in watched for layer in checked_layers(each, self._reference.sibling(each.site.module))]
         self._num_skipped = 0
         self._called = [layer for layer in self._layers if layer.type.is_called]
         self._hooks = HookSet()
         for layer in self._called:
-            reference.want(layer.reference, layer, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
+            calls.want(layer.reference, layer, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
 
     def attach(self) -> None:
         """Register the hooks, and compute the operator norms of the weights before the step's forward passes."""
@@ -194,11 +195,11 @@ class CoordinateCheckProbe(Probe):
         try:
             # Modes of torch functions run code of others, and no public function turns them off.
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                call = self._reference.take(layer.reference, layer)
+                call = self._calls.take(layer.reference, layer)
                 if call is None:
                     self._num_skipped += 1  # the reference probe logs the missing call
                     return
-                with self._reference.reference.gathered(layer.reference):
+                with self._reference.gathered(layer.reference):
                     self._observe(layer, layer.type.bind(layer.module, args, kwargs), output, call)
         except MonitorError:
             raise
@@ -232,16 +233,16 @@ class CoordinateCheckProbe(Probe):
     def _observe_operator_norms(self) -> None:
         layers = [(layer, layer.norms) for layer in self._layers if layer.norms is not None]
         # Sharded weights are gathered layer by layer: all together may not fit in memory.
-        groups = [[each] for each in layers] if is_laid_out(self._reference.reference.module) else [layers]
+        groups = [[each] for each in layers] if is_laid_out(self._reference.module) else [layers]
         for group in groups:
             modules = [module for layer, _norms in group for module in (layer.module, layer.reference)]
-            with self._reference.reference.gathered(*modules):
+            with self._reference.gathered(*modules):
                 self._observe_norms_of_group(group)
 
     def _observe_norms_of_group(self, layers: Sequence[tuple[CheckedLayer, Stream]]) -> None:
         updates: dict[str, Difference] = {}
         references: dict[str, Difference] = {}
-        known = self._reference.reference.operator_norms
+        known = self._reference.operator_norms
         for layer, stream in layers:
             with failing_alone(functools.partial(self._accumulator.fail, stream, layer.module)):
                 if "update" in stream.outputs:
