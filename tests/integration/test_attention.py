@@ -42,7 +42,7 @@ class Gpt(Classifier):
 
 
 def expected(inputs: Tensor) -> dict[str, float]:
-    """What ``attention: true`` has of the untrained model and these inputs, by key."""
+    """Expected values of ``attention: true`` for the untrained model and these inputs, by key."""
     gpt: Any = make("gpt")
     query, key, _value = gpt.query_key_value(gpt.embedding(inputs.unsqueeze(-1))).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
     of_kind = truth(query, key, is_causal=True)._asdict()
@@ -57,7 +57,7 @@ def expected(inputs: Tensor) -> dict[str, float]:
 @pytest.mark.shows("Trainer, one device", "attention", "store and loggers")
 @pytest.mark.shows("validate, test, predict", "attention")
 def test_attention_true_is_mean_of_each_kind_and_the_largest_logit(tmp_path: Path) -> None:
-    """All micro-batches of a step; beside other rules; in the store; with keys of its own in validation."""
+    """Over all micro-batches of a step; beside other rules; in the store; with other keys in validation."""
     rules = [*default_rules(), Rule(kinds="attention_entropy", statistics="hist")]
     callback = ModuleMonitorCallback(every_n_steps=1, rules=rules, attention=True, stages=["train", "validate"])
     records = KeepRecords(callback)
@@ -80,8 +80,8 @@ def test_attention_true_is_mean_of_each_kind_and_the_largest_logit(tmp_path: Pat
     assert store.series("monitor/errors")[1].max() == 0
 
 
-def test_rules_of_these_kinds_work_as_well(tmp_path: Path) -> None:
-    """With statistics, sites and a cadence of their own; early stopping sees a head."""
+def test_rules_of_the_attention_kinds(tmp_path: Path) -> None:
+    """With other statistics, sites and cadence; early stopping reads a head's value."""
     rule = Rule(kinds="attention_entropy", sites="model", statistics=["min", "std"], every_n_steps=2)
     callback = ModuleMonitorCallback(every_n_steps=4, rules=[rule], callback_metrics=r"attention_entropy/model\.head_1/min", store=False)
     stop = EarlyStopping("attention_entropy/model.head_1/min", stopping_threshold=100.0, check_on_train_epoch_end=True)
@@ -95,7 +95,7 @@ def test_rules_of_these_kinds_work_as_well(tmp_path: Path) -> None:
 
 
 def test_many_heads_are_rolled_up_for_loggers(tmp_path: Path) -> None:
-    """Their number is known when they run: the first record tells."""
+    """Their number is known from the first record."""
     logger = CSVLogger(tmp_path, name="", version="csv")
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[], attention=True, max_logged_keys=5)
     seed()
@@ -106,8 +106,8 @@ def test_many_heads_are_rolled_up_for_loggers(tmp_path: Path) -> None:
     assert {key for key in stored if key.startswith("attention")} == set(KEYS)
 
 
-def test_dry_run_tells_of_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their keys are not among those that are counted."""
+def test_a_dry_run_reports_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their keys are not counted."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[], attention=True, dry_run=True)
     trainer(tmp_path, [callback], max_steps=2).fit(Gpt(), loader(), loader(8))
     lines = capsys.readouterr().out.splitlines()
@@ -136,7 +136,7 @@ trainer:
           - {kinds: [attention_entropy, attention_sink], statistics: std}
 """)
     cli = LightningCLI(Gpt, args=["fit", "--config=config.yaml"], save_config_callback=None, seed_everything_default=0)
-    (callback,) = [one for one in cli.trainer.callbacks if isinstance(one, ModuleMonitorCallback)]  # type: ignore[attr-defined]
+    (callback,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, ModuleMonitorCallback)]  # type: ignore[attr-defined]
     assert callback.last_record is not None
     more = {f"{kind}/{site}/std" for kind in ("attention_entropy", "attention_sink") for site in SITES}
     assert set(measured(callback.last_record)) == {*KEYS, *more, "monitor/errors"}

@@ -35,7 +35,7 @@ def run(name: str, folder: Path, callbacks: list[Any], **options: Any) -> tuple[
 def test_every_difference_is_exactly_zero_at_step_0_and_training_is_bit_identical(
     name: str, module: str | None, precision: Any, tmp_path: Path
 ) -> None:
-    """In train mode with dropout, both as a sibling and by its own ``training_step``."""
+    """In train mode with dropout, as a sibling and by its own ``training_step``."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", module=module, on_error="raise")
     records = KeepRecords(callback)
     plain, weights = run(name, tmp_path, [], precision=precision)
@@ -61,14 +61,14 @@ class Reseed(Callback):
 
 
 class Cache:
-    """Keeps what was computed, as the key and value caches of libraries do."""
+    """Keeps outputs, as key and value caches of libraries do."""
 
     def __init__(self) -> None:
         self.layers: list[dict[str, Tensor]] = []
 
 
 class Used(Classifier):
-    """Buffers that are expanded or grow with the longest batch, and an object that keeps the output that came last."""
+    """Buffers that are expanded or grow with the longest batch, and an object that keeps the last output."""
 
     def __init__(self) -> None:
         super().__init__("mlp")
@@ -88,7 +88,7 @@ class Used(Classifier):
 
 @pytest.mark.parametrize("module", [None, "model"])
 def test_a_model_that_was_used_before_has_a_reference_with_all_its_buffers(module: str | None, tmp_path: Path) -> None:
-    """What a forward pass has left in objects is copied without its graph; a run that is resumed with the model compares with the same."""
+    """Tensors in objects are copied without their graph; a resumed run has the same reference."""
 
     def fit(name: str, live: Used, ckpt_path: str | None = None) -> list[dict[str, float]]:
         callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", module=module, on_error="raise")
@@ -109,8 +109,8 @@ def test_a_model_that_was_used_before_has_a_reference_with_all_its_buffers(modul
     assert whole[2]["activation_difference/model/norm"] > 0
 
 
-def test_what_cannot_be_copied_is_one_line_that_names_the_attribute(tmp_path: Path) -> None:
-    """A graph itself is such a thing."""
+def test_an_attribute_that_cannot_be_copied_is_named_in_one_line(tmp_path: Path) -> None:
+    """For example a graph."""
     live = Used()
     live.model.graph = live.model(torch.ones(1, 6)).grad_fn  # type: ignore[assignment]
     callback = ModuleMonitorCallback(reference="init", rules=[DIFFERENCES])

@@ -1,4 +1,4 @@
-"""Networks of the package mup in a Trainer: parameters carry attributes, without which a copy of the network does not run."""
+"""Networks of the package mup in a Trainer: their parameters need attributes, also in a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(optimizer: Literal["sgd", "adam"], folder: Path, callbacks: list[Any]) -
 @pytest.mark.parametrize("module", [None, "net"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_reference_of_a_network_of_mup(optimizer: Literal["sgd", "adam"], module: str | None, tmp_path: Path) -> None:
-    """All differences are zero at step 0 and not later, training is bit-identical, and the coordinate check has all layers."""
+    """All differences are zero at step 0 only, training is bit-identical, and the check covers all layers."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", rcc=True, module=module, on_error="raise")
     records = KeepRecords(callback)
     plain, weights = run(optimizer, tmp_path, [])
@@ -47,7 +47,7 @@ def test_a_reference_of_a_network_of_mup(optimizer: Literal["sgd", "adam"], modu
 
 
 def test_the_readout_that_overflows_is_found(tmp_path: Path) -> None:
-    """The search for the first non-finite value runs the step again on a copy of the network."""
+    """The search for the first non-finite value repeats the step on a copy of the network."""
 
     class Overflowing(MicrosoftMlp):
         def on_train_start(self) -> None:
@@ -56,5 +56,5 @@ def test_the_readout_that_overflows_is_found(tmp_path: Path) -> None:
     seed()
     callback = ModuleMonitorCallback(every_n_steps=1, health={"nonfinite": "always"}, store=False, on_error="raise")
     trainer(tmp_path, [callback], max_steps=1).fit(Overflowing(256))
-    [finding] = [one for one in callback.findings if one.name == "nonfinite"]
+    [finding] = [finding for finding in callback.findings if finding.name == "nonfinite"]
     assert finding.site == "net.4"

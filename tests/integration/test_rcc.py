@@ -21,7 +21,7 @@ from lightning_module_monitor import ModuleMonitorCallback
 
 
 class Graph:
-    """A batch that modules write into, as graph libraries have it."""
+    """A batch that modules write into, as in graph libraries."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -31,7 +31,7 @@ class WritesIntoItsArgument(nn.Module):
     """Each layer takes a graph, replaces the features in it, and returns the same graph."""
 
     class Layer(nn.Module):
-        """Linear, with a scale of its own."""
+        """A linear layer with a scale."""
 
         def __init__(self, in_features: int, out_features: int) -> None:
             super().__init__()
@@ -52,10 +52,10 @@ class WritesIntoItsArgument(nn.Module):
 
 
 class GetsAnotherModule(nn.Module):
-    """A module with a weight of its own that calls a module it is given, which has running statistics."""
+    """A module with a weight that calls its argument, a module with running statistics."""
 
     class Apply(nn.Module):
-        """Multiplies, and calls what it is given."""
+        """Multiplies, and calls its argument."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -75,14 +75,14 @@ class GetsAnotherModule(nn.Module):
 
 
 class Cache:
-    """What layers have computed, as libraries of language models have it."""
+    """Outputs of layers, as in libraries of language models."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
 
 
 class AppendsToACache(nn.Module):
-    """A layer appends what it computed to a cache it is given; the sum of the cache is what is learned from."""
+    """A layer appends its output to a cache; the loss is computed from the sum of the cache."""
 
     class Layer(nn.Module):
         """Appends to the cache."""
@@ -125,7 +125,7 @@ class CollectsByHooks(nn.Module):
     """Router logits are collected by forward hooks through a context variable; their size is a part of the loss."""
 
     class Router(nn.Module):
-        """Linear, of a type that the check does not know."""
+        """A linear layer of an unknown type."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -153,7 +153,7 @@ class CollectsByHooks(nn.Module):
 
 
 class TokenAroundAttention(nn.Module):
-    """A container with a class token of its own around attention."""
+    """A container with a class token around attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class TokenAroundAttention(nn.Module):
 
 
 class Vmapped(nn.Module):
-    """A layer is mapped over the samples."""
+    """A layer is called under vmap over the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Vmapped(nn.Module):
 
 
 class Experts(nn.Module):
-    """Tokens are routed to experts, which get other numbers of tokens as the router learns."""
+    """Routed experts, whose numbers of tokens change as the router learns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
     "under vmap": (Vmapped, "model.head"),
     "experts": (Experts, "model.router"),
 }
-"""A model, and a site that the check has values of."""
+"""A model, and a site with values of the check."""
 
 
 Trained = tuple[list[Tensor], dict[str, Tensor], list[dict[str, float]]]
@@ -240,8 +240,8 @@ def test_the_check_does_not_change_training(name: str, tmp_path: Path) -> None:
     """Promise 1: losses, weights and buffers are bit-identical, and the layers of known types have values without an error."""
     make, site = MODELS[name]
     losses, weights, _none = run(make, tmp_path, is_monitored=False)
-    found, others, records = run(make, tmp_path, is_monitored=True)
-    assert [float(one) for one in found] == [float(one) for one in losses]
+    with_check, others, records = run(make, tmp_path, is_monitored=True)
+    assert list(map(float, with_check)) == list(map(float, losses))
     assert others.keys() == weights.keys()
     for key, tensor in weights.items():
         assert torch.equal(others[key], tensor), key

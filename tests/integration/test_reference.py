@@ -1,4 +1,4 @@
-"""The reference in a real Trainer: what it is compared with, where it comes from, and that nobody else notices it."""
+"""The reference in a real Trainer: differences, where it comes from, and that training does not change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], stat
 
 
 class Truth(Callback):
-    """Compares in its own way: another model at initialization, called on the batch, in float64."""
+    """Expected differences: another model at initialization, called on the batch, in float64."""
 
     def __init__(self, module: LightningModule) -> None:
         self.model = module.model
@@ -42,14 +42,14 @@ class Truth(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         current, reference = (torch.cat(tensors) for tensors in zip(*self.outputs, strict=True))
-        weight, own = (one.model.layers[0].weight.detach().double() for one in (pl_module, self))
+        weight, initial = (each.model.layers[0].weight.detach().double() for each in (pl_module, self))
         self.outputs = []
         self.steps.append(
             {
                 "activation_difference/model/norm": float((current - reference).norm()),
                 "activation_difference/model/ratio": float((current - reference).norm() / reference.norm()),
                 "activation_difference/model/cosine": float((current * reference).sum() / current.norm() / reference.norm()),
-                "parameter_difference/model.layers.0.weight/ratio": float((weight - own).norm() / own.norm()),
+                "parameter_difference/model.layers.0.weight/ratio": float((weight - initial).norm() / initial.norm()),
             }
         )
 
@@ -66,7 +66,7 @@ class KeepReference(Callback):
 
 
 class WithoutDropout(Classifier):
-    """Two layers and a GELU, so that a further call of the model changes nothing."""
+    """Two layers and a GELU: a further call of the model changes nothing."""
 
     def __init__(self) -> None:
         super().__init__("mlp")
@@ -77,7 +77,7 @@ class WithoutDropout(Classifier):
 @pytest.mark.shows("Trainer, one device", "differences")
 @pytest.mark.shows("accumulation", "differences")
 def test_drift_from_the_initialization_is_that_of_another_copy(module: str | None, tmp_path: Path) -> None:
-    """Under accumulation, at every step, both ways of running the reference: its own training_step, and the submodule's sibling."""
+    """With accumulation, at every step, for a reference that runs its training_step and for a sibling of a submodule."""
     seed()
     live = WithoutDropout()
     seed()
@@ -122,7 +122,7 @@ class Talkative(Classifier):
     def __init__(self) -> None:
         super().__init__("mlp")
         self.accuracy = MulticlassAccuracy(3)
-        self.told: list[str] = []
+        self.names: list[str] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         batch[0].mul_(2)
@@ -137,7 +137,7 @@ class Talkative(Classifier):
 
 
 def test_the_reference_is_silent_and_the_model_gets_its_batch_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is logged, printed or written into twice; weights are those of a run without it."""
+    """Nothing is logged, printed or written twice; weights are those of a run without a reference."""
     runs = []
     for monitored in (False, True):
         seed()
@@ -149,7 +149,7 @@ def test_the_reference_is_silent_and_the_model_gets_its_batch_unchanged(tmp_path
         rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
         own = [row[rows[0].index("own")] for row in rows[1:] if row[rows[0].index("own")]]
         accuracy = [row[rows[0].index("accuracy")] for row in rows[1:] if row[rows[0].index("accuracy")]]
-        runs.append((own, accuracy, [float(one) for one in keep.losses], capsys.readouterr().out, module.state_dict()))
+        runs.append((own, accuracy, list(map(float, keep.losses)), capsys.readouterr().out, module.state_dict()))
         if monitored:
             assert callback.last_record is not None
             assert callback.last_record.values["activation_difference/model/norm"] > 0
@@ -159,8 +159,8 @@ def test_the_reference_is_silent_and_the_model_gets_its_batch_unchanged(tmp_path
     assert all(torch.equal(a, b) for a, b in zip(runs[0][4].values(), runs[1][4].values(), strict=True))
 
 
-def test_a_reference_that_wants_the_optimizers_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It never gets the model's."""
+def test_a_reference_that_needs_the_optimizers_is_an_error_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It never gets the model's optimizers."""
 
     class Asks(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -177,8 +177,8 @@ def test_a_reference_that_wants_the_optimizers_is_told_and_training_goes_on(tmp_
     assert callback.last_record.values["parameter_difference/model.layers.0.weight/norm"] > 0
 
 
-def test_what_the_reference_gathers_is_not_kept(tmp_path: Path) -> None:
-    """A model clears at the end of the epoch what its steps have gathered; of the reference nobody would."""
+def test_the_reference_collects_nothing_over_steps(tmp_path: Path) -> None:
+    """A model clears its collected outputs at the end of an epoch, which the reference never reaches."""
 
     class Gathers(Classifier):
         def __init__(self) -> None:
@@ -204,8 +204,8 @@ def test_what_the_reference_gathers_is_not_kept(tmp_path: Path) -> None:
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise")
     keep = KeepReference(callback)
     trainer(tmp_path, [callback, keep], max_epochs=2, limit_train_batches=2).fit(Gathers(), loader(), loader(8))
-    reference, of_model = (1, 1, 1), [(1, 1, 1), (2, 2, 2), (1, 1, 3), (2, 2, 4)]
-    assert sizes == [size for one in of_model for size in (reference, one)]
+    reference, model_sizes = (1, 1, 1), [(1, 1, 1), (2, 2, 2), (1, 1, 3), (2, 2, 4)]
+    assert sizes == [size for model_size in model_sizes for size in (reference, model_size)]
     assert keep.reference is not None
     assert not hasattr(keep.reference, "last_loss")
 
@@ -221,21 +221,21 @@ class Reseed(Callback):
 
 
 def run(root: Path, callback: ModuleMonitorCallback, model: LightningModule, ckpt_path: str | None = None) -> dict[int, dict[str, float]]:
-    """Two epochs of three steps, with a checkpoint after the first; or what of them is left."""
+    """Two epochs of three steps with a checkpoint after the first, or the rest of a resumed run."""
     records = KeepRecords(callback)
     save = ModelCheckpoint(root, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    one = trainer(root, [Reseed(), callback, records, save], enable_checkpointing=True, max_epochs=2)
-    one.fit(model, loader(12), loader(8), ckpt_path=ckpt_path)
+    fit = trainer(root, [Reseed(), callback, records, save], enable_checkpointing=True, max_epochs=2)
+    fit.fit(model, loader(12), loader(8), ckpt_path=ckpt_path)
     return {record.step: dict(record.values) for record in records.records}
 
 
 def compared(values: dict[str, float]) -> dict[str, float]:
-    """The values that are of a reference."""
+    """The values that depend on a reference."""
     return {key: value for key, value in values.items() if "_difference/" in key or key.startswith("rcc_")}
 
 
 class BuiltLate(Classifier):
-    """Makes its layers in configure_model."""
+    """Creates its layers in configure_model."""
 
     def __init__(self) -> None:
         super().__init__(nn.Identity())
@@ -246,7 +246,7 @@ class BuiltLate(Classifier):
 
 
 class BuiltInSetup(Classifier):
-    """Makes its layers in setup, which comes after the callbacks' own."""
+    """Creates its layers in setup, after the callbacks' setup."""
 
     def __init__(self) -> None:
         super().__init__(nn.Identity())
@@ -257,7 +257,7 @@ class BuiltInSetup(Classifier):
 
 
 class BuiltBeforeSetup(Classifier):
-    """Has a setup, which makes no layers."""
+    """Has a setup that creates no layers."""
 
     def setup(self, stage: str) -> None:
         pass
@@ -272,7 +272,7 @@ MODELS = {
 
 
 def model(random_seed: int, made: str = "in __init__") -> LightningModule:
-    """A model that is not yet, or just now, initialized."""
+    """A model whose layers may not exist yet."""
     torch.manual_seed(random_seed)
     return MODELS[made]()
 
@@ -281,7 +281,7 @@ def model(random_seed: int, made: str = "in __init__") -> LightningModule:
 @pytest.mark.parametrize("made", ["in __init__", "in setup", "in configure_model"])
 @pytest.mark.shows("resume at a step", "differences", "RCC")
 def test_a_resumed_run_compares_with_the_first_runs_initialization(made: str, module: str | None, tmp_path: Path) -> None:
-    """Gone on with from other weights after step 3: every difference, term and norm is that of the uninterrupted run."""
+    """Resumed from other weights after step 3: all differences, terms and norms are those of the uninterrupted run."""
     whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL, module=module), model(0, made))
     resumed = run(
         tmp_path / "resumed", ModuleMonitorCallback(**ALL, module=module), model(99, made), str(tmp_path / "whole" / "step=3.ckpt")
@@ -297,7 +297,7 @@ def test_a_resumed_run_compares_with_the_first_runs_initialization(made: str, mo
 @pytest.mark.parametrize("module", [None, "model"])
 @pytest.mark.shows("resume in mid-epoch", "differences", "RCC")
 def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_compares_with_the_same(module: str | None, tmp_path: Path) -> None:
-    """With BatchNorm and accumulation. Batches are all alike: Lightning begins an ordinary loader anew."""
+    """With BatchNorm and accumulation. All batches are equal, because Lightning restarts an ordinary loader."""
     x, y = next(iter(loader(3, 3)))
     data: DataLoader[Any] = DataLoader(TensorDataset(x.repeat(10, 1), y.repeat(10)), batch_size=3)
 
@@ -306,8 +306,7 @@ def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_compares_with_the_same(
         callback = ModuleMonitorCallback(**ALL, module=module)
         records, save = KeepRecords(callback), ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 2, "accumulate_grad_batches": 3}
-        one = trainer(tmp_path / name, [callback, records, save], **options)
-        one.fit(Classifier("cnn"), data, loader(8), ckpt_path=ckpt_path)
+        trainer(tmp_path / name, [callback, records, save], **options).fit(Classifier("cnn"), data, loader(8), ckpt_path=ckpt_path)
         return {record.step: dict(record.values) for record in records.records}
 
     whole = part("whole", 0)
@@ -318,12 +317,12 @@ def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_compares_with_the_same(
 
 
 @pytest.mark.parametrize("made", MODELS)
-def test_without_a_saved_reference_it_is_said(made: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """save_reference: false makes checkpoints smaller, and a resumed run says with what it compares."""
+def test_a_run_without_a_saved_reference_reports_it(made: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """save_reference: false makes checkpoints smaller, and a resumed run logs its reference."""
     run(tmp_path / "saved", ModuleMonitorCallback(**ALL), model(0, made))
     run(tmp_path / "whole", ModuleMonitorCallback(**ALL, save_reference=False), model(0, made))
     path = tmp_path / "whole" / "step=3.ckpt"
-    weights = sum(one.numel() * one.element_size() for one in Classifier("mlp").state_dict().values())
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in Classifier("mlp").state_dict().values())
     assert (tmp_path / "saved" / "step=3.ckpt").stat().st_size - path.stat().st_size > weights
     assert not caplog.messages or "holds no reference" not in caplog.text
     resumed = run(tmp_path / "resumed", ModuleMonitorCallback(**ALL, save_reference=False), model(99, made), str(path))
@@ -335,13 +334,13 @@ def test_without_a_saved_reference_it_is_said(made: str, tmp_path: Path, caplog:
 
 
 def test_a_checkpoint_holds_tensors_only_also_when_it_is_saved_after_the_run(tmp_path: Path) -> None:
-    """It loads with ``weights_only``, and a run that goes on from it knows the first initialization."""
+    """It loads with ``weights_only``, and a resumed run has the first initialization."""
     callback = ModuleMonitorCallback(**ALL)
     first = model(0)
     initial = first.model.layers[0].weight.detach().clone()  # type: ignore[union-attr, operator, index]
-    one = trainer(tmp_path, [Reseed(), callback], max_epochs=1)
-    one.fit(first, loader(12), loader(8))
-    one.save_checkpoint(tmp_path / "after.ckpt")
+    fit = trainer(tmp_path, [Reseed(), callback], max_epochs=1)
+    fit.fit(first, loader(12), loader(8))
+    fit.save_checkpoint(tmp_path / "after.ckpt")
     state = torch.load(tmp_path / "after.ckpt", weights_only=True)["callbacks"]["ModuleMonitorCallback"]
     assert torch.equal(state["reference"]["tensors"]["model.layers.0.weight"], initial)
     again = run(tmp_path / "again", ModuleMonitorCallback(**ALL), model(99), str(tmp_path / "after.ckpt"))
@@ -352,24 +351,24 @@ def test_a_checkpoint_holds_tensors_only_also_when_it_is_saved_after_the_run(tmp
 @pytest.mark.parametrize("module", [None, "model"])
 @pytest.mark.parametrize("form", ["checkpoint", "state_dict"])
 def test_a_reference_from_a_file(form: str, module: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A Lightning checkpoint or a state_dict; checkpoints hold its path, and a resumed run with another says so."""
+    """A Lightning checkpoint or a state_dict; checkpoints hold its path, and a resumed run with another path logs it."""
     other = model(5)
     path = str(tmp_path / "other.ckpt")
     if form == "checkpoint":
-        one = trainer(tmp_path, [])
-        one.strategy.connect(other)
-        one.save_checkpoint(path)
+        fit = trainer(tmp_path, [])
+        fit.strategy.connect(other)
+        fit.save_checkpoint(path)
     else:
         torch.save((other.model if module else other).state_dict(), path)  # type: ignore[union-attr]
     live = model(0)
     expected = [(a - b).detach().double().norm().item() for a, b in zip(live.parameters(), other.parameters(), strict=True)]
     given: Any = Path(path) if form == "checkpoint" else path
-    found = run(tmp_path / "run", ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference=given, module=module), live)
-    norms = [value for key, value in found[0].items() if key.startswith("parameter_difference") and key.endswith("/norm")]
+    records = run(tmp_path / "run", ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference=given, module=module), live)
+    norms = [value for key, value in records[0].items() if key.startswith("parameter_difference") and key.endswith("/norm")]
     assert norms == pytest.approx(expected, rel=1e-6)
     checkpoint = str(tmp_path / "run" / "step=3.ckpt")
     state = torch.load(checkpoint, weights_only=True)["callbacks"]
-    (saved,) = [one["reference"] for name, one in state.items() if name.startswith("ModuleMonitorCallback")]
+    (saved,) = [entry["reference"] for name, entry in state.items() if name.startswith("ModuleMonitorCallback")]
     assert (saved["source"], saved["tensors"]) == (path, {})
     resumed = run(tmp_path / "again", ModuleMonitorCallback(every_n_steps=1, reference="init", module=module), model(9), checkpoint)
     assert f"The run that is resumed had reference {path!r}; this one has 'init'." in caplog.text
@@ -378,25 +377,25 @@ def test_a_reference_from_a_file(form: str, module: str | None, tmp_path: Path, 
 
 @pytest.mark.parametrize("module", [None, "model"])
 def test_a_module_as_reference_stays_as_it_is(module: str | None, tmp_path: Path) -> None:
-    """It is compared with, and neither moved, frozen, silenced nor run itself."""
+    """The model is compared with it; it is neither moved, frozen, silenced nor called."""
     other = model(5)
     calls: list[int] = []
     other.register_forward_hook(lambda *_args: calls.append(1))
-    kind, weights = type(other), {name: one.clone() for name, one in other.state_dict().items()}
+    kind, weights = type(other), {name: tensor.clone() for name, tensor in other.state_dict().items()}
     reference = other.model if module else other
     callback = ModuleMonitorCallback(every_n_steps=1, reference=reference, module=module, rules=[DIFFERENCES])  # type: ignore[arg-type]
     live = model(0)
     expected = float((live.model.layers[0].weight - other.model.layers[0].weight).detach().norm())  # type: ignore[union-attr, operator, index]
-    found = run(tmp_path, callback, live)
-    assert found[0]["parameter_difference/model.layers.0.weight/norm"] == pytest.approx(expected, rel=1e-5)
+    records = run(tmp_path, callback, live)
+    assert records[0]["parameter_difference/model.layers.0.weight/norm"] == pytest.approx(expected, rel=1e-5)
     assert type(other) is kind
     assert calls == []
     assert all(parameter.requires_grad for parameter in other.parameters())
-    assert all(torch.equal(weights[name], one) for name, one in other.state_dict().items())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in other.state_dict().items())
 
 
-def test_ratio_of_everything_where_no_rule_uses_the_reference(tmp_path: Path) -> None:
-    """Beside the rules that there are; ``rcc`` alone brings its own reference and needs no ratio."""
+def test_ratio_is_recorded_if_no_rule_uses_the_reference(tmp_path: Path) -> None:
+    """Beside other rules; ``rcc`` alone has its own reference and needs no ratio."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="gradient", statistics="norm")], reference="init", store=False)
     trainer(tmp_path, [callback], max_steps=2).fit(model(0), loader(), loader(8))
     assert callback.last_record is not None
@@ -415,7 +414,7 @@ def test_ratio_of_everything_where_no_rule_uses_the_reference(tmp_path: Path) ->
 
 
 def test_the_reference_runs_in_monitored_steps_only(tmp_path: Path) -> None:
-    """And, where only parameters are compared, never."""
+    """And never if only parameters are compared."""
 
     class Counts(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -438,10 +437,10 @@ class Noise(nn.Module):
 
 
 def parametrized(name: str) -> nn.Module:
-    """Two layers, of which one or both have a weight that is computed anew whenever it is read."""
+    """Two layers; one or both have a weight that is computed whenever it is read."""
     layers = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     if name == "spectral norm":
-        layers = layers.apply(lambda one: parametrizations.spectral_norm(one) if isinstance(one, nn.Linear) else one)
+        layers = layers.apply(lambda layer: parametrizations.spectral_norm(layer) if isinstance(layer, nn.Linear) else layer)
     elif name == "weight norm":
         parametrizations.weight_norm(layers[0])
     elif name == "weight norm by a hook":
@@ -454,10 +453,10 @@ def parametrized(name: str) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize("module", [None, "model"])
 @pytest.mark.parametrize("name", ["spectral norm", "weight norm", "weight norm by a hook", "noisy weight", "noisy bias"])
-def test_a_computed_weight_is_left_out_of_the_check_and_nothing_moves(
+def test_a_computed_weight_is_skipped_by_the_check_and_nothing_changes(
     name: str, module: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Spectral norm moves two buffers whenever its weight is read, others draw numbers: the coordinate check does not read it."""
+    """The check does not read it: reading changes two buffers of spectral norm, and draws random numbers of others."""
     runs = []
     for monitored in (False, True):
         seed()
@@ -468,9 +467,9 @@ def test_a_computed_weight_is_left_out_of_the_check_and_nothing_moves(
         records = KeepRecords(callback)
         trainer(tmp_path, [callback, keep, records] if monitored else [keep], max_steps=4).fit(live, loader(), loader(8))
         runs.append((keep, [*live.parameters(), *live.buffers()]))
-    (one, tensors), (other, monitored_tensors) = runs
-    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
-    assert one.random_states == other.random_states
+    (plain, tensors), (monitored, monitored_tensors) = runs
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, monitored.losses, strict=True))
+    assert plain.random_states == monitored.random_states
     assert all(torch.equal(a, b) for a, b in zip(tensors, monitored_tensors, strict=True))
     first, *later = (record.values for record in records.records)
     changes = ("_difference/", "_update/", "_change/", "rcc_operator_norm/model.2/update")
@@ -489,7 +488,7 @@ def test_a_computed_weight_is_left_out_of_the_check_and_nothing_moves(
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script", "ignore::DeprecationWarning")
 def test_a_part_in_torchscript_is_copied(tmp_path: Path) -> None:
-    """Its copy is as frozen as all the rest: what surrounds it differs from step 1 on, by the distance from the initialization."""
+    """Its copy is frozen, too: other modules differ from step 1 on by the distance from the initialization."""
     seed()
     live = Classifier(nn.Sequential(nn.Linear(6, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 3)))
     start = live.model[2].weight.detach().clone()  # type: ignore[index, union-attr]
@@ -503,12 +502,12 @@ def test_a_part_in_torchscript_is_copied(tmp_path: Path) -> None:
 
     trainer(tmp_path, [callback, records, Distance()], max_steps=3).fit(live, loader(), loader(8))
     values = [record.values for record in records.records]
-    assert [one["activation_difference/model/norm"] > 0 for one in values] == [False, True, True]
-    assert [one["parameter_difference/model.2.weight/norm"] for one in values] == pytest.approx(before, rel=1e-6)
+    assert [step["activation_difference/model/norm"] > 0 for step in values] == [False, True, True]
+    assert [step["parameter_difference/model.2.weight/norm"] for step in values] == pytest.approx(before, rel=1e-6)
 
 
 def patched() -> nn.Module:
-    """A network with BatchNorm whose forward is a function that holds it, twice."""
+    """A network with BatchNorm whose forward is a function with two references to it."""
     network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
     def doubled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -519,8 +518,8 @@ def patched() -> nn.Module:
 
 
 @pytest.mark.parametrize("module", [None, "model"])
-def test_a_patched_forward_of_the_reference_is_its_own(module: str | None, tmp_path: Path) -> None:
-    """The copy of a function is that function: it would run the model once more, and move its buffers."""
+def test_a_patched_forward_of_the_reference_does_not_call_the_model(module: str | None, tmp_path: Path) -> None:
+    """A plain copy of the function would call the model again, and change its buffers."""
     runs, callback = [], ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], rcc=True, module=module, on_error="raise")
     records = KeepRecords(callback)
     for callbacks in ([], [callback, records]):
@@ -528,8 +527,8 @@ def test_a_patched_forward_of_the_reference_is_its_own(module: str | None, tmp_p
         live, keep = Classifier(patched()), KeepLosses()
         trainer(tmp_path, [*callbacks, keep], max_steps=4).fit(live, loader(), loader(8))
         runs.append((keep, live.state_dict()))
-    (one, tensors), (other, monitored_tensors) = runs
-    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+    (plain, tensors), (monitored, monitored_tensors) = runs
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, monitored.losses, strict=True))
     assert all(torch.equal(tensors[name], monitored_tensors[name]) for name in tensors)
     first, *later = (record.values for record in records.records)
     for site in ("model", "model.0", "model.1", "model.2"):
@@ -650,7 +649,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[], Classifier], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_reference_is_refused(case: str, tmp_path: Path) -> None:
-    """Before the first batch: what was wrong, what was expected, what to do."""
+    """Before the first batch, with the wrong value, the expected values and a remedy."""
     options, make_model, message = WRONG[case]
     with pytest.raises(ConfigError, match=message) as refused:
         trainer(tmp_path, [ModuleMonitorCallback(**options)], max_steps=1).fit(make_model(), loader(), loader(8))
@@ -689,7 +688,7 @@ class Deep(LightningModule):
 
 
 def test_memory_of_a_reference_that_runs_its_own_training_step(tmp_path: Path) -> None:
-    """The extra peak is what the rule needs of it, in units of one layer's output: nothing keeps the rest, and there is no graph."""
+    """The extra peak is that of the compared outputs, in units of a layer's output: no other outputs, and no graph."""
     layer = 2**21
     batches = DataLoader(TensorDataset(torch.randn(2 * layer // 4 // 64, 64)), batch_size=layer // 4 // 64)
 
@@ -701,21 +700,21 @@ def test_memory_of_a_reference_that_runs_its_own_training_step(tmp_path: Path) -
 
     plain = peak()
     assert plain > 12
-    one = peak(rules=[Rule(kinds="activation_difference", sites="layers.20", statistics="ratio")])
+    single = peak(rules=[Rule(kinds="activation_difference", sites="layers.20", statistics="ratio")])
     everything = peak(rules=[Rule(kinds="activation_difference", leaf_modules=True, statistics="ratio")])
     slack = 6  # the layer at work: its difference, a copy, the table's buffers
-    assert one <= plain + 1 + slack
+    assert single <= plain + 1 + slack
     assert everything <= plain + 24 + slack
     checked = peak(rules=[], rcc=True)
     assert checked <= plain + 24 + slack
-    print(plain, one, everything, checked)
+    print(plain, single, everything, checked)
 
 
 Batch = TypeVar("Batch")
 
 
 class OfBatches(Generic[Batch], LightningModule):
-    """Its objects can get no class that is derived from it and another: their layout in memory is another one."""
+    """Objects cannot change to a class with several bases, whose memory layout differs."""
 
 
 class Nested(OfBatches[list[Tensor]]):
@@ -745,7 +744,7 @@ class Nested(OfBatches[list[Tensor]]):
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")  # of the inner module, which Lightning does not attach
 def test_a_generic_lightning_module_is_silent_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also what its trainer's logger gets, and what lies within it; the trainer is not told what the reference sets on it."""
+    """Also its trainer's logger and nested modules; attributes that the reference sets on its trainer do not reach it."""
     runs = []
     for monitored in (False, True):
         seed()
@@ -758,7 +757,7 @@ def test_a_generic_lightning_module_is_silent_too(tmp_path: Path, capsys: pytest
         fit.fit(module, loader())
         rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
         own = [row[rows[0].index("own")] for row in rows[1:] if row[rows[0].index("own")]]
-        runs.append((own, fit.global_step, [float(one) for one in keep.losses], capsys.readouterr().out, sorted(fit.logged_metrics)))
+        runs.append((own, fit.global_step, list(map(float, keep.losses)), capsys.readouterr().out, sorted(fit.logged_metrics)))
         if monitored:
             assert callback.last_record is not None
             assert callback.last_record.values["activation_difference/model.0.model/norm"] > 0
@@ -780,14 +779,14 @@ class WithoutLayers(Classifier):
 
 
 def test_a_coordinate_check_without_a_layer_that_it_knows_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is no error, for what else is asked for is recorded; a rule of such a kind is refused."""
+    """It is not an error, because everything else is recorded; a rule of such a kind is an error."""
     callback = ModuleMonitorCallback(
         every_n_steps=1, rcc=True, module="model", rules=[Rule(kinds="activation", statistics="rms")], on_error="raise"
     )
     with caplog.at_level("INFO"):
         trainer(tmp_path, [callback], max_steps=2).fit(WithoutLayers(), loader(), loader(8))
-    told = [record.getMessage() for record in caplog.records if "rcc" in record.getMessage()]
-    assert told == [
+    messages = [record.getMessage() for record in caplog.records if "rcc" in record.getMessage()]
+    assert messages == [
         "rcc: none of the 3 modules is a layer that the coordinate check knows (Linear, convolution, embedding, normalization); "
         "nothing of it is recorded."
     ]
@@ -802,17 +801,17 @@ def test_a_coordinate_check_without_a_layer_that_it_knows_is_one_line(tmp_path: 
         trainer(tmp_path, [refused], max_steps=1).fit(WithoutLayers(), loader(), loader(8))
 
 
-def test_what_fsdp_ignores_is_found_in_a_copy_and_an_iterator_is_not_used_up() -> None:
-    """The model is wrapped after its copy was made: the wrapper has to get what the user gave."""
+def test_ignored_states_of_fsdp_are_mapped_to_a_copy_and_an_iterator_is_not_exhausted() -> None:
+    """The model is wrapped after the copy: its wrapper must get the user's arguments."""
     module = Classifier("mlp")
     given = [*module.parameters()]
     strategy = FSDPStrategy(ignored_states=given)
     copied = LaidOutCopy(strategy, module)
     mapped = copied._options["ignored_states"]
-    assert [id(one) for one in mapped] == [id(one) for one in copied.module.parameters()]
+    assert list(map(id, mapped)) == list(map(id, copied.module.parameters()))
     strategy = FSDPStrategy(ignored_states=iter(given))
     LaidOutCopy(strategy, module)
-    assert [id(one) for one in strategy.kwargs["ignored_states"]] == [id(one) for one in given]
+    assert list(map(id, strategy.kwargs["ignored_states"])) == list(map(id, given))
 
 
 class CallsParts(Classifier):
@@ -826,11 +825,11 @@ class CallsParts(Classifier):
 
 
 def test_a_submodule_that_is_never_called_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its reference has no arguments to run with: one line says what to name instead, and parameters are compared."""
+    """Its reference gets no arguments: one line suggests another name, and parameters are compared."""
     callback = ModuleMonitorCallback(1, reference="init", module="model")
     with caplog.at_level("INFO", LOGGER):
         trainer(tmp_path, [callback], max_steps=2).fit(CallsParts("mlp"), loader(), loader(8))
-    assert [one for one in caplog.messages if "was not called" in one] == [
+    assert [message for message in caplog.messages if "was not called" in message] == [
         "model itself was not called, only modules within it, so its reference did not run: no activation is compared. "
         "Give module the name of a submodule that is called as a whole."
     ]

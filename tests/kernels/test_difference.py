@@ -89,7 +89,7 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
 
 def test_shapes_must_agree() -> None:
     """Nothing is broadcast by accident."""
-    with pytest.raises(ValueError, match=r"its shape is \(3, 4\), and that of what it is compared with \(3, 1\)"):
+    with pytest.raises(ValueError, match=r"its shape is \(3, 4\), and it is compared with a tensor of shape \(3, 1\)"):
         Difference(torch.ones(3, 4), torch.ones(3, 1))
 
 

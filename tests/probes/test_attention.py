@@ -1,4 +1,4 @@
-"""Attention seen in models, head by head, against the heads themselves in float64."""
+"""Attention observed in models, head by head, against the heads themselves in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_module_monitor import ModuleMonitor, Record, Rule, monitor_scaled
 from lightning_module_monitor.config.rules import attention_rules
 from lightning_module_monitor.histogram import EDGES
 from lightning_module_monitor.probes import attention as probe
-from lightning_module_monitor.statistics import attention as maths
+from lightning_module_monitor.statistics import attention_figures as maths
 
 needs_hooked_layers = pytest.mark.skipif(
     "_forward_hooks" not in inspect.getsource(nn.TransformerEncoderLayer),
@@ -62,11 +62,11 @@ def record(model: nn.Module, *args: Any, rules: Any = ALL, step: int = 0, **kwar
         monitor.set_module(model)
         monitor.begin_step(step)
         model(*args, **kwargs)
-        found = monitor.end_step()
-    assert found is not None
+        result = monitor.end_step()
+    assert result is not None
     assert _get_current_function_mode_stack() == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return found
+    return result
 
 
 def expected_values(site: str, *truths: Truth) -> dict[str, float]:
@@ -74,19 +74,19 @@ def expected_values(site: str, *truths: Truth) -> dict[str, float]:
     values = {}
     for kind in Truth._fields:
         for head in range(getattr(truths[0], kind).shape[1]):
-            x = np.concatenate([getattr(one, kind)[:, head].ravel() for one in truths])
+            x = np.concatenate([getattr(figures, kind)[:, head].ravel() for figures in truths])
             x = x[~np.isnan(x)]
-            found = {"mean": x.mean(), "min": x.min(), "max": x.max(), "std": x.std(ddof=1)} if x.size else {}
-            values |= {f"{kind}/{site}.head_{head}/{name}": float(found.get(name, np.nan)) for name in ("mean", "min", "max", "std")}
+            result = {"mean": x.mean(), "min": x.min(), "max": x.max(), "std": x.std(ddof=1)} if x.size else {}
+            values |= {f"{kind}/{site}.head_{head}/{name}": float(result.get(name, np.nan)) for name in ("mean", "min", "max", "std")}
     return values
 
 
-def assert_values(found: Record, expected: dict[str, float], errors: float = 0.0) -> None:
+def assert_values(result: Record, expected: dict[str, float], errors: float = 0.0) -> None:
     """These keys, no others, and these values."""
-    values = {key: value for key, value in found.values.items() if key.startswith("attention")}
+    values = {key: value for key, value in result.values.items() if key.startswith("attention")}
     assert values.keys() == expected.keys()
     assert values == pytest.approx(expected, rel=5e-6, abs=2e-6, nan_ok=True)
-    assert found.values["monitor/errors"] == errors
+    assert result.values["monitor/errors"] == errors
 
 
 SDPA: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]] = {
@@ -101,22 +101,22 @@ SDPA: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]] = {
     "boolean mask (B, 1, L, S)": (
         (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
         {"attn_mask": heads(2, 1, 5, 7, seed=2) > 0},
-        {"seen": heads(2, 1, 5, 7, seed=2) > 0},
+        {"visible": heads(2, 1, 5, 7, seed=2) > 0},
     ),
     "boolean mask (L, S)": (
         (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
         {"attn_mask": heads(5, 7, seed=2) > 0},
-        {"seen": heads(5, 7, seed=2) > 0},
+        {"visible": heads(5, 7, seed=2) > 0},
     ),
     "fully masked rows": (
         (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
         {"attn_mask": (torch.arange(5) < 3)[:, None].expand(5, 7)},
-        {"seen": (torch.arange(5) < 3)[:, None]},
+        {"visible": (torch.arange(5) < 3)[:, None]},
     ),
     "nothing but masked rows": (
         (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
         {"attn_mask": torch.zeros(5, 7, dtype=torch.bool)},
-        {"seen": torch.zeros(5, 7, dtype=torch.bool)},
+        {"visible": torch.zeros(5, 7, dtype=torch.bool)},
     ),
     "additive mask (1, H, L, S)": (
         (heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)),
@@ -133,7 +133,7 @@ SDPA: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]] = {
 """Query and key, options of torch's function, and the same for the truth."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=needs_grouped_queries) if "grouped" in one else one for one in SDPA])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_grouped_queries) if "grouped" in name else name for name in SDPA])
 @pytest.mark.shows("plain loop", "attention")
 def test_scaled_dot_product_attention(name: str) -> None:
     """All masks and shapes, self and cross attention, as torch's function takes them."""
@@ -147,8 +147,8 @@ def test_dimensions_other_than_four() -> None:
     model = Calls(F.scaled_dot_product_attention)
     query, key = heads(2, 3, 2, 5, 4), heads(2, 3, 2, 7, 4, seed=1)
     mask = heads(3, 1, 5, 7, seed=2)
-    found = record(model, query, key, key, attn_mask=mask)
-    assert_values(found, expected_values("_root_", truth(query.flatten(0, 1), key.flatten(0, 1), bias=torch.cat([mask, mask]))))
+    result = record(model, query, key, key, attn_mask=mask)
+    assert_values(result, expected_values("_root_", truth(query.flatten(0, 1), key.flatten(0, 1), bias=torch.cat([mask, mask]))))
     of_three = record(model, query[0, 0], key[0, 0], key[0, 0], attn_mask=mask[0])
     assert_values(of_three, expected_values("_root_", truth(query[0, 0][:, None], key[0, 0][:, None], bias=mask[0][None])))
     of_two = record(model, query[0, 0, 0], key[0, 0, 0], key[0, 0, 0])
@@ -158,16 +158,16 @@ def test_dimensions_other_than_four() -> None:
 def test_torchs_own_causal_bias() -> None:
     """A mask that is none until it is used: from the bottom right, where there are more keys."""
     query, key = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)
-    seen = torch.ones(5, 7, dtype=torch.bool).tril(2)
-    found = record(Calls(F.scaled_dot_product_attention), query, key, key, attn_mask=causal_lower_right(5, 7))
-    assert_values(found, expected_values("_root_", truth(query, key, seen=seen)))
+    visible = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    result = record(Calls(F.scaled_dot_product_attention), query, key, key, attn_mask=causal_lower_right(5, 7))
+    assert_values(result, expected_values("_root_", truth(query, key, visible=visible)))
 
 
-def test_a_function_that_was_imported_by_name_is_seen() -> None:
+def test_a_function_that_was_imported_by_name_is_observed() -> None:
     """Nobody has to call it as ``F.scaled_dot_product_attention``; keyword arguments are as good."""
     query, key = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)
-    found = record(Calls(lambda q, k: imported_by_name(query=q, key=k, value=k)), query, key)
-    assert_values(found, expected_values("_root_", truth(query, key)))
+    result = record(Calls(lambda q, k: imported_by_name(query=q, key=k, value=k)), query, key)
+    assert_values(result, expected_values("_root_", truth(query, key)))
 
 
 MHA: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -220,17 +220,17 @@ def test_multihead_attention_against_its_own_weights(name: str, mode: str) -> No
         of_call = {name: mask[:2] if name == "attn_mask" and mask.dim() == 3 else mask for name, mask in of_call.items()}
         of_call = {name: mask[0] if name == "key_padding_mask" else mask for name, mask in of_call.items()}
     elif options.get("batch_first"):
-        query, key, value = (one.transpose(0, 1) for one in (query, key, value))
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     _output, weights = module(query, key, value, need_weights=True, average_attn_weights=False, **of_call)
     weights = weights[None] if mode == "unbatched" else weights
     rules = Rule(kinds=["attention_entropy", "attention_sink"], statistics="mean")
     if mode == "function":
         model: nn.Module = Calls(lambda *args, **kwargs: nn.MultiheadAttention.forward(module, *args, **kwargs))
-        found = record(model, query, key, value, rules=rules, **of_call)
+        result = record(model, query, key, value, rules=rules, **of_call)
     else:
-        found = record(module, query, key, value, rules=rules, need_weights=mode == "weights", **of_call)
+        result = record(module, query, key, value, rules=rules, need_weights=mode == "weights", **of_call)
     expected = of_weights(weights)
-    assert found.values == pytest.approx({**expected, "monitor/errors": 0.0}, rel=1e-4, abs=1e-5)
+    assert result.values == pytest.approx({**expected, "monitor/errors": 0.0}, rel=1e-4, abs=1e-5)
 
 
 def test_a_causal_hint_of_multihead_attention() -> None:
@@ -241,8 +241,8 @@ def test_a_causal_hint_of_multihead_attention() -> None:
     _output, weights = module(x, x, x, attn_mask=mask, average_attn_weights=False)
     rules = Rule(kinds=["attention_entropy", "attention_sink"], statistics="mean")
     for need_weights in (False, True):
-        found = record(module, x, x, x, rules=rules, attn_mask=mask, is_causal=True, need_weights=need_weights)
-        assert found.values == pytest.approx({**of_weights(weights), "monitor/errors": 0.0}, rel=1e-5, abs=1e-6)
+        result = record(module, x, x, x, rules=rules, attn_mask=mask, is_causal=True, need_weights=need_weights)
+        assert result.values == pytest.approx({**of_weights(weights), "monitor/errors": 0.0}, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_causal_hint_of_multihead_attention() -> None:
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_transformer_encoder_with_padding(is_training: bool) -> None:
-    """In eval mode padding is left out by nested tensors: tokens that are not there do not count, and no others are seen."""
+    """In eval mode padding is left out by nested tensors: only real tokens count."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).train(is_training)
@@ -263,33 +263,33 @@ def test_transformer_encoder_with_padding(is_training: bool) -> None:
     assert isinstance(attention, nn.MultiheadAttention)
     _output, weights = attention(x, x, x, key_padding_mask=padding, average_attn_weights=False)
     there = [weights[i, :, :length] for i, length in enumerate((5, 5, 5) if is_training else (5, 4, 2))]
-    p = [np.concatenate([one[head].detach().double().numpy().ravel() for one in there]) for head in range(2)]
-    tokens = sum(one.shape[1] for one in there)
+    p = [np.concatenate([weights[head].detach().double().numpy().ravel() for weights in there]) for head in range(2)]
+    tokens = sum(weights.shape[1] for weights in there)
     with torch.no_grad():
         plain = model(x, src_key_padding_mask=padding)
-        found = record(model, x, src_key_padding_mask=padding, rules=attention_rules())
+        result = record(model, x, src_key_padding_mask=padding, rules=attention_rules())
         assert torch.equal(model(x, src_key_padding_mask=padding), plain)
     for head in range(2):
-        expected = -sum(one * math.log(one) for one in p[head] if one > 0) / tokens
-        assert found.values[f"attention_entropy/layers.0.self_attn.head_{head}/mean"] == pytest.approx(expected, rel=1e-4)
-    assert {key.split("/")[1] for key in found.values if key.startswith("attention")} == {
+        expected = -sum(weight * math.log(weight) for weight in p[head] if weight > 0) / tokens
+        assert result.values[f"attention_entropy/layers.0.self_attn.head_{head}/mean"] == pytest.approx(expected, rel=1e-4)
+    assert {key.split("/")[1] for key in result.values if key.startswith("attention")} == {
         f"layers.{layer}.self_attn.head_{head}" for layer in range(2) for head in range(2)
     }
-    assert found.values["monitor/errors"] == 0
+    assert result.values["monitor/errors"] == 0
 
 
-def test_frozen_attention_takes_the_path_that_it_takes_unwatched() -> None:
-    """In eval mode torch has a faster one, which rounds otherwise; being watched does not keep it from that, nor from a nested one."""
+def test_the_fast_path_of_frozen_attention_stays() -> None:
+    """In eval mode torch takes a faster path with other rounding, also with nested tensors; a monitored module takes the same."""
     torch.manual_seed(0)
     module = nn.MultiheadAttention(8, 2, batch_first=True).eval().requires_grad_(False)
     model = Calls(lambda x: module(x, x, x), module)
     with operations() as called:
-        found = record(model, heads(3, 5, 8), rules=attention_rules())
+        result = record(model, heads(3, 5, 8), rules=attention_rules())
     assert "_native_multi_head_attention" in called.names
-    assert {key.split("/")[1] for key in found.values if key.startswith("attention")} == {"parts.0.head_0", "parts.0.head_1"}
+    assert {key.split("/")[1] for key in result.values if key.startswith("attention")} == {"parts.0.head_0", "parts.0.head_1"}
 
 
-def test_a_call_belongs_to_the_innermost_watched_module() -> None:
+def test_a_call_belongs_to_the_innermost_recorded_module() -> None:
     """Nested modules, one called twice, one excluded, a call outside of any."""
     query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
     inner = Calls(F.scaled_dot_product_attention)
@@ -308,28 +308,28 @@ def test_a_call_belongs_to_the_innermost_watched_module() -> None:
         F.scaled_dot_product_attention(query, key, key)
         model(query, key)
         F.scaled_dot_product_attention(query, key, key)
-        found = monitor.end_step()
-    assert found is not None
+        result = monitor.end_step()
+    assert result is not None
     of_root = expected_values("_root_", truth(3 * query, key), truth(2 * query, key))
-    assert_values(found, of_root | expected_values("parts.0", truth(query, key), truth(4 * query, key)))
+    assert_values(result, of_root | expected_values("parts.0", truth(query, key), truth(4 * query, key)))
 
 
 @pytest.mark.shows("accumulation", "attention")
 def test_micro_batches_count_as_their_concatenation() -> None:
     """Three samples and five, of which one has padded tokens."""
     q3, k3, q5, k5 = heads(3, 2, 5, 4), heads(3, 2, 7, 4, seed=1), heads(5, 2, 5, 4, seed=2), heads(5, 2, 7, 4, seed=3)
-    seen = torch.ones(5, 1, 5, 7, dtype=torch.bool)
-    seen[4, :, 2:] = False
+    visible = torch.ones(5, 1, 5, 7, dtype=torch.bool)
+    visible[4, :, 2:] = False
     model = Calls(F.scaled_dot_product_attention)
     with ModuleMonitor(rules=ALL) as monitor:
         monitor.set_module(model)
         monitor.begin_step(0)
         model(q3, k3, k3)
         monitor.after_micro_batch()
-        model(q5, k5, k5, attn_mask=seen)
-        found = monitor.end_step()
-    assert found is not None
-    assert_values(found, expected_values("_root_", truth(q3, k3), truth(q5, k5, seen=seen)))
+        model(q5, k5, k5, attn_mask=visible)
+        result = monitor.end_step()
+    assert result is not None
+    assert_values(result, expected_values("_root_", truth(q3, k3), truth(q5, k5, visible=visible)))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -344,10 +344,10 @@ def test_recomputed_attention_counts_once(use_reentrant: bool) -> None:
         monitor.set_module(model)
         monitor.begin_step(0)
         model(query, key).sum().backward()
-        found = monitor.end_step()
-    assert found is not None
+        result = monitor.end_step()
+    assert result is not None
     numbers = {f"attention_entropy/parts.0.head_{head}/num": 10.0 for head in range(3)}
-    assert_values(found, expected_values("parts.0", truth(query, key)) | numbers)
+    assert_values(result, expected_values("parts.0", truth(query, key)) | numbers)
     assert query.grad is not None
     assert _get_current_function_mode_stack() == []
 
@@ -375,9 +375,9 @@ def test_an_error_in_a_forward_corrupts_nothing() -> None:
             model(query, key, True)
         assert _get_current_function_mode_stack() == []
         model(2 * query, key, False)
-        found = monitor.end_step()
-    assert found is not None
-    assert_values(found, expected_values("_root_", truth(query, key), truth(2 * query, key)))
+        result = monitor.end_step()
+    assert result is not None
+    assert_values(result, expected_values("_root_", truth(query, key), truth(2 * query, key)))
 
 
 def test_ctrl_c_in_a_forward_leaves_nothing() -> None:
@@ -404,11 +404,11 @@ def test_ctrl_c_in_a_forward_leaves_nothing() -> None:
 
 def test_modes_of_the_model_stay_where_they_are() -> None:
     """A mode that the model enters around torch's own layers is left by the model, and ours before and after it."""
-    seen = []
+    functions = []
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
+            functions.append(func)
             return func(*args, **(kwargs or {}))
 
     query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
@@ -419,12 +419,12 @@ def test_modes_of_the_model_stay_where_they_are() -> None:
             layer(q)
             F.scaled_dot_product_attention(q, k, k)
         assert len(_get_current_function_mode_stack()) == 1
-        seen.clear()
+        functions.clear()
         F.scaled_dot_product_attention(2 * q, k, k)
 
     model = Calls(forward, layer, Calls(lambda: None))
     assert_values(record(model, query, key), expected_values("_root_", truth(query, key), truth(2 * query, key)))
-    assert seen == []
+    assert functions == []
 
 
 def test_no_monitor_and_other_stages() -> None:
@@ -468,55 +468,55 @@ def test_autocast_does_not_round_the_figures() -> None:
     """Inside the model's own autocast they are computed in float32, and projections of nn.MultiheadAttention as the model does."""
     query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
-        found = record(Calls(F.scaled_dot_product_attention), query, key, key)
-    assert_values(found, expected_values("_root_", truth(query, key)))
+        result = record(Calls(F.scaled_dot_product_attention), query, key, key)
+    assert_values(result, expected_values("_root_", truth(query, key)))
     torch.manual_seed(0)
     module, x = nn.MultiheadAttention(8, 2), heads(5, 3, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        found = record(module, x, x, x)
+        result = record(module, x, x, x)
         q, k, _v = F.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
-    q, k = (one.unflatten(2, (2, 4)).permute(1, 2, 0, 3) for one in (q, k))
+    q, k = (tensor.unflatten(2, (2, 4)).permute(1, 2, 0, 3) for tensor in (q, k))
     assert q.dtype == torch.bfloat16
-    assert_values(found, expected_values("_root_", truth(q, k)))
+    assert_values(result, expected_values("_root_", truth(q, k)))
 
 
-def test_many_query_tokens_are_sampled_and_that_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_query_tokens_are_sampled_and_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Once for the module, and not by numbers that differ from call to call."""
     monkeypatch.setattr(maths, "MAX_QUERIES", 4)
     monkeypatch.setattr(probe, "MAX_QUERIES", 4)
     query, key = heads(2, 1, 12, 4), heads(2, 1, 12, 4, seed=1)
     with caplog.at_level(logging.INFO):
-        found = record(Calls(F.scaled_dot_product_attention), query, key, key)
-    assert caplog.messages == ["_root_: of more than 4 query tokens evenly spaced ones are measured."]
-    assert_values(found, expected_values("_root_", truth(query[:, :, 1::3], key)))
+        result = record(Calls(F.scaled_dot_product_attention), query, key, key)
+    assert caplog.messages == ["_root_: evenly spaced query tokens are measured, as there are over 4."]
+    assert_values(result, expected_values("_root_", truth(query[:, :, 1::3], key)))
 
 
 def test_functions_get_nan_for_tokens_that_do_not_count() -> None:
     """A function of the user's sees the tokens of each head, and which of them see nothing."""
-    query, key, seen = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1), (torch.arange(5) < 3)[:, None].expand(5, 7)
+    query, key, visible = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1), (torch.arange(5) < 3)[:, None].expand(5, 7)
     rule = Rule(kinds=["attention_max_logit"], functions={"median": torch.nanmedian, "missing": lambda x: x.isnan().sum()})
-    found = record(Calls(F.scaled_dot_product_attention), query, key, key, attn_mask=seen, rules=rule)
-    expected = truth(query, key, seen=seen).attention_max_logit[:, 1]
-    assert found.values["attention_max_logit/_root_.head_1/median"] == pytest.approx(float(np.sort(expected[~np.isnan(expected)])[2]))
-    assert found.values["attention_max_logit/_root_.head_1/missing"] == 4
+    result = record(Calls(F.scaled_dot_product_attention), query, key, key, attn_mask=visible, rules=rule)
+    expected = truth(query, key, visible=visible).attention_max_logit[:, 1]
+    assert result.values["attention_max_logit/_root_.head_1/median"] == pytest.approx(float(np.sort(expected[~np.isnan(expected)])[2]))
+    assert result.values["attention_max_logit/_root_.head_1/missing"] == 4
 
 
-def test_histograms_leave_out_what_does_not_count() -> None:
+def test_histograms_omit_tokens_that_do_not_count() -> None:
     """Of two calls; a token that sees nothing is in no bin, nor among the NaN."""
-    query, key, seen = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1), (torch.arange(5) < 3)[:, None].expand(5, 7)
+    query, key, visible = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1), (torch.arange(5) < 3)[:, None].expand(5, 7)
     model = Calls(F.scaled_dot_product_attention)
     with ModuleMonitor(rules=[Rule(kinds="attention_max_logit", statistics="hist")]) as monitor:
         monitor.set_module(model)
         monitor.begin_step(0)
-        model(query, key, key, attn_mask=seen)
+        model(query, key, key, attn_mask=visible)
         model(query, key, key)
-        found = monitor.end_step()
-    assert found is not None
+        result = monitor.end_step()
+    assert result is not None
     for head in range(3):
-        logits = [one.attention_max_logit[:, head].ravel() for one in (truth(query, key, seen=seen), truth(query, key))]
+        logits = [figures.attention_max_logit[:, head].ravel() for figures in (truth(query, key, visible=visible), truth(query, key))]
         values = np.concatenate(logits)
         expected, _edges = np.histogram(values[~np.isnan(values)], bins=EDGES)
-        histogram = found.histograms[f"attention_max_logit/_root_.head_{head}/hist"]
+        histogram = result.histograms[f"attention_max_logit/_root_.head_{head}/hist"]
         assert histogram.counts.sum() == 6 + 10
         assert np.array_equal(histogram.counts[positive := EDGES[:-1] > 0], expected[positive])
         assert not any(histogram.nonfinite.values())
@@ -528,36 +528,36 @@ def test_tensors_of_heads_are_activations() -> None:
     query, key, value = heads(2, 4, 5, 4), heads(2, 2, 7, 4, seed=1), heads(2, 2, 7, 3, seed=2)
     model = Calls(F.scaled_dot_product_attention)
     rules = [*attention_rules(), Rule(kinds="activation", statistics=["norm", "max"])]
-    found = record(model, query, key, value, enable_gqa=True, rules=rules)
+    result = record(model, query, key, value, enable_gqa=True, rules=rules)
     output = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     for head in range(4):
         tensors = {"query": query[:, head], "key": key[:, head // 2], "value": value[:, head // 2], "activation": output[:, head]}
         for name, tensor in tensors.items():
             site = f"activation/_root_.head_{head}.{name}"
-            assert found.values[f"{site}/norm"] == pytest.approx(float(tensor.double().norm()), rel=1e-6)
-            assert found.values[f"{site}/max"] == float(tensor.max())
+            assert result.values[f"{site}/norm"] == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+            assert result.values[f"{site}/max"] == float(tensor.max())
     assert not [key for key in record(model, query, key, value, enable_gqa=True, rules=rules[-1]).values if "head" in key]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of vmap, before torch 2.5
-def test_what_cannot_be_read_is_nan_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_cannot_be_read_is_nan_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Under a functorch transform: the model's own result is right, the module's figures are NaN, all else is there."""
     query, key = heads(2, 3, 5, 4), heads(2, 3, 5, 4, seed=1)
     inner = Calls(F.scaled_dot_product_attention)
 
     def forward(q: Tensor, k: Tensor) -> Tensor:
         F.scaled_dot_product_attention(q, k, k)
-        return torch.func.vmap(lambda one, other: inner(one, other, other))(q, k)
+        return torch.func.vmap(lambda query, key: inner(query, key, key))(q, k)
 
     model = Calls(forward, inner)
     rules = [Rule(kinds=["attention_entropy"], statistics="mean")]
-    found = record(model, query, key, rules=rules)
+    result = record(model, query, key, rules=rules)
     torch.testing.assert_close(model(query, key), F.scaled_dot_product_attention(query, key, key))
     expected = truth(query, key).attention_entropy.mean(axis=(0, 2))
-    values = [found.values[f"attention_entropy/_root_.head_{head}/mean"] for head in range(3)]
+    values = [result.values[f"attention_entropy/_root_.head_{head}/mean"] for head in range(3)]
     assert values == pytest.approx(expected.tolist(), rel=1e-5)
-    assert math.isnan(found.values["attention_entropy/parts.0/mean"])
-    assert found.values["monitor/errors"] == 1
+    assert math.isnan(result.values["attention_entropy/parts.0/mean"])
+    assert result.values["monitor/errors"] == 1
     assert len([message for message in caplog.messages if "attention_entropy 'parts.0'" in message]) == 1
 
 
@@ -571,12 +571,12 @@ def test_empty_batches_change_nothing() -> None:
         model(query[:0], key[:0], key[:0])
         model(query[:, :, :0], key, key)
         model(query, key, key)
-        found = monitor.end_step()
-    assert found is not None
-    assert_values(found, expected_values("_root_", truth(query, key)))
+        result = monitor.end_step()
+    assert result is not None
+    assert_values(result, expected_values("_root_", truth(query, key)))
 
 
-def test_a_copy_of_a_model_that_is_watched_is_not_watched() -> None:
+def test_a_copy_of_a_monitored_model_is_not_monitored() -> None:
     """It deep-copies and pickles in the middle of a step."""
     model = nn.Sequential(nn.MultiheadAttention(8, 2))
     with ModuleMonitor(rules=ALL) as monitor:
@@ -585,16 +585,16 @@ def test_a_copy_of_a_model_that_is_watched_is_not_watched() -> None:
         x = heads(5, 3, 8)
         for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # our own bytes
             clone[0](x, x, x)
-        found = monitor.end_step()
-    assert found is not None
-    assert found.values == {"monitor/errors": 0.0}
+        result = monitor.end_step()
+    assert result is not None
+    assert result.values == {"monitor/errors": 0.0}
 
 
 # Told by hand
 
 
 class Told(nn.Module):
-    """Computes attention itself, and tells of it."""
+    """Computes attention itself, and reports it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -628,7 +628,7 @@ def test_monitor_scaled_dot_product_attention_row_of_the_table() -> None:
         assert monitor.get_all_metrics().keys() == {0}
         values = monitor.get_all_metrics()[0]
     expected = {"monitor/errors": 0.0}
-    for head, entropy in enumerate(np.nanmean(truth(query, key, seen=mask).attention_entropy, axis=(0, 2))):
+    for head, entropy in enumerate(np.nanmean(truth(query, key, visible=mask).attention_entropy, axis=(0, 2))):
         expected[f"attention_entropy/inner.head_{head}/mean"] = entropy
         for name, tensor in {"query": query, "key": key, "value": value, "activation": output}.items():
             expected[f"activation/inner.head_{head}.{name}/max"] = float(tensor[:, head].max())
@@ -657,19 +657,19 @@ def test_by_hand_all_arguments_under_their_names(is_causal: bool) -> None:
             activation=None,
             is_reference=False,
         )
-        found = monitor.end_step()
-    assert found is not None
+        result = monitor.end_step()
+    assert result is not None
     expected = truth(query, key, bias=None if is_causal else bias, is_causal=is_causal, scale=0.3)
-    assert_values(found, expected_values("_root_", expected))
+    assert_values(result, expected_values("_root_", expected))
     for head in range(6):
         of_head = {"query": query[:, head], "key": key[:, head // 2], "value": value[:, head // 2]}
         for name, tensor in of_head.items():
-            assert found.values[f"activation/_root_.head_{head}.{name}/max"] == float(tensor.max())
-    assert not any("activation/" in name and name.endswith(".activation/max") for name in found.values)
+            assert result.values[f"activation/_root_.head_{head}.{name}/max"] == float(tensor.max())
+    assert not any("activation/" in name and name.endswith(".activation/max") for name in result.values)
 
 
-@pytest.mark.parametrize("first", ["by hand", "seen"])
-def test_a_call_that_is_told_and_seen_counts_once(first: str) -> None:
+@pytest.mark.parametrize("first", ["by hand", "intercepted"])
+def test_a_call_that_is_reported_and_intercepted_counts_once(first: str) -> None:
     """In either order; two different calls count twice."""
     query, key = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1)
     monitor = ModuleMonitor(rules=ALL)
@@ -678,7 +678,7 @@ def test_a_call_that_is_told_and_seen_counts_once(first: str) -> None:
         if first == "by hand":
             monitor_scaled_dot_product_attention(monitor, "_root_", q, k, k)
         F.scaled_dot_product_attention(q, k, k)
-        if first == "seen":
+        if first == "intercepted":
             monitor_scaled_dot_product_attention(monitor, "_root_", q, k, k)
         monitor_scaled_dot_product_attention(monitor, "_root_", 2 * q, k, k)
         F.scaled_dot_product_attention(q, k, k)
@@ -688,9 +688,9 @@ def test_a_call_that_is_told_and_seen_counts_once(first: str) -> None:
         monitor.set_module(model)
         monitor.begin_step(0)
         model(query, key)
-        found = monitor.end_step()
-    assert found is not None
-    assert_values(found, expected_values("_root_", truth(query, key), truth(2 * query, key), truth(query, key)))
+        result = monitor.end_step()
+    assert result is not None
+    assert_values(result, expected_values("_root_", truth(query, key), truth(2 * query, key), truth(query, key)))
 
 
 def test_by_hand_heads_come_first_where_there_is_no_batch() -> None:
@@ -700,13 +700,13 @@ def test_by_hand_heads_come_first_where_there_is_no_batch() -> None:
         monitor.set_module(model := nn.Identity())
         monitor.begin_step(0)
         monitor_scaled_dot_product_attention(monitor, model, query, key, key, is_causal=True)
-        found = monitor.end_step()
-    assert found is not None
-    assert_values(found, expected_values("_root_", truth(query[None], key[None], is_causal=True)))
+        result = monitor.end_step()
+    assert result is not None
+    assert_values(result, expected_values("_root_", truth(query[None], key[None], is_causal=True)))
 
 
-def test_by_hand_of_a_module_that_is_not_there() -> None:
-    """An unknown module or name is an error that says the nearest; an excluded one is passed over; so is a step that is not monitored."""
+def test_by_hand_of_an_unknown_module() -> None:
+    """An unknown module or name is an error with the nearest name; excluded modules and steps that are not monitored are passed over."""
     x = heads(2, 1, 5, 4)
     with ModuleMonitor(rules=ALL, exclude="b") as monitor:
         monitor.set_module(model := nn.ModuleDict({"attn": nn.Identity(), "b": nn.Identity()}))
@@ -719,9 +719,9 @@ def test_by_hand_of_a_module_that_is_not_there() -> None:
             monitor_scaled_dot_product_attention(monitor, nn.Linear(1, 1), x, x, x)
         with pytest.raises(ValueError, match="There is no reference"):
             monitor_scaled_dot_product_attention(monitor, model["attn"], x, x, x, is_reference=True)
-        found = monitor.end_step()
-    assert found is not None
-    assert found.values == {"monitor/errors": 0.0}
+        result = monitor.end_step()
+    assert result is not None
+    assert result.values == {"monitor/errors": 0.0}
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
@@ -730,7 +730,7 @@ def test_is_reference_compares_the_tensors_of_heads(cpu_offload: bool) -> None:
     torch.manual_seed(0)
     model, reference = nn.ModuleDict({"attn": nn.Linear(4, 4)}), nn.ModuleDict({"attn": nn.Linear(4, 4)})
     inputs = [heads(2, 3, 5, 4), heads(4, 3, 5, 4, seed=1)]
-    found, expected = {}, {}
+    result, expected = {}, {}
     with ModuleMonitor(cpu_offload=cpu_offload) as monitor:
         monitor.add_activation_difference_metric("norm")
         monitor.add_activation_difference_metric("distance", lambda current, other: (current - other).abs().sum(), ".*", torch.sum)
@@ -748,21 +748,21 @@ def test_is_reference_compares_the_tensors_of_heads(cpu_offload: bool) -> None:
         with pytest.raises(ValueError, match="This Linear is none of the 2 modules of the reference"):
             monitor_scaled_dot_product_attention(monitor, model["attn"], z, z, z, is_reference=True)
         monitor.end_step()
-        found = monitor.get_step_metrics()
+        result = monitor.get_step_metrics()
     changes = [(model["attn"](x) - reference["attn"](x)).detach().double() for x in inputs]
     for head in range(3):
         of_head = torch.cat([change[:, head].flatten() for change in changes])
         for name, factor in {"query": 1, "key": 0, "value": 0, "activation": 2}.items():
             expected[f"activation_difference/attn.head_{head}.{name}/norm"] = factor * float(of_head.norm())
             expected[f"activation_difference/attn.head_{head}.{name}/distance"] = factor * float(of_head.abs().sum())
-    values = {key: value for key, value in found.items() if ".head_" in key and key.startswith("activation_difference")}
+    values = {key: value for key, value in result.items() if ".head_" in key and key.startswith("activation_difference")}
     assert values == pytest.approx(expected, rel=1e-5, abs=1e-9)
-    assert found["monitor/errors"] == 0
+    assert result["monitor/errors"] == 0
 
 
 @pytest.mark.parametrize("follows", [False, True])
 def test_attention_of_the_reference_is_not_the_models(follows: bool) -> None:
-    """It runs beside the model, and its modules once more for the coordinate check: none of that is seen."""
+    """It runs beside the model, and its modules once more for the coordinate check: neither is recorded."""
     model = Calls(lambda x: model.parts[0](x, x, x)[0], nn.MultiheadAttention(8, 2))
     reference, x = copy.deepcopy(model), heads(5, 3, 8)
     reference.call = lambda x: reference.parts[0](2 * x, x, x)[0]
@@ -776,10 +776,10 @@ def test_attention_of_the_reference_is_not_the_models(follows: bool) -> None:
                 reference(x)
         model(x).sum().backward()
         monitor.after_micro_batch()
-        found = monitor.end_step()
-    assert found is not None
-    assert any(key.startswith("rcc_output") for key in found.values)
+        result = monitor.end_step()
+    assert result is not None
+    assert any(key.startswith("rcc_output") for key in result.values)
     alone = record(model, x)
-    assert {key: value for key, value in found.values.items() if key.startswith("attention")} == {
+    assert {key: value for key, value in result.values.items() if key.startswith("attention")} == {
         key: value for key, value in alone.values.items() if key.startswith("attention")
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mup
@@ -26,11 +26,11 @@ from lightning_module_monitor.probes.rcc_layers import EFFECTIVE, OUTPUT, PROPAG
 from lightning_module_monitor.statistics.precision import Difference
 
 CLOSE = 0.05
-"""What operator norms of the matrices here are within; others may be as far off as ``TOLERANCE``."""
+"""Tolerance of the operator norms of the matrices here; other matrices may need ``TOLERANCE``."""
 
 
 class Scale(nn.Module):
-    """A layer of a user's own type."""
+    """A layer of a user's weights type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ register_rcc_layer(Scale, lambda x, weight, bias, module: x * weight + bias)
 
 
 class Conv1D(nn.Module):
-    """Hugging Face's linear layer with a transposed weight, as its package has it."""
+    """Hugging Face's linear layer with a transposed weight."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
 
 
-def of_mup(shared: bool = False) -> nn.Module:
+def mup_readout(shared: bool = False) -> nn.Module:
     """A readout of mup's, twice as wide as its base: it multiplies its input by 3 / 2."""
 
     def make_layer(width: int) -> nn.Module:
@@ -70,8 +70,8 @@ def of_mup(shared: bool = False) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def name_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check knows the class by its name. Only within a test: others look for every class of modules, and import what it names."""
+def hugging_face_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check knows the class by its name. It has that name only within a test, because other tests import every class by name."""
     monkeypatch.setattr(Conv1D, "__module__", "transformers.pytorch_utils")
 
 
@@ -94,13 +94,13 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]
     "bilinear": (lambda: nn.Bilinear(3, 4, 5), ((6, 3), (6, 4)), {}),
     "a type of the user": (Scale, ((3, 4),), {}),
     "Conv1D": (lambda: Conv1D(6, 4), ((3, 5, 4),), {}),
-    "readout of mup": (of_mup, ((3, 5, 4),), {}),
-    "shared readout of mup": (lambda: of_mup(shared=True), ((5, 4),), {}),
+    "readout of mup": (mup_readout, ((3, 5, 4),), {}),
+    "shared readout of mup": (lambda: mup_readout(shared=True), ((5, 4),), {}),
 }
 
 
 class Keep:
-    """A function of the user's that keeps what it gets, by kind and site, in the order of the calls."""
+    """A user's function that keeps its arguments in the order of the calls."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -114,6 +114,21 @@ def keepers(kinds: tuple[str, ...] = TERMS) -> tuple[dict[str, Keep], list[Rule]
     """Rules that keep the tensors of each kind."""
     kept = {kind: Keep() for kind in kinds}
     return kept, [Rule(kinds=kind, functions={"keep": keep}) for kind, keep in kept.items()]
+
+
+def checked_step(model: nn.Module, reference: nn.Module, x: Tensor, statistics: Sequence[str] = ("rms",)) -> dict[str, float]:
+    """The values of a step with the coordinate check, in which model and reference get the same input."""
+    with ModuleMonitor(on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference)
+        RefinedCoordinateCheck(monitor, statistics)
+        monitor.begin_step(0)
+        with monitor.no_monitor():
+            reference(x)
+        model(x)
+        record = monitor.end_step()
+    assert record is not None
+    return dict(record.values)
 
 
 class Run:
@@ -176,7 +191,7 @@ def test_the_two_terms_add_up(name: str) -> None:
     torch.set_rng_state(state)
 
 
-OF_MUP = ("readout of mup", "shared readout of mup")
+MUP_READOUTS = ("readout of mup", "shared readout of mup")
 CHANNELS_SECOND = {name for name in LAYERS if "conv" in name or name == "group norm" or "batch norm" in name} - {"conv3d, no batch"}
 
 
@@ -188,21 +203,22 @@ def by_hand(module: Any, reference: Any, x: Tensor, x0: Tensor) -> dict[str, Ten
     if isinstance(module, nn.Linear):
         return {EFFECTIVE: torch.einsum("oi,...i->...o", W - W0, x), PROPAGATING: torch.einsum("oi,...i->...o", W0, x - x0)}
     if isinstance(module, nn.Conv1d):
-        patches, patches0 = (F.pad(one, (1, 1)).unfold(2, 3, 2) for one in (x, x0))
+        patches, patches0 = (F.pad(tensor, (1, 1)).unfold(2, 3, 2) for tensor in (x, x0))
         return {
             EFFECTIVE: torch.einsum("oik,nilk->nlo", W - W0, patches),
             PROPAGATING: torch.einsum("oik,nilk->nlo", W0, patches - patches0),
         }
     dims = {nn.LayerNorm: (-1,), nn.BatchNorm2d: (0, 2, 3)}[type(module)]
     hat, hat0 = (
-        (one - one.mean(dims, keepdim=True)) / (one.var(dims, unbiased=False, keepdim=True) + module.eps).sqrt() for one in (x, x0)
+        (tensor - tensor.mean(dims, keepdim=True)) / (tensor.var(dims, unbiased=False, keepdim=True) + module.eps).sqrt()
+        for tensor in (x, x0)
     )
     if isinstance(module, nn.BatchNorm2d):
         hat, hat0 = hat.movedim(1, -1), hat0.movedim(1, -1)
     return {EFFECTIVE: (W - W0) * hat, PROPAGATING: W0 * (hat - hat0)}
 
 
-@pytest.mark.parametrize("name", ["linear", "linear without bias", "conv1d", "layer norm without bias", "batch norm", *OF_MUP])
+@pytest.mark.parametrize("name", ["linear", "linear without bias", "conv1d", "layer norm without bias", "batch norm", *MUP_READOUTS])
 @pytest.mark.shows("plain loop", "RCC")
 def test_the_terms_of_the_weight_alone(name: str) -> None:
     """At ``fc.weight``: (W - W0) x and W0 (x - x0), written out; their rms is the textbook's."""
@@ -217,7 +233,7 @@ def test_the_terms_of_the_weight_alone(name: str) -> None:
     assert run.values[f"{PROPAGATING}/_root_/rms"] == run.values[f"{PROPAGATING}/_root_.weight/rms"]
 
 
-WITHOUT_BOUND = ("batch norm, frozen", "bilinear", "a type of the user", "Conv1D")
+WITHOUT_BOUND = ("batch norm, frozen", "bilinear", "a type of the user")
 """Layers without an alignment."""
 
 
@@ -229,30 +245,35 @@ def matrix_of(module: nn.Module, weight: Tensor) -> list[Tensor]:
     return [part.flatten(1) for part in weight.chunk(groups)]
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in WITHOUT_BOUND])
+@pytest.mark.parametrize("name", LAYERS)
 def test_operator_norms_are_the_largest_singular_values_and_no_alignment_is_above_one(name: str) -> None:
-    """Against an SVD in float64; the alignment is the term's norm over operator norm times norm of all that the weight is applied to."""
-    run = Run(name, [Rule(kinds="rcc_operator_norm"), Rule(kinds="rcc_alignment")])
-    weight, own = run.module.weight.detach(), run.reference.weight.detach()  # type: ignore[operator, union-attr]
-    for which, tensor in (("update", weight - own), ("reference", own)):
-        expected = max(float(torch.linalg.matrix_norm(one, 2)) for one in matrix_of(run.module, tensor))
+    """Against an SVD in float64; the alignment is the term's norm over the product of operator norm and input norm.
+
+    There is no alignment if it is not known how the weight is applied, or if the product of the norms is no bound.
+    """
+    kinds = [kind for kind in ("rcc_operator_norm", "rcc_alignment") if layer_parts(LAYERS[name][0]())[""].has_kind(kind)]
+    run = Run(name, [Rule(kinds=kind) for kind in kinds])
+    weight, reference = run.module.weight.detach(), run.reference.weight.detach()  # type: ignore[operator, union-attr]
+    for which, tensor in (("update", weight - reference), ("reference", reference)):
+        expected = max(float(torch.linalg.matrix_norm(matrix, 2)) for matrix in matrix_of(run.module, tensor))
         assert run.values[f"rcc_operator_norm/_root_/{which}"] == pytest.approx(expected, rel=CLOSE), which
-    for which in ("effective", "propagating"):
-        assert 0.05 < run.values[f"rcc_alignment/_root_/{which}"] <= 1
-    if name == "linear" or name in OF_MUP:
+    alignments = {key.rpartition("/")[2]: value for key, value in run.values.items() if key.startswith("rcc_alignment")}
+    assert alignments.keys() == (set() if name in WITHOUT_BOUND else {"effective", "propagating"})
+    assert all(0.05 < value <= 1 for value in alignments.values())
+    if name == "linear" or name in MUP_READOUTS:
         x = run.x[0][0]
-        expected = float((x @ (weight - own).T).norm() / torch.linalg.matrix_norm(weight - own, 2) / x.norm())
+        expected = float((x @ (weight - reference).T).norm() / torch.linalg.matrix_norm(weight - reference, 2) / x.norm())
         assert run.values["rcc_alignment/_root_/effective"] == pytest.approx(expected, rel=CLOSE)
     if name == "conv1d":
         x = F.pad(run.x[0][0] - run.x0[0][0], (1, 1)).unfold(2, 3, 2)
-        term = torch.einsum("oik,nilk->nlo", own, x)
-        expected = float(term.norm() / torch.linalg.matrix_norm(own.flatten(1), 2) / x.norm())
+        term = torch.einsum("oik,nilk->nlo", reference, x)
+        expected = float(term.norm() / torch.linalg.matrix_norm(reference.flatten(1), 2) / x.norm())
         assert run.values["rcc_alignment/_root_/propagating"] == pytest.approx(expected, rel=CLOSE)
 
 
 @pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d in groups", "conv2d, circular", "transposed conv1d", "transposed conv2d"])
 def test_an_alignment_reaches_one_and_not_more(name: str) -> None:
-    """With the input that a weight's change grows most: of one leading direction, everywhere; overlapping patches count each."""
+    """With an input along the leading direction of the weight's change; overlapping patches count each."""
     run = Run(name, [Rule(kinds="rcc_alignment")])
     groups = getattr(run.module, "groups", 1)
     change = torch.zeros_like(run.module.weight)  # type: ignore[arg-type]
@@ -266,8 +287,8 @@ def test_an_alignment_reaches_one_and_not_more(name: str) -> None:
         assert alignment == pytest.approx(1.0, rel=1e-6)
 
 
-def test_no_alignment_is_above_one_where_the_norm_is_found_too_small() -> None:
-    """A random matrix has no leading direction: its norm is found a few percent too small, and here the input is what it grows most."""
+def test_no_alignment_is_above_one_if_the_norm_is_too_small() -> None:
+    """A random matrix has no leading direction: its norm is a few percent too small, and the input is its leading direction."""
     torch.manual_seed(0)
     module = nn.Linear(256, 256)
     reference = copy.deepcopy(module)
@@ -283,53 +304,32 @@ def test_no_alignment_is_above_one_where_the_norm_is_found_too_small() -> None:
         reference(x)
     module(x)
     monitor.end_step()
-    found = monitor.get_step_metrics()
-    assert 0.9 * float(values[0]) < found["rcc_operator_norm/_root_/update"] < 0.999 * float(values[0])
-    assert found["rcc_alignment/_root_/effective"] == 1
+    values_of_step = monitor.get_step_metrics()
+    assert 0.9 * float(values[0]) < values_of_step["rcc_operator_norm/_root_/update"] < 0.999 * float(values[0])
+    assert values_of_step["rcc_alignment/_root_/effective"] == 1
 
 
-def test_bilinear_weight_is_a_matrix_of_pairs_and_has_no_alignment() -> None:
-    """Its operator norms are of shape (out, in1 * in2)."""
-    run = Run("bilinear", [Rule(kinds="rcc_operator_norm"), Rule(kinds=list(TERMS), statistics="rms")])
-    expected = float(torch.linalg.matrix_norm(run.reference.weight.detach().flatten(1), 2))  # type: ignore[operator, union-attr]
-    assert run.values["rcc_operator_norm/_root_/reference"] == pytest.approx(expected, rel=CLOSE)
-    assert layer_parts(run.module)[""].has_kind("rcc_alignment") is False
+def test_the_second_input_of_a_bilinear_layer_has_a_site() -> None:
+    """Its terms of the input are recorded at ``input_1``."""
+    run = Run("bilinear", [Rule(kinds=list(TERMS), statistics="rms")])
     second = run.x[0][1]
     assert run.values["rcc_input/_root_.input_1/rms"] == pytest.approx(float(second.square().mean().sqrt()))
 
 
-@pytest.mark.parametrize("name", ["a type of the user", "Conv1D"])
-def test_operator_norms_of_registered_types_and_no_alignment(name: str) -> None:
-    """How the function applies the weight is not known, so there is no bound; the norms are those of the weight."""
-    run = Run(name, [Rule(kinds="rcc_operator_norm")])
-    own = run.reference.weight.detach()  # type: ignore[operator, union-attr]
-    expected = float(torch.linalg.matrix_norm(own if own.dim() == 2 else torch.diag(own), 2))
-    assert run.values["rcc_operator_norm/_root_/reference"] == pytest.approx(expected, rel=CLOSE)
-
-
 def test_an_embedding_has_no_input_terms() -> None:
-    """Its effective update is that of the rows that were looked up."""
+    """Its effective update is that of the selected rows."""
     module = nn.Embedding(10, 4).double()
     reference = copy.deepcopy(module)
     module.weight.data.add_(torch.arange(40.0).view(10, 4))
-    with ModuleMonitor(on_error="raise") as monitor:
-        monitor.set_module(module)
-        monitor.set_reference_module(reference)
-        RefinedCoordinateCheck(monitor)
-        ids = torch.tensor([[1, 7, 1]])
-        monitor.begin_step(0)
-        with monitor.no_monitor():
-            reference(ids)
-        module(ids)
-        record = monitor.end_step()
-    assert record is not None
+    ids = torch.tensor([[1, 7, 1]])
+    values = checked_step(module, reference, ids)
     expected = torch.arange(40.0).view(10, 4)[ids].square().mean().sqrt()
-    assert record.values["rcc_effective_update/_root_/rms"] == pytest.approx(float(expected))
-    kinds = {key.split("/")[0] for key in record.values}
+    assert values["rcc_effective_update/_root_/rms"] == pytest.approx(float(expected))
+    kinds = {key.split("/")[0] for key in values}
     assert kinds == {"rcc_output", "rcc_reference_output", "rcc_effective_update", "rcc_operator_norm", "monitor"}
 
 
-def training(  # noqa: PLR0917  # a loop and what is in it
+def training(  # noqa: PLR0917  # a loop and its parts
     model: nn.Module,
     monitor: ModuleMonitor,
     steps: list[list[tuple[Tensor, Tensor]]],
@@ -369,11 +369,11 @@ def test_everything_is_exactly_zero_at_step_0(name: str) -> None:
         monitor.set_reference_module(reference)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         first, second = training(model, monitor, [batches(3, 5), batches(8)], optimizer, reference=reference)
-    # Of an empty tensor there is no maximum.
+    # An empty tensor has no maximum.
     values = {key: value for key, value in first.items() if not key.startswith("monitor/") and "/empty/" not in key}
     assert len(values) >= 20
     assert {key: value for key, value in values.items() if value != 0} == {}
-    # And not because nothing was looked at: after a step all that trains has moved.
+    # After a step every trained parameter has changed, so the zeros are values.
     assert sum(second[key] > 0 for key in values if key in second) >= 6
 
 
@@ -394,25 +394,15 @@ class Transposes(nn.Module):
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_inputs_out_of_order_are_exactly_zero_at_step_0(is_frozen: bool) -> None:
-    """Torch multiplies them in another way where a gradient is needed: so does the check."""
+    """Torch multiplies them by another kernel if a gradient is needed; so does the check."""
     torch.manual_seed(0)
     model = Transposes()
     model.first.requires_grad_(not is_frozen)
     reference = copy.deepcopy(model)
     x = torch.randn(3, 16, 32)
-    with ModuleMonitor(on_error="raise") as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference)
-        RefinedCoordinateCheck(monitor, statistics=["abs_max"])
-        monitor.begin_step(0)
-        with monitor.no_monitor():
-            reference(x)
-        model(x)
-        record = monitor.end_step()
-    assert record is not None
-    found = {key: value for key, value in record.values.items() if key.startswith((f"{EFFECTIVE}/", f"{PROPAGATING}/"))}
-    assert len(found) == 20
-    assert set(found.values()) == {0.0}
+    values = checked_step(model, reference, x, statistics=["abs_max"])
+    changes = [value for key, value in values.items() if key.startswith((f"{EFFECTIVE}/", f"{PROPAGATING}/"))]
+    assert changes == [0.0] * 20
 
 
 def test_frozen_layer_first_layer_and_the_closed_form_of_an_sgd_step() -> None:
@@ -433,12 +423,12 @@ def test_frozen_layer_first_layer_and_the_closed_form_of_an_sgd_step() -> None:
     handle.remove()
     gradient = logits[0].grad
     assert gradient is not None
-    of_weight = -0.05 * torch.einsum("bo,bi,ni->no", gradient, x, new_x)
-    of_bias = -0.05 * gradient.sum(0)
-    sites = 3  # of three Linear layers, each with and without its bias; those of the first come first, in both steps
+    weight_term = -0.05 * torch.einsum("bo,bi,ni->no", gradient, x, new_x)
+    bias_term = -0.05 * gradient.sum(0)
+    sites = 3  # three Linear layers, with and without bias; the first layer comes first in both steps
     first_layer = kept[EFFECTIVE].tensors[2 * sites : 2 * sites + 2]
-    torch.testing.assert_close(first_layer[0], of_weight + of_bias, rtol=1e-10, atol=1e-14)
-    torch.testing.assert_close(first_layer[1], of_weight, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(first_layer[0], weight_term + bias_term, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(first_layer[1], weight_term, rtol=1e-10, atol=1e-14)
     assert second["rcc_effective_update/2/abs_max"] == second["rcc_effective_update/2.weight/abs_max"] == 0
     assert second["rcc_propagating_update/2/abs_max"] > 0
     assert second["rcc_propagating_update/0/abs_max"] == 0
@@ -457,8 +447,8 @@ def test_token_rms_is_token_norm_over_the_root_of_the_features(name: str) -> Non
 
 @pytest.mark.shows("accumulation", "RCC")
 def test_the_check_is_the_same_whatever_the_split_into_micro_batches() -> None:
-    """8 samples at once, 3 and 5, or one by one: the same values, operator norms and alignments too."""
-    found = []
+    """8 samples at once, 3 and 5, or one by one: the same values, operator runs and alignments too."""
+    runs = []
     for sizes in ((8,), (3, 5), (1,) * 8):
         model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3)).double()
         torch.manual_seed(0)
@@ -472,10 +462,10 @@ def test_the_check_is_the_same_whatever_the_split_into_micro_batches() -> None:
             monitor.set_reference_module(reference)
             check = RefinedCoordinateCheck(monitor, statistics=("rms", "token_norm", "abs_max"))
             optimizer = torch.optim.SGD(model.parameters(), 0.01)
-            found.append(training(model, monitor, [parts] * 3, optimizer, check, reference))
-    assert len(found[0][2]) > 60
-    for split in found[1:]:
-        for whole_step, split_step in zip(found[0], split, strict=True):
+            runs.append(training(model, monitor, [parts] * 3, optimizer, check, reference))
+    assert len(runs[0][2]) > 60
+    for split in runs[1:]:
+        for whole_step, split_step in zip(runs[0], split, strict=True):
             assert split_step == pytest.approx(whole_step, rel=1e-9, abs=1e-14)
 
 
@@ -500,7 +490,7 @@ def test_terms_without_the_bias_are_those_of_the_forward_pass_although_the_optim
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.shows("checkpointing, use_reentrant={use_reentrant}", "RCC")
 def test_what_checkpointing_computes_again_counts_once(use_reentrant: bool) -> None:
-    """The recomputation within the backward pass is no call of the module's."""
+    """The recomputation within the backward pass is not a call of the module."""
 
     class Checkpointed(nn.Module):
         def __init__(self, use_checkpoint: bool) -> None:
@@ -511,7 +501,7 @@ def test_what_checkpointing_computes_again_counts_once(use_reentrant: bool) -> N
             x = x.clone().requires_grad_()
             return self.head(checkpoint(self.inner, x, use_reentrant=use_reentrant) if self.use else self.inner(x))
 
-    found = []
+    runs = []
     for use in (False, True):
         torch.manual_seed(0)
         model = Checkpointed(use)
@@ -522,37 +512,28 @@ def test_what_checkpointing_computes_again_counts_once(use_reentrant: bool) -> N
             check = RefinedCoordinateCheck(monitor, statistics=["rms", "norm"])
             monitor.add_activation_difference_metric("norm")
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            found.append(training(model, monitor, [batches(8)] * 2, optimizer, check, reference))
-    assert found[0] == found[1]
-    assert found[1][1]["rcc_effective_update/inner/norm"] > 0
+            runs.append(training(model, monitor, [batches(8)] * 2, optimizer, check, reference))
+    assert runs[0] == runs[1]
+    assert runs[1][1]["rcc_effective_update/inner/norm"] > 0
 
 
 def test_a_module_called_several_times_is_checked_call_by_call() -> None:
-    """Twice in a step: the terms are of both calls together, each with its own input."""
+    """The terms of two calls in a step are those of both calls, each with its weights input."""
     model, reference = make("shared").double(), make("shared").double()
     reference.load_state_dict(model.state_dict())
     model.inner.weight.data.add_(0.3)
     x = batches(8)[0][0].double()
-    with ModuleMonitor(on_error="raise") as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference)
-        RefinedCoordinateCheck(monitor)
-        monitor.begin_step(0)
-        with monitor.no_monitor():
-            reference(x)
-        model(x)
-        record = monitor.end_step()
-    assert record is not None
+    values = checked_step(model, reference, x)
     W, W0, b = model.inner.weight.detach(), reference.inner.weight.detach(), model.inner.bias.detach()
     second, second0 = torch.relu(x @ W.T + b), torch.relu(x @ W0.T + b)
     effective = torch.cat([x, second]) @ (W - W0).T
     propagating = torch.cat([torch.zeros_like(x), second - second0]) @ W0.T
-    assert record.values["rcc_effective_update/inner/rms"] == pytest.approx(float(effective.square().mean().sqrt()), rel=1e-9)
-    assert record.values["rcc_propagating_update/inner/rms"] == pytest.approx(float(propagating.square().mean().sqrt()), rel=1e-9)
+    assert values["rcc_effective_update/inner/rms"] == pytest.approx(float(effective.square().mean().sqrt()), rel=1e-9)
+    assert values["rcc_propagating_update/inner/rms"] == pytest.approx(float(propagating.square().mean().sqrt()), rel=1e-9)
 
 
 def test_which_modules_are_checked(caplog: pytest.LogCaptureFixture) -> None:
-    """Those of the table's types; attention by its projections; other modules that own weights are named in one line."""
+    """Modules of the table's types; attention by its projections; one line names other modules with weights."""
 
     class WithToken(nn.Module):
         def __init__(self) -> None:
@@ -582,7 +563,7 @@ def test_which_modules_are_checked(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("has_one_weight", [True, False])
 def test_attention_is_checked_by_its_projections(has_one_weight: bool) -> None:
-    """The terms of q, k and v are those of the weights' parts, written out in float64, with masks, dropout and keywords."""
+    """The terms of q, k and v are computed from the parts of the weights in float64, with masks, dropout and keywords."""
     torch.manual_seed(0)
     sizes = {} if has_one_weight else {"kdim": 6, "vdim": 5}
     model = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True, **sizes).double()
@@ -605,11 +586,11 @@ def test_attention_is_checked_by_its_projections(has_one_weight: bool) -> None:
     assert all(map(math.isfinite, record.values.values()))
     for index, (letter, name) in enumerate(zip("qkv", features, strict=True)):
         weights = [
-            one.in_proj_weight[4 * index : 4 * index + 4] if has_one_weight else getattr(one, f"{letter}_proj_weight")
-            for one in (model, reference)
+            each.in_proj_weight[4 * index : 4 * index + 4] if has_one_weight else getattr(each, f"{letter}_proj_weight")
+            for each in (model, reference)
         ]
         W, W0 = (weight.detach() for weight in weights)
-        b, b0 = (one.in_proj_bias[4 * index : 4 * index + 4].detach() for one in (model, reference))
+        b, b0 = (each.in_proj_bias[4 * index : 4 * index + 4].detach() for each in (model, reference))
         expected = {
             f"rcc_output/attention.{letter}_proj": x[name] @ W.T + b,
             f"rcc_reference_output/attention.{letter}_proj": x0[name] @ W0.T + b0,
@@ -620,8 +601,8 @@ def test_attention_is_checked_by_its_projections(has_one_weight: bool) -> None:
             f"rcc_input_change/attention.{letter}_proj": x[name] - x0[name],
         }
         for key, tensor in expected.items():
-            found = record.values[key.replace("attention.", "_root_.") + "/rms"]
-            assert found == pytest.approx(float(tensor.square().mean().sqrt()), rel=1e-12), key
+            value = record.values[key.replace("attention.", "_root_.") + "/rms"]
+            assert value == pytest.approx(float(tensor.square().mean().sqrt()), rel=1e-12), key
         norm = float(torch.linalg.matrix_norm(W - W0, 2))
         assert record.values[f"rcc_operator_norm/_root_.{letter}_proj/update"] == pytest.approx(norm, rel=CLOSE)
         aligned = float((x[name] @ (W - W0).T).norm() / norm / x[name].norm())
@@ -631,7 +612,7 @@ def test_attention_is_checked_by_its_projections(has_one_weight: bool) -> None:
 
 
 def test_a_check_by_hand_needs_a_module_and_a_reference() -> None:
-    """Both are asked for by name."""
+    """The error names what is missing."""
     with pytest.raises(ValueError, match="has no module"):
         RefinedCoordinateCheck(ModuleMonitor())
     monitor = ModuleMonitor()
@@ -662,33 +643,25 @@ SKIPPED_CALLS: dict[str, tuple[Callable[[nn.Linear, Tensor], object], int]] = {
 
 
 @pytest.mark.parametrize("name", SKIPPED_CALLS)
-def test_a_call_without_plain_tensors_is_left_out_and_counted(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The other call of the same step is compared as if it were the only one, and nothing is an error."""
+def test_a_call_without_plain_tensors_is_skipped_and_counted(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The other call of the same step is compared as usual, without an error."""
     call, num_skipped = SKIPPED_CALLS[name]
     torch.manual_seed(0)
     model = Calls(call)
     reference = copy.deepcopy(model)
     model.layer.weight.data.add_(0.1)
     x = torch.randn(4, 6)
-    with ModuleMonitor(on_error="raise") as monitor, caplog.at_level("INFO"):
-        monitor.set_module(model)
-        monitor.set_reference_module(reference)
-        RefinedCoordinateCheck(monitor)
-        monitor.begin_step(0)
-        with monitor.no_monitor():
-            reference(x)
-        model(x)
-        record = monitor.end_step()
-    assert record is not None
-    assert record.values["monitor/rcc_skipped_calls"] == num_skipped
-    assert record.values["monitor/errors"] == 0
+    with caplog.at_level("INFO"):
+        values = checked_step(model, reference, x)
+    assert values["monitor/rcc_skipped_calls"] == num_skipped
+    assert values["monitor/errors"] == 0
     expected = x.double() @ torch.full((6, 3), 0.1).double()
-    assert record.values["rcc_effective_update/layer/rms"] == pytest.approx(float(expected.square().mean().sqrt()), rel=1e-5)
-    assert sum("monitor/rcc_skipped_calls" in one.getMessage() for one in caplog.records) == bool(num_skipped)
+    assert values["rcc_effective_update/layer/rms"] == pytest.approx(float(expected.square().mean().sqrt()), rel=1e-5)
+    assert sum("monitor/rcc_skipped_calls" in record.getMessage() for record in caplog.records) == bool(num_skipped)
 
 
 class Experts(nn.Module):
-    """Routed experts: how many tokens each gets depends on weights that train."""
+    """Routed experts: the number of tokens of each depends on trained weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -704,8 +677,8 @@ class Experts(nn.Module):
         return output
 
 
-def test_experts_with_other_token_counts_than_in_the_reference_are_left_out() -> None:
-    """Their operator norms, which are of the weights alone, stay; without the reference's call, likewise."""
+def test_experts_with_other_token_counts_than_in_the_reference_are_skipped() -> None:
+    """Their operator norms stay, which depend on the weights alone; likewise without a call of the reference."""
     torch.manual_seed(0)
     model = Experts()
     reference = copy.deepcopy(model)
@@ -735,7 +708,7 @@ def test_experts_with_other_token_counts_than_in_the_reference_are_left_out() ->
 
 
 def test_no_module_of_the_reference_is_called_within_the_live_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of the reference's module there could run anybody's code, with the live arguments, in the live context."""
+    """A call of the reference's module there would run its hooks on the model's arguments and context."""
     model, called = make("transformer"), []
     reference = copy.deepcopy(model)
     parts = set(reference.modules())
@@ -754,12 +727,12 @@ def test_no_module_of_the_reference_is_called_within_the_live_forward(monkeypatc
         record = monitor.end_step()
     assert record is not None
     assert len([key for key in record.values if key.startswith("rcc_effective_update")]) == 16
-    assert len(called) == len([one for one in model.modules() if not isinstance(one, NonDynamicallyQuantizableLinear)])
+    assert len(called) == len([module for module in model.modules() if not isinstance(module, NonDynamicallyQuantizableLinear)])
     assert not parts & set(called)
 
 
 def test_functions_of_the_table_run_outside_of_function_modes() -> None:
-    """A mode of the program's sees its own functions and none of the check's."""
+    """A mode of the program gets the model's functions, and none of the check's."""
 
     class Functions(TorchFunctionMode):
         def __init__(self) -> None:
@@ -773,7 +746,7 @@ def test_functions_of_the_table_run_outside_of_function_modes() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Conv1d(3, 3, 1))
     reference = copy.deepcopy(model)
     x = torch.randn(2, 3, 6)
-    found = []
+    functions = []
     with ModuleMonitor(on_error="raise") as monitor:
         monitor.set_module(model)
         monitor.set_reference_module(reference)
@@ -785,15 +758,15 @@ def test_functions_of_the_table_run_outside_of_function_modes() -> None:
                     reference(x)
             with Functions() as mode:
                 model(x)
-            found.append([name for name in mode.names if name in ("linear", "layer_norm", "conv1d", "sub", "rsub")])
+            functions.append([name for name in mode.names if name in ("linear", "layer_norm", "conv1d", "sub", "rsub")])
         record = monitor.end_step()
-    assert found == [["linear", "layer_norm", "conv1d"]] * 2
+    assert functions == [["linear", "layer_norm", "conv1d"]] * 2
     assert record is not None
     assert "rcc_propagating_update/2/rms" in record.values
 
 
 def test_a_model_without_a_layer_of_the_table_has_no_check() -> None:
-    """A GRU's weights are no single linear map; the rule matches nothing and is refused by name."""
+    """The weights of a GRU are not a single linear map; the error names the rule."""
     with ModuleMonitor(on_error="raise") as monitor:
         monitor.set_module(nn.Sequential(nn.GRU(4, 3)))
         monitor.set_reference_module(nn.Sequential(nn.GRU(4, 3)))
@@ -801,16 +774,16 @@ def test_a_model_without_a_layer_of_the_table_has_no_check() -> None:
             RefinedCoordinateCheck(monitor)
 
 
-def test_what_can_be_registered() -> None:
-    """A class of modules, and a function of four arguments."""
+def test_invalid_registrations() -> None:
+    """A type that is not a class of modules, and a function without four arguments."""
     with pytest.raises(TypeError, match=r"layer_type is 3; expected a subclass of torch.nn.Module\."):
         register_rcc_layer(3, lambda x, weight, bias, module: x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"does not take the arguments \(x, weight, bias, module\): too many positional arguments\."):
         register_rcc_layer(Scale, lambda x, weight: x)
 
 
-def test_layers_that_are_not_what_their_type_says_are_left_out() -> None:
-    """A forward of its own, in a subclass or on the instance; weights that are computed; an embedding that writes into its weight."""
+def test_layers_with_another_computation_than_their_type_are_skipped() -> None:
+    """An overridden forward, in a subclass or on the instance; computed weights; an embedding that writes into its weight."""
 
     class Own(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -823,19 +796,19 @@ def test_layers_that_are_not_what_their_type_says_are_left_out() -> None:
     patched = nn.Linear(2, 2)
     patched.forward = lambda input: input  # type: ignore[method-assign, assignment]
     inherits = type("Inherits", (nn.Linear,), {})(2, 2)
-    left_out = [
+    skipped = [
         *(Own(2, 2), Standardized(2, 2, 1), patched, nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))),
         *(nn.Embedding(3, 2, max_norm=1.0), nn.EmbeddingBag(3, 2), nn.LayerNorm(2, elementwise_affine=False), nn.LSTM(2, 2)),
         nn.Linear(2, 2, dtype=torch.complex64),
     ]
-    assert [name for one in left_out for name in layer_parts(one)] == []
+    assert [name for layer in skipped for name in layer_parts(layer)] == []
     assert list(layer_parts(inherits)) == [""]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize("kind", ["random", "low rank", "zero", "small"])
 def test_operator_norm_is_within_its_tolerance(kind: str, scale: float) -> None:
-    """And never too large: of random matrices, which have no leading direction, of low rank, of zeros; several at once."""
+    """And never too large, for matrices with and without a leading direction; several at once."""
     torch.manual_seed(1)
     matrices = {
         "random": torch.randn(2, 1024, 512),
@@ -843,9 +816,8 @@ def test_operator_norm_is_within_its_tolerance(kind: str, scale: float) -> None:
         "zero": torch.zeros(1, 300, 200),
         "small": torch.randn(3, 2, 5),
     }[kind]
-    expected = max(float(torch.linalg.matrix_norm(one.double(), 2)) for one in matrices) * scale
-    found = operator_norms({"another": Difference(matrices), "sought": Difference(matrices * scale)})
-    norm = float(found["sought"])
+    expected = max(float(torch.linalg.matrix_norm(matrix.double(), 2)) for matrix in matrices) * scale
+    norm = float(operator_norms({"another": Difference(matrices), "scaled": Difference(matrices * scale)})["scaled"])
     assert expected * (1 - CLOSE) <= norm <= expected * (1 + 1e-5)
 
 
@@ -853,41 +825,41 @@ def test_operator_norms_of_many_random_matrices() -> None:
     """The worst is within the stated tolerance, the median much closer, and none is too large."""
     matrices = torch.randn(100, 128, 256, generator=torch.Generator().manual_seed(0))
     expected = torch.linalg.matrix_norm(matrices.double(), 2)
-    found = operator_norms({str(i): Difference(one.unsqueeze(0)) for i, one in enumerate(matrices)})
-    missing = 1 - torch.stack(list(found.values())) / expected
+    norms = operator_norms({str(i): Difference(matrix.unsqueeze(0)) for i, matrix in enumerate(matrices)})
+    missing = 1 - torch.stack(list(norms.values())) / expected
     assert missing.max() < TOLERANCE
     assert missing.median() < 0.025
     assert missing.min() > -1e-5
 
 
 def test_operator_norms_of_differences() -> None:
-    """Groups, shapes that differ, weights in half precision and out of order, and what is not finite."""
+    """Groups, shapes that differ, weights in half precision and out of order, and non-finite elements."""
     torch.manual_seed(1)
-    own = {"linear": torch.randn(1, 70, 40), "groups": torch.randn(3, 8, 40), "wide": torch.randn(1, 5, 90), "half": torch.randn(1, 20, 40)}
-    own["half"] = own["half"].bfloat16()
-    own["out of order"] = torch.randn(1, 40, 20).transpose(1, 2)
-    other = {name: weight + 1e-3 * torch.randn_like(weight) for name, weight in own.items()}
-    other["rank one"] = own["linear"] + 1e-3 * torch.randn(1, 70, 1) * torch.randn(1, 1, 40)
-    own["rank one"] = own["linear"]
-    found = operator_norms({name: Difference(weight, other[name]) for name, weight in own.items()})
-    for name, weight in own.items():
+    weights = {"linear": torch.randn(1, 70, 40), "groups": torch.randn(3, 8, 40), "wide": torch.randn(1, 5, 90)}
+    weights["half"] = torch.randn(1, 20, 40).bfloat16()
+    weights["out of order"] = torch.randn(1, 40, 20).transpose(1, 2)
+    other = {name: weight + 1e-3 * torch.randn_like(weight) for name, weight in weights.items()}
+    other["rank one"] = weights["linear"] + 1e-3 * torch.randn(1, 70, 1) * torch.randn(1, 1, 40)
+    weights["rank one"] = weights["linear"]
+    norms = operator_norms({name: Difference(weight, other[name]) for name, weight in weights.items()})
+    for name, weight in weights.items():
         change = Difference(weight, other[name]).computed().double()
-        expected = max(float(torch.linalg.matrix_norm(one, 2)) for one in change)
-        assert expected * (1 - CLOSE) <= float(found[name]) <= expected * (1 + 1e-5), name
+        expected = max(float(torch.linalg.matrix_norm(matrix, 2)) for matrix in change)
+        assert expected * (1 - CLOSE) <= float(norms[name]) <= expected * (1 + 1e-5), name
     for bad in (torch.nan, torch.inf):
-        broken = own["linear"].clone()
+        broken = weights["linear"].clone()
         broken[0, 3, 4] = bad
-        found = operator_norms({"bad": Difference(broken, other["linear"]), "good": Difference(own["linear"], other["linear"])})
-        assert not math.isfinite(float(found["bad"]))
-        assert math.isfinite(float(found["good"]))
+        norms = operator_norms({"bad": Difference(broken, other["linear"]), "good": Difference(weights["linear"], other["linear"])})
+        assert not math.isfinite(float(norms["bad"]))
+        assert math.isfinite(float(norms["good"]))
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 24])
 def test_operator_norms_where_rows_of_one_direction_would_cancel_out(num_rows: int) -> None:
-    """The start is a sum of the rows: their order, their signs, and sizes that grow from row to row do not matter."""
+    """Order, signs and growing sizes of the rows do not matter."""
     torch.manual_seed(0)
     direction, signs = torch.randn(20), torch.tensor([1.0, -1.0]).repeat(num_rows)[:num_rows]
-    # Its rows have a part in common, by which all get the same sign, and then the larger parts cancel out.
+    # All rows have a common part, and larger parts that cancel out.
     hidden = torch.zeros(num_rows, 20)
     hidden[:, 0], hidden[:, 1] = 0.5, 2.0 * signs
     matrices = {
@@ -898,22 +870,22 @@ def test_operator_norms_where_rows_of_one_direction_would_cancel_out(num_rows: i
         "tiny": torch.outer(signs, direction) * 1e-40,
     }
     matrices["late"][-1] = direction
-    found = operator_norms({name: Difference(matrix.unsqueeze(0)) for name, matrix in matrices.items()})
+    norms = operator_norms({name: Difference(matrix.unsqueeze(0)) for name, matrix in matrices.items()})
     for name, matrix in matrices.items():
         expected = float(torch.linalg.matrix_norm(matrix.double(), 2))
-        assert float(found[name]) == pytest.approx(expected, rel=1e-5), name
-        # And whatever else is computed in the same call.
+        assert float(norms[name]) == pytest.approx(expected, rel=1e-5), name
+        # Other matrices in the same call change nothing.
         alone = operator_norms({"alone": Difference(matrix.unsqueeze(0))})["alone"]
-        assert float(alone) == pytest.approx(float(found[name]), rel=1e-6), name
+        assert float(alone) == pytest.approx(float(norms[name]), rel=1e-6), name
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_operator_norms_beside_an_empty_weight_and_with_another_default_device(device: str) -> None:
-    """The norm of nothing is 0, and keeps nobody from theirs; new tensors of the program's are none of the monitor's."""
+    """The norm of an empty weight is 0; the program's default device does not matter."""
     weights = {"empty": torch.ones(1, 0, 4), "none": torch.ones(0), "one": torch.full((1, 2, 2), 0.5)}
     with torch.device(device):
-        found = operator_norms({name: Difference(weight) for name, weight in weights.items()})
-    assert {name: float(norm) for name, norm in found.items()} == pytest.approx({"empty": 0.0, "none": 0.0, "one": 1.0})
+        norms = operator_norms({name: Difference(weight) for name, weight in weights.items()})
+    assert {name: float(norm) for name, norm in norms.items()} == pytest.approx({"empty": 0.0, "none": 0.0, "one": 1.0})
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
@@ -922,7 +894,7 @@ def test_operator_norms_follow_a_weight_that_trains(optimizer: type[torch.optim.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
     reference = copy.deepcopy(model)
-    one = optimizer(model.parameters(), lr=0.01)
+    instance = optimizer(model.parameters(), lr=0.01)
     checked = 0
     with ModuleMonitor(on_error="raise") as monitor:
         monitor.set_module(model)
@@ -930,7 +902,7 @@ def test_operator_norms_follow_a_weight_that_trains(optimizer: type[torch.optim.
         check = RefinedCoordinateCheck(monitor)
         for step in range(30):
             changes = {i: (model[i].weight - reference[i].weight).detach().double() for i in (0, 2, 4)}
-            (values,) = training(model, monitor, [batches(16, seed=step)], one, check, reference)
+            (values,) = training(model, monitor, [batches(16, seed=step)], instance, check, reference)
             for i, change in changes.items():
                 if step:
                     expected = float(torch.linalg.matrix_norm(change, 2))
@@ -945,16 +917,16 @@ def test_operator_norms_follow_a_weight_that_trains(optimizer: type[torch.optim.
 @pytest.mark.parametrize("name", ["linear", "linear without bias"])
 @pytest.mark.shows("plain loop", "histograms")
 def test_histograms_of_terms_count_every_element(name: str) -> None:
-    """At both sites; where both are the same tensor it is counted for both."""
+    """At both sites, even if both are the same tensor."""
     run = Run(name, [Rule(kinds=list(TERMS), statistics=["rms", "hist"]), Rule(kinds="rcc_alignment")])
     run.monitor.begin_step(1)
     with run.monitor.no_monitor():
         run.reference(*run.x0[0])
     output = run.module(*run.x[0])
-    found = run.monitor.end_step()
-    assert found is not None
+    record = run.monitor.end_step()
+    assert record is not None
     for kind in TERMS:
         size = run.x[0][0].numel() if "input" in kind else output.numel()
         for site in ("_root_", "_root_.weight"):
-            assert int(found.histograms[f"{kind}/{site}/hist"].counts.sum()) == size, (kind, site)
-    assert not any("alignment" in key for key in found.histograms)
+            assert int(record.histograms[f"{kind}/{site}/hist"].counts.sum()) == size, (kind, site)
+    assert not any("alignment" in key for key in record.histograms)

@@ -27,7 +27,7 @@ from lightning_module_monitor.record import Key
 
 
 class Deep(nn.Module):
-    """Blocks one after the other; the first one is also the last one."""
+    """A chain of blocks; the first block is also the last."""
 
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Deep(nn.Module):
 
 
 def observe(model: nn.Module, step: Callable[[ModuleMonitor], None], blocks: Any = "blocks", **options: Any) -> Record:
-    """One step of a plain loop with gradient flow and nothing else."""
+    """A step of a plain loop with gradient flow only."""
     flow = GradientFlow(blocks=blocks, **{name: options.pop(name) for name in ("norm", "thresholds") if name in options})
     with ModuleMonitor(gradient_flow=flow, **options) as monitor:
         monitor.set_module(model)
@@ -82,7 +82,7 @@ def ratios(norms: list[float | None]) -> list[float]:
 @pytest.mark.parametrize("sizes", [(8,), (3, 5)], ids=str)
 @pytest.mark.shows("plain loop", "gradient flow")
 def test_callback_merges_micro_batches_instead_of_raising(norm: str, sizes: tuple[int, ...]) -> None:
-    """They count as their concatenation, in each norm; one module at two places has a norm at each."""
+    """They count as their concatenation, in each norm; a module with two indices has a norm at each."""
     model = Deep()
     inputs = [batch(size) for size in sizes]
     record = observe(model, backward(model, *inputs), norm=norm)
@@ -98,8 +98,8 @@ def test_callback_merges_micro_batches_instead_of_raising(norm: str, sizes: tupl
     assert record.values["monitor/errors"] == 0
 
 
-def test_the_keys_are_known_beforehand_and_are_no_more_than_gains_and_their_summary() -> None:
-    """Norms stay inside; a prefix stands before all; every key is parsed into what it was made of."""
+def test_the_planned_keys_are_the_gains_and_their_summary() -> None:
+    """Norms are not recorded; every key has the prefix, and parses to its parts."""
     model = Deep()
     with ModuleMonitor(gradient_flow=GradientFlow(blocks="blocks"), prefix="run1") as monitor:
         monitor.set_module(model)
@@ -120,7 +120,7 @@ def test_the_keys_are_known_beforehand_and_are_no_more_than_gains_and_their_summ
 
 
 def test_blocks_by_a_containers_name_a_list_and_a_pattern() -> None:
-    """The same transitions, and in a list the user's own order; excluded modules are no blocks."""
+    """The same transitions, for a list in the user's order; excluded modules are not blocks."""
     model = nn.Module()
     model.body = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 6), nn.Tanh())
     model.parts = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)})
@@ -142,15 +142,15 @@ def test_blocks_by_a_containers_name_a_list_and_a_pattern() -> None:
 
 
 def test_the_model_itself_is_a_container() -> None:
-    """Of the name that it has in keys; those within its blocks are no blocks."""
+    """Under its name in keys; modules within its blocks are not blocks."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6)), nn.Tanh())
-    found = observe(model, backward(model, batch(5)), "_root_")
-    assert list(gains(found)) == ["0-1", "1-2"]
-    assert gains(found) == gains(observe(model, backward(model, batch(5)), ["0", "1", "2"]))
+    by_root = gains(observe(model, backward(model, batch(5)), "_root_"))
+    assert list(by_root) == ["0-1", "1-2"]
+    assert by_root == gains(observe(model, backward(model, batch(5)), ["0", "1", "2"]))
 
 
 def test_one_module_under_two_names() -> None:
-    """By a pattern of both, by a list that names it twice, and by a list of one name for both calls."""
+    """By a pattern of both names, a list of both, and a list with the same name twice."""
     model = Deep()
     expected = ratios(true_norms(list(model.blocks), batch(5)))
     for blocks in (r"blocks\.\d", ["blocks.0", "blocks.1", "blocks.2", "blocks.3"], ["blocks.0", "blocks.1", "blocks.2", "blocks.0"]):
@@ -181,7 +181,7 @@ def test_checkpointed_blocks_count_once(use_reentrant: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")  # before torch 2.5
 @pytest.mark.parametrize("implementation", ["REENTRANT", "NO_REENTRANT"])
 def test_blocks_in_torchs_checkpoint_wrapper(implementation: str) -> None:
-    """They have the names that they have without it."""
+    """Its modules keep their names."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
     model = nn.Module()
@@ -216,8 +216,8 @@ def test_frozen_blocks_and_blocks_without_a_gradient_have_no_gain() -> None:
     record = observe(model, step)
     norms = true_norms(blocks[:4], batch(4))
     assert norms[0] is None
-    found = {f"blocks.{i}-blocks.{i + 1}": ratio for i, ratio in zip((1, 2), ratios(norms[1:]), strict=True)}
-    assert gains(record) == pytest.approx(found, rel=4e-6)
+    expected = {f"blocks.{i}-blocks.{i + 1}": ratio for i, ratio in zip((1, 2), ratios(norms[1:]), strict=True)}
+    assert gains(record) == pytest.approx(expected, rel=4e-6)
     assert record.values["gradient_flow/_summary_/num_missing"] == 2
     assert record.values["monitor/errors"] == 0
 
@@ -233,14 +233,14 @@ def test_a_step_without_any_gradient_has_counts_only() -> None:
 def test_thresholds_move_the_counts() -> None:
     """A gain between them is healthy."""
     model = Deep()
-    one = observe(model, backward(model, batch(4)), thresholds=[0.0, 1e9])
-    other = observe(model, backward(model, batch(4)), thresholds=[0.0, 0.0])
-    assert (one.values["gradient_flow/_summary_/num_healthy"], other.values["gradient_flow/_summary_/num_amplifying"]) == (3, 3)
+    wide = observe(model, backward(model, batch(4)), thresholds=[0.0, 1e9])
+    narrow = observe(model, backward(model, batch(4)), thresholds=[0.0, 0.0])
+    assert (wide.values["gradient_flow/_summary_/num_healthy"], narrow.values["gradient_flow/_summary_/num_amplifying"]) == (3, 3)
 
 
 @pytest.mark.shows("inner autograd.grad", "gradient flow")
 def test_only_the_gradient_of_the_loss_counts() -> None:
-    """An inner ``autograd.grad`` of the user's, and what happens under ``no_monitor``, is left out, and moves no place."""
+    """A user's inner ``autograd.grad`` and calls under ``no_monitor`` do not count, also as calls of a shared block."""
     model = Deep()
     x = batch(4).requires_grad_()
 
@@ -263,8 +263,8 @@ def test_only_the_gradient_of_the_loss_counts() -> None:
     assert list(gains(observe(model, step)).values()) == pytest.approx(expected, rel=4e-6)
 
 
-def test_a_micro_batch_that_failed_half_way_moves_no_place() -> None:
-    """The next one's first call of a shared block is at its first place again."""
+def test_a_micro_batch_that_failed_does_not_count_as_a_call() -> None:
+    """In the next micro-batch the first call of a shared block has its first index."""
     model = Deep()
 
     def step(monitor: ModuleMonitor) -> None:
@@ -277,7 +277,7 @@ def test_a_micro_batch_that_failed_half_way_moves_no_place() -> None:
 
 
 def test_a_gradient_that_cannot_be_read_is_nan_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Logged once; the other transitions have their gains. So is an output that cannot be taken apart."""
+    """It is logged once; other transitions have gains. Likewise for an output that cannot be taken apart."""
 
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -303,7 +303,7 @@ def test_a_gradient_that_cannot_be_read_is_nan_and_counted(caplog: pytest.LogCap
 
 
 def test_names_that_loggers_would_not_take(caplog: pytest.LogCaptureFixture) -> None:
-    """They are changed by rule, stay different, and it is said."""
+    """They are changed by rule, stay different, and the log reports it."""
     model = nn.Module()
     for name in ("a", "b", "a-b", "b-a", "x y", "n" * 100, "m" * 100):
         model.add_module(name, nn.Linear(6, 6))
@@ -318,7 +318,7 @@ def test_names_that_loggers_would_not_take(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_the_forecast_counts_the_transitions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a dry run prints."""
+    """A dry run prints them."""
     callback = ModuleMonitorCallback(1, rules=[], gradient_flow=GradientFlow(blocks="model.blocks"), dry_run=True, store=False)
     trainer(tmp_path, [callback], max_steps=2).fit(Trained(), loader(), loader(8))
     printed = capsys.readouterr().out
@@ -359,7 +359,7 @@ class Trained(LightningModule):
 
 
 class Autograd(Callback):
-    """The truth of each step: ``torch.autograd.grad`` of a model of its own, in float64, with the weights of the moment."""
+    """Expected gradients of each step: ``torch.autograd.grad`` of a float64 copy with the current weights."""
 
     def __init__(self, num_micro_batches: int) -> None:
         self.num_micro_batches = num_micro_batches

@@ -1,4 +1,4 @@
-"""What looks for values that are not finite: exact in every precision, and without a read on the host."""
+"""The flag and the probe for non-finite values: exact in every precision, and without a host read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
 
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("is_on_host", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_the_largest_magnitude_is_exact(dtype: torch.dtype, is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limits of the precision, where sums overflow, in any layout; NaN and infinity stay what they are, wherever they are."""
-    monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: is_there)
+def test_the_largest_magnitude_is_exact(dtype: torch.dtype, is_on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where sums overflow, in any layout, and for NaN and infinity at any position."""
+    monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: is_on_host)
     largest = torch.finfo(dtype).max
     x = torch.full((7, 1000), -largest, dtype=dtype)
     cases: list[tuple[Tensor, float]] = [(x, largest), (x.T, largest), (x[:, ::3], largest), (torch.zeros(3, dtype=dtype), 0.0)]
@@ -31,20 +31,20 @@ def test_the_largest_magnitude_is_exact(dtype: torch.dtype, is_there: bool, monk
     indices, elements = torch.tensor([[0, 2]]), torch.tensor([1.0, -3.0], dtype=dtype)
     cases.append((torch.sparse_coo_tensor(indices, elements, (4,), check_invariants=True), 3.0))
     cases.append((torch.sparse_coo_tensor(indices, elements * math.nan, (4,), check_invariants=True), math.nan))
-    if dtype in (torch.float32, torch.float64):  # a complex one by its parts
+    if dtype in (torch.float32, torch.float64):  # complex numbers count by their parts
         cases.append((torch.complex(elements, -2 * elements), 6.0))
         cases.append((torch.complex(elements, elements * math.inf).conj(), math.inf))
-    found = Magnitudes()
-    places = [found.add(tensor) for tensor, _expected in cases]
-    assert found.add(torch.empty(0)) == UNKNOWN
-    assert found.add(torch.sparse_coo_tensor(size=(4,), dtype=dtype, check_invariants=True)) == UNKNOWN
-    values = found.read()
-    assert places == list(range(len(cases)))
+    numbers = Magnitudes()
+    indices = [numbers.add(tensor) for tensor, _expected in cases]
+    assert numbers.add(torch.empty(0)) == UNKNOWN
+    assert numbers.add(torch.sparse_coo_tensor(size=(4,), dtype=dtype, check_invariants=True)) == UNKNOWN
+    values = numbers.read()
+    assert indices == list(range(len(cases)))
     for value, (_tensor, expected) in zip(values, cases, strict=True):
         assert value == expected or (math.isnan(value) and math.isnan(expected))
 
 
-def test_elsewhere_one_transfer_brings_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_transfer_reads_all_numbers_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tensors there were."""
     monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
     transfers: list[int] = []
@@ -55,15 +55,15 @@ def test_elsewhere_one_transfer_brings_all(monkeypatch: pytest.MonkeyPatch) -> N
         return original(tensor)
 
     monkeypatch.setattr(magnitudes, "transfer", count)
-    found = Magnitudes()
+    numbers = Magnitudes()
     for number in range(20):
-        found.add(torch.full((5,), float(number)))
-    assert found.read() == [float(number) for number in range(20)]
+        numbers.add(torch.full((5,), float(number)))
+    assert numbers.read() == [float(number) for number in range(20)]
     assert transfers == [20]
 
 
 def test_nothing_is_read_in_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a read would make a device wait: forward and backward, until the end; then the producer is found."""
+    """A read in forward or backward would make the host wait; the producer is found at the end."""
     monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.LSTM(4, 4))
     with torch.no_grad():
@@ -86,16 +86,16 @@ def test_nothing_is_read_in_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finite.first_nonfinite() is not None
     observed = probe.observed()
     assert observed is not None
-    found = producer(observed)
-    assert found is not None
-    assert (found.site, found.is_forward, found.micro_batch) == ("1.0", True, 0)
-    assert "3e+38" in found.words
+    source = producer(observed)
+    assert source is not None
+    assert (source.site, source.is_forward, source.micro_batch) == ("1.0", True, 0)
+    assert "3e+38" in source.words
     probe.close()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_gradient_that_is_bad_is_seen() -> None:
-    """Where a bias tells of it by its own, else by that of any parameter."""
+def test_a_non_finite_gradient_is_detected() -> None:
+    """By the gradient of the bias if there is one beside a weight, else by that of any parameter."""
     for model, name in (
         (nn.Linear(3, 3), "bias"),
         (nn.Linear(3, 3, bias=False), "weight"),
@@ -117,7 +117,7 @@ def test_a_gradient_that_is_bad_is_seen() -> None:
 
 
 class Mask(nn.Module):
-    """What is added to logits, so that nobody looks ahead."""
+    """The causal mask that is added to logits."""
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.full_like(logits, -math.inf).triu(1)
@@ -144,7 +144,7 @@ class Log(nn.Module):
 
 
 class ByHand(Masked):
-    """The same, and uses what the mask gives beside the softmax, as no mask is."""
+    """Also uses the mask's output beside the softmax."""
 
     def forward(self, x: Tensor) -> Tensor:
         mask = self.mask(x @ x.T)
@@ -153,8 +153,8 @@ class ByHand(Masked):
 
 @pytest.mark.parametrize("is_inside", [True, False])
 @pytest.mark.parametrize(("attention", "culprit"), [(Masked, "log"), (ByHand, "mask")])
-def test_the_infinities_of_a_mask_are_its_fault_only_where_they_are_used(is_inside: bool, attention: type[Masked], culprit: str) -> None:
-    """Whether the softmax that takes them out is in the same module, or the model itself calls both."""
+def test_infinities_of_a_mask_are_a_fault_only_if_they_are_used(is_inside: bool, attention: type[Masked], culprit: str) -> None:
+    """With the softmax in the same module, and with both called by the model."""
     inner = attention()
     model = nn.Sequential(inner, Log()) if is_inside else inner
     if not is_inside:
@@ -168,13 +168,13 @@ def test_the_infinities_of_a_mask_are_its_fault_only_where_they_are_used(is_insi
     observed = probe.observed()
     probe.close()
     assert observed is not None
-    found = producer(observed)
-    assert found is not None
-    assert found.site == ({"log": "1", "mask": "0.mask"}[culprit] if is_inside else culprit)
+    source = producer(observed)
+    assert source is not None
+    assert source.site == ({"log": "1", "mask": "0.mask"}[culprit] if is_inside else culprit)
 
 
 class TwoInputs(nn.Module):
-    """Gives a module what another one has returned, and what it is given itself."""
+    """Calls a module with another module's output and with its own second input."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -186,14 +186,14 @@ class TwoInputs(nn.Module):
 
 
 class Add(nn.Module):
-    """Has no module in it."""
+    """Has no submodule."""
 
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
         return x + other
 
 
 class AddByKeyword(nn.Module):
-    """Has one in it, which it calls with keywords."""
+    """Calls a submodule with keywords."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,8 +206,8 @@ class AddByKeyword(nn.Module):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("inner", [Add, AddByKeyword])
-def test_what_a_module_is_given_beside_its_first_tensor_is_not_its_fault(inner: type[nn.Module], value: float) -> None:
-    """Be it the second argument or a keyword, of a module with others in it or without."""
+def test_a_non_finite_further_input_is_not_the_fault_of_the_module(inner: type[nn.Module], value: float) -> None:
+    """As second argument and as keyword, of modules with and without submodules."""
     model = TwoInputs(inner())
     probe = NonfiniteProbe(Namer().module_sites(model), pytest.fail)
     probe.attach()
@@ -216,8 +216,8 @@ def test_what_a_module_is_given_beside_its_first_tensor_is_not_its_fault(inner: 
     observed = probe.observed()
     probe.close()
     assert observed is not None
-    found = producer(observed)
-    assert found is not None
-    is_known = inner is Add or math.isnan(value)  # of a module with others in it infinities may be a mask
-    assert found.site == ("_root_" if is_known else "inner")
-    assert "was given" in found.words or not is_known
+    source = producer(observed)
+    assert source is not None
+    is_known = inner is Add or math.isnan(value)  # infinities given to a module with submodules may be a mask
+    assert source.site == ("_root_" if is_known else "inner")
+    assert "was given" in source.words or not is_known

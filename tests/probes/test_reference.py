@@ -1,4 +1,4 @@
-"""The reference in a plain loop: differences against raw tensors in float64, and a model that trains as if nobody looked."""
+"""The reference in a plain loop: differences against raw tensors in float64, and a model that trains as without a monitor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def raw_outputs(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) ->
     raw: dict[str, list[Tensor]] = {}
     names = {module: name or "_root_" for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
 
-    def look(module: nn.Module, _args: object, output: Any) -> None:
+    def keep(module: nn.Module, _args: object, output: Any) -> None:
         site = names[module]
         parts = [("", output)] if isinstance(output, Tensor) else EXPECTED_OUTPUTS.get(site, lambda _output: [])(output)
         for suffix, tensor in parts:
@@ -51,7 +51,7 @@ def raw_outputs(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) ->
                 raw.setdefault(site + suffix, []).append(tensor.detach().double().clone())
 
     for module in model.modules():
-        module.register_forward_hook(look)
+        module.register_forward_hook(keep)
     torch.manual_seed(5)
     for x, _y in micro_batches:
         model(x)
@@ -60,12 +60,12 @@ def raw_outputs(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) ->
 
 def expected_statistics(current: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
     """Every statistic of a difference by its formula, in numpy's float64."""
-    both = [torch.cat([one.reshape(-1, one.shape[-1]) for one in tensors]) for tensors in (current, reference)]
+    both = [torch.cat([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]) for tensors in (current, reference)]
     difference = both[0] - both[1]
-    a, b = (one.numpy().ravel() for one in both)
-    found = {name: textbook(name, difference) for name in STATISTICS if name not in ("ratio", "cosine")}
+    a, b = (tensor.numpy().ravel() for tensor in both)
+    values = {name: textbook(name, difference) for name in STATISTICS if name not in ("ratio", "cosine")}
     with np.errstate(all="ignore"):
-        return found | {"ratio": np.linalg.norm(a - b) / np.linalg.norm(b), "cosine": a @ b / np.linalg.norm(a) / np.linalg.norm(b)}
+        return values | {"ratio": np.linalg.norm(a - b) / np.linalg.norm(b), "cosine": a @ b / np.linalg.norm(a) / np.linalg.norm(b)}
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
@@ -73,7 +73,7 @@ def expected_statistics(current: list[Tensor], reference: list[Tensor]) -> dict[
 @pytest.mark.shows("plain loop", "differences")
 @pytest.mark.shows("in-place layers", "differences")
 def test_every_statistic_of_every_difference(name: str, cpu_offload: bool) -> None:
-    """All sites, dropout, in-place layers, shared modules, odd outputs, two micro-batches: as by two separate runs."""
+    """All sites, dropout, in-place layers, shared modules, odd outputs, two micro-batches: equal to two separate runs."""
     reference = make(name)
     model = moved(reference)
     micro_batches = batches(3, 5)
@@ -99,7 +99,7 @@ def test_every_statistic_of_every_difference(name: str, cpu_offload: bool) -> No
     for site, (tensors, references) in pairs.items():
         scale = max(float(tensor.abs().max()) for tensor in (*tensors, *references))
         for statistic, value in expected_statistics(tensors, references).items():
-            # What float32 rounds away of a small difference of large numbers is of the size of the numbers' last digits.
+            # The rounding error of a small difference of large numbers is of the size of their last digits.
             assert record.values[f"{site}/{statistic}"] == pytest.approx(value, rel=2e-5, abs=2e-7 * scale, nan_ok=True), (site, statistic)
 
 
@@ -155,7 +155,7 @@ def test_functions_get_both_tensors_and_torchmetrics_objects_pairs() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws from every generator, moves a buffer, and a buffer that it makes anew."""
+    """Draws from every generator, changes a buffer, and replaces another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("follows", [False, True])
 def test_the_reference_leaves_no_trace_on_random_states_buffers_modes_and_graph(follows: bool) -> None:
-    """It draws what the model is about to draw, in the model's mode, and is as before: exactly zero differences."""
+    """It draws the model's next random numbers, in the model's mode, and restores all state: differences are exactly 0."""
     model = Noisy()
     reference = copy.deepcopy(model).eval()
     model.norm.eval()
@@ -204,8 +204,8 @@ def test_the_reference_leaves_no_trace_on_random_states_buffers_modes_and_graph(
     assert not any(part._forward_hooks or part._forward_pre_hooks for root in (model, reference) for part in root.modules())
 
 
-def test_a_reference_that_fails_leaves_no_trace_either(caplog: pytest.LogCaptureFixture) -> None:
-    """By hand the error is the caller's, and gradients, random states and modes are as before; one that follows is said."""
+def test_a_reference_that_fails_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """If the user calls it, the error is raised, and all state is restored; if it follows the model, the error is logged."""
 
     class Breaks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def test_a_reference_that_fails_leaves_no_trace_either(caplog: pytest.LogCapture
 
 
 def test_a_reference_that_writes_into_its_input_does_not_write_into_the_models() -> None:
-    """A pre-activation block, which begins with an in-place layer, gets what it would have got."""
+    """A pre-activation block, which begins with an in-place layer, gets the same input as without a reference."""
     model = nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), nn.Linear(6, 3))
     reference = copy.deepcopy(model[0])
     reference[1].weight.data.zero_()
@@ -248,20 +248,20 @@ def test_a_reference_that_writes_into_its_input_does_not_write_into_the_models()
         monitor.set_module(model)
         monitor.set_reference_module(reference, follows=True)
         monitor.begin_step(0)
-        seen: list[Tensor] = []
-        handle = model[0].register_forward_pre_hook(lambda _module, args: seen.append(args[0].clone()))
+        inputs: list[Tensor] = []
+        handle = model[0].register_forward_pre_hook(lambda _module, args: inputs.append(args[0].clone()))
         output = model(x)
         handle.remove()
         record = monitor.end_step()
     assert torch.equal(output, expected)
-    assert (seen[0] < 0).any()
+    assert (inputs[0] < 0).any()
     assert record is not None
     assert set(record.values) == {f"activation_difference/{site}/norm" for site in ("0", "0.0", "0.1")} | {"monitor/errors"}
     assert record.values["activation_difference/0/norm"] > 0
 
 
-def test_misuse_of_the_reference_is_told() -> None:
-    """No module, other names, other shapes; a submodule's sibling where one is watched."""
+def test_misuse_of_the_reference_is_an_error() -> None:
+    """No module, other names, other shapes; for a monitored submodule a reference of it or of the model."""
     monitor = ModuleMonitor()
     with pytest.raises(ValueError, match="no module that this could be the reference of"):
         monitor.set_reference_module(nn.Linear(2, 2))
@@ -286,7 +286,7 @@ def test_misuse_of_the_reference_is_told() -> None:
 
 
 def test_without_a_reference_there_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:
-    """A removed reference costs nothing; one that was not run is said, and what ran too often too."""
+    """A removed reference costs nothing; the log reports a reference that did not run, or ran too often."""
     model = make("mlp")
     reference = copy.deepcopy(model)
     monitor = ModuleMonitor(rules=Rule(kinds="activation_difference", statistics="norm", sites="layers.0"))
@@ -304,7 +304,7 @@ def test_without_a_reference_there_is_no_difference(caplog: pytest.LogCaptureFix
         model(x)
         monitor.after_micro_batch()
         assert monitor.end_step().values == {"activation_difference/layers.0/norm": 0, "monitor/errors": 0}  # type: ignore[union-attr]
-        assert "The reference ran modules more often than the model did, which are not compared: layers.0" in caplog.text
+        assert "The reference ran modules more often than the model did; such calls are not compared: layers.0" in caplog.text
     monitor.remove_reference_module()
     monitor.begin_step(2)
     assert not monitor.awaits_reference()
@@ -317,7 +317,7 @@ def test_a_loop_of_another_stage_in_the_middle_of_a_step_is_not_compared() -> No
     """A validation between two micro-batches, with the reference run in it as well."""
     model = make("mlp")
     reference = moved(model)
-    found = []
+    records = []
     for validates in (False, True):
         with ModuleMonitor(rules=Rule(kinds=["activation", "activation_difference"], statistics="norm"), on_error="raise") as monitor:
             monitor.set_module(model)
@@ -334,14 +334,14 @@ def test_a_loop_of_another_stage_in_the_middle_of_a_step_is_not_compared() -> No
                     monitor.end_stage()
                 model(x)
                 monitor.after_micro_batch()
-            found.append(monitor.end_step())
-    assert found[0] == found[1]
-    assert found[0] is not None
-    assert found[0].values["activation_difference/layers.0/norm"] > 0
+            records.append(monitor.end_step())
+    assert records[0] == records[1]
+    assert records[0] is not None
+    assert records[0].values["activation_difference/layers.0/norm"] > 0
 
 
-def test_memory_is_that_of_the_activations_that_were_asked_for() -> None:
-    """12 layers whose outputs take 2 MB each: the extra peak is what the rule needs of the reference, and a few layers' work."""
+def test_memory_is_that_of_the_compared_activations() -> None:
+    """12 layers whose outputs take 2 MB each: the extra peak is that of the compared outputs, and a few layers' work."""
     layer = 2**21
     torch.manual_seed(0)
     model = nn.Sequential(*(part for _ in range(12) for part in (nn.Linear(64, 64), nn.Tanh())))
@@ -357,12 +357,12 @@ def test_memory_is_that_of_the_activations_that_were_asked_for() -> None:
             monitor.end_step()
 
     peaks = {"plain": peak_bytes(lambda: step(None))}
-    wishes: dict[str, list[Rule]] = {
+    rules_by_name: dict[str, list[Rule]] = {
         "one": [Rule(kinds="activation_difference", sites="20", statistics="ratio")],
         "linear": [Rule(kinds="activation_difference", types=nn.Linear, statistics="ratio")],
         "all": [Rule(kinds="activation_difference", leaf_modules=True, statistics="ratio")],
     }
-    for name, rules in wishes.items():
+    for name, rules in rules_by_name.items():
         with ModuleMonitor(rules=rules, on_error="raise") as monitor:
             monitor.set_module(model)
             monitor.set_reference_module(reference, follows=True)
@@ -377,18 +377,18 @@ def test_memory_is_that_of_the_activations_that_were_asked_for() -> None:
     extra = {name: (peak - peaks["plain"]) / layer for name, peak in peaks.items()}
     print(extra)
     assert peaks["plain"] > 12 * layer
-    # The model's own activations and what is compared are there at different times: what waits grows less as the model's grows.
+    # Kept outputs are released while the model's activations grow.
     slack = 6  # the layer at work: its difference, a copy, the table's buffers
     assert extra["one"] <= 1 + slack
     assert extra["linear"] <= 12 + slack
     assert extra["all"] <= 24 + slack
-    # Of each Linear layer input and output: an output of Tanh is the input of the next, and the first input is one more.
+    # Input and output of each Linear layer: an output of Tanh is the input of the next layer, and the first input is added.
     assert extra["rcc"] <= 24 + slack
     assert extra["one"] < extra["all"] or extra["all"] <= slack
 
 
 class WritesInPlace(nn.Module):
-    """Gives its input, after everything that layers write into it."""
+    """Returns its input after several in-place operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ class WritesInPlace(nn.Module):
 
 
 def test_large_tensors_are_written_in_place_by_several_threads() -> None:
-    """What is kept of the reference shares its memory until then; what several threads write must have its own before they start."""
+    """Copies of the reference's tensors do not share memory that several threads write."""
     reference = nn.Sequential(nn.Linear(16, 256), WritesInPlace(), nn.Linear(256, 256), WritesInPlace())
     model = moved(reference)
     x = torch.randn(1024, 16)
@@ -433,7 +433,7 @@ def test_large_tensors_are_written_in_place_by_several_threads() -> None:
 
 
 def test_a_copy_leaves_hooks_of_others_and_keeps_those_of_the_model() -> None:
-    """What a logger has hooked would write down the copy's values; what the model's own methods do is part of it."""
+    """A logger's hook would record the copy's values; hooks that are the model's own methods belong to the model."""
 
     class Features(nn.Module):
         def __init__(self) -> None:
@@ -451,19 +451,19 @@ def test_a_copy_leaves_hooks_of_others_and_keeps_those_of_the_model() -> None:
             return self.head(self.kept[-1])
 
     model = Features()
-    told: list[str] = []
-    model.head.register_forward_hook(lambda *_args: told.append("head"))
+    calls: list[str] = []
+    model.head.register_forward_hook(lambda *_args: calls.append("head"))
     twin = frozen_copy(model)
     twin(torch.ones(1, 4))
-    assert told == []
+    assert calls == []
     assert len(twin.kept) == 1  # type: ignore[arg-type]
     assert len(model.kept) == 0
     assert len(twin.body._forward_pre_hooks) == 1  # type: ignore[union-attr, arg-type]
     assert not any(parameter.requires_grad for parameter in twin.parameters())
 
 
-def test_what_cannot_be_copied_is_named() -> None:
-    """A lock on a submodule of a submodule; a tensor of a graph, which a forward pass has left on another, can be."""
+def test_an_attribute_that_cannot_be_copied_is_named() -> None:
+    """A lock on a nested submodule cannot be copied; a tensor with a graph, which a forward pass has left, can."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     left = model[1].last = model[0](torch.ones(1, 2))  # type: ignore[union-attr]
     twin = frozen_copy(model)
@@ -474,8 +474,8 @@ def test_what_cannot_be_copied_is_named() -> None:
         frozen_copy(model)
 
 
-def test_a_container_of_what_is_compared_has_its_last_parts_activation() -> None:
-    """What the reference and the check measure between a part's output and the container's, which are one tensor, is not taken for it."""
+def test_a_container_has_the_activation_of_its_last_part() -> None:
+    """Also if the reference and the check measure other tensors between the two outputs, which are the same tensor."""
     reference = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
     model = moved(reference)
     statistics = ["mean", "std", "norm", "max", "hist"]
@@ -499,7 +499,7 @@ def test_a_container_of_what_is_compared_has_its_last_parts_activation() -> None
 
 
 class Mapped(nn.Module):
-    """A layer is mapped over the samples, and called once more outside of that."""
+    """A layer is called under vmap over the samples, and once outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -512,7 +512,7 @@ class Mapped(nn.Module):
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
 def test_a_call_under_vmap_is_compared_over_all_samples(cpu_offload: bool) -> None:
-    """The difference is that of both calls together, and exactly zero where nothing has changed."""
+    """The difference is that of both calls, and exactly 0 without a change."""
     torch.manual_seed(0)
     model = Mapped()
     reference = copy.deepcopy(model)
@@ -538,7 +538,7 @@ def test_a_call_under_vmap_is_compared_over_all_samples(cpu_offload: bool) -> No
 
 
 class Routed(nn.Module):
-    """An expert gets as many tokens as a threshold lets through, which trains."""
+    """An expert whose number of tokens depends on a trained threshold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -550,8 +550,8 @@ class Routed(nn.Module):
         return output.sum() + self.expert(x[chosen]).sum()
 
 
-def test_calls_with_other_token_counts_are_left_out_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Routed experts are no error; where the counts agree they are compared."""
+def test_calls_with_other_token_counts_are_skipped_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Routed experts are not an error; calls with equal counts are compared."""
     torch.manual_seed(0)
     model = Routed()
     reference = copy.deepcopy(model)
@@ -559,7 +559,7 @@ def test_calls_with_other_token_counts_are_left_out_and_reported_once(caplog: py
     with ModuleMonitor(rules=[Rule(kinds="activation_difference", statistics="norm")], on_error="raise") as monitor:
         monitor.set_module(model)
         monitor.set_reference_module(reference)
-        found = []
+        is_compared = []
         for step, threshold in enumerate((0.0, 0.5, 0.5)):
             model.threshold.data.fill_(threshold)
             monitor.begin_step(step)
@@ -571,9 +571,9 @@ def test_calls_with_other_token_counts_are_left_out_and_reported_once(caplog: py
             assert record is not None
             assert record.values["monitor/errors"] == 0
             assert record.values["activation_difference/head/norm"] == 0
-            found.append("activation_difference/expert/norm" in record.values)
-    assert found == [True, False, False]
-    assert sum("outputs of other shapes" in one.getMessage() for one in caplog.records) == 1
+            is_compared.append("activation_difference/expert/norm" in record.values)
+    assert is_compared == [True, False, False]
+    assert sum("outputs of other shapes" in record.getMessage() for record in caplog.records) == 1
 
 
 class BehindAHook(nn.Module):
@@ -589,7 +589,7 @@ class BehindAHook(nn.Module):
 
 
 def test_a_checkpointed_reference_without_the_hooks_of_others_does_not_warn() -> None:
-    """A warning is an error here. Python still knows the warnings that were shown before."""
+    """Warnings are errors here; Python's filters stay as they were."""
     model = BehindAHook()
     reference = copy.deepcopy(model)
     model.embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())

@@ -1,4 +1,4 @@
-"""The reference runs as the model does, for torch selects kernels by grad mode and flags, and nothing is left of that run."""
+"""The reference runs with the model's grad mode and flags, by which torch selects kernels, and leaves no state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def differences(
     run_reference: Callable[[nn.Module], Any] | None = None,
     **options: Any,
 ) -> dict[str, float]:
-    """One monitored step by hand, or beside a part of the model; what differs from a copy of it, with errors raised."""
+    """The differences from a copy in one step, with the reference called by hand or following a part of the model."""
     follows = "module" in options
     if reference is None:
         reference = frozen_copy(model.get_submodule(options["module"]) if follows else model)
@@ -52,14 +52,14 @@ def differences(
             loss.backward()
         record = monitor.end_step()
     assert record is not None
-    found = {key: value for key, value in record.values.items() if key.startswith("activation_difference")}
-    assert found
-    return found
+    differences = {key: value for key, value in record.values.items() if key.startswith("activation_difference")}
+    assert differences
+    return differences
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_reference_that_is_run_without_grad_by_hand_is_exact_too(name: str) -> None:
-    """The model of a training step has a graph: so has the reference, whatever mode the user calls it in."""
+def test_a_reference_that_the_user_calls_without_grad_is_exact(name: str) -> None:
+    """In a training step the model has a graph, and so has the reference in any grad mode of the user."""
     torch.manual_seed(0)
     model = ARCHITECTURES[name]()
 
@@ -71,7 +71,7 @@ def test_a_reference_that_is_run_without_grad_by_hand_is_exact_too(name: str) ->
 
 
 class Adapted(nn.Module):
-    """A frozen model in eval mode, whose torch kernels are those of inference, and a head that is trained."""
+    """A frozen model in eval mode, for which torch uses kernels of inference, and a trained head."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("module", [None, "base"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_frozen_part_runs_with_the_kernels_of_inference_in_both(name: str, module: str | None) -> None:
-    """Flags are those of the model, parameter by parameter."""
+    """Each parameter has the model's flag."""
     torch.manual_seed(0)
     model = Adapted(ARCHITECTURES[name]())
     options = {} if module is None else {"module": module}
@@ -93,7 +93,7 @@ def test_a_frozen_part_runs_with_the_kernels_of_inference_in_both(name: str, mod
 
 
 class Gate(torch.autograd.Function):
-    """Keeps its context where a test sees whether the graph lives."""
+    """Keeps a weak reference to its context, which shows whether the graph is alive."""
 
     contexts: ClassVar[list[weakref.ref[Any]]] = []
 
@@ -110,7 +110,7 @@ class Gate(torch.autograd.Function):
 
 
 class Remembers(nn.Module):
-    """Leaves what it has computed in attributes, as auxiliary losses and ``weight_norm`` do."""
+    """Keeps computed tensors in attributes, as auxiliary losses and ``weight_norm`` do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Remembers(nn.Module):
 
 @pytest.mark.parametrize("module", [None, "0"])
 def test_flags_are_as_before_and_no_graph_lives(module: str | None) -> None:
-    """Also of a reference that was handed over with flags and modes of its own; the values in its attributes stay."""
+    """Also for a reference with other flags and modes; the values of its attributes stay."""
     model = nn.Sequential(Remembers(), nn.Linear(6, 2))
     reference = copy.deepcopy(model if module is None else model[0]).eval()
     flags = {name: index % 2 == 0 for index, (name, _one) in enumerate(reference.named_parameters())}
@@ -147,13 +147,13 @@ def test_flags_are_as_before_and_no_graph_lives(module: str | None) -> None:
     assert not own.all[0]["output"].requires_grad
     assert model[0].last.requires_grad  # type: ignore[union-attr]  # that of the model is its own matter
     gc.collect()
-    of_reference, of_model = Gate.contexts
-    assert of_reference() is None
-    assert of_model() is not None
+    reference_context, model_context = Gate.contexts
+    assert reference_context() is None
+    assert model_context() is not None
 
 
-def test_what_the_user_gets_of_the_reference_leads_into_no_graph() -> None:
-    """A loss that draws the model to the reference goes back through the model alone, whatever container its output is in."""
+def test_an_output_of_the_reference_has_no_graph() -> None:
+    """A loss between model and reference has gradients in the model alone, for outputs in any container."""
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -172,7 +172,7 @@ def test_what_the_user_gets_of_the_reference_leads_into_no_graph() -> None:
         monitor.begin_step(0)
         with monitor.no_monitor():
             target = reference(inputs())
-        assert not any(one.requires_grad for one in (target["view"], target["both"][0], target["both"][1][0]))
+        assert not any(tensor.requires_grad for tensor in (target["view"], target["both"][0], target["both"][1][0]))
         output = model(inputs())
         ((output["view"] - target["view"] - 1).square().mean() + (output["both"][0] * target["both"][0]).sum()).backward()
         monitor.end_step()
@@ -191,7 +191,7 @@ LAYER = 2**21
 
 
 def test_memory_is_not_grown_by_a_graph() -> None:
-    """While it runs nothing is kept for a backward pass: a graph would hold 12 layers and more."""
+    """The reference saves nothing for a backward pass: a graph would hold 12 layers and more."""
     model = Deep()
     reference = frozen_copy(model)
     x = torch.randn(LAYER // 4 // 64, 64)
@@ -227,14 +227,14 @@ class Differentiates(nn.Module):
 @pytest.mark.parametrize("by_function", [False, True])
 @pytest.mark.parametrize("module", [None, "0"])
 def test_a_reference_that_differentiates_in_its_forward_pass_runs(module: str | None, by_function: bool) -> None:
-    """It gets the tensors that its own backward pass needs, once it is known to need them."""
+    """After its first failure the tensors for its backward pass are saved."""
     model = nn.Sequential(Differentiates(by_function))
     options = {} if module is None else {"module": module}
     assert set(differences(model, **options).values()) == {0.0}
 
 
 class Checkpointed(nn.Module):
-    """A part whose activations are computed again in the backward pass."""
+    """A checkpointed part."""
 
     def __init__(self, use_reentrant: bool, around: bool) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("module", [None, "block"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_reference_is_exact_and_makes_no_warning(use_reentrant: bool, module: str | None, around: bool) -> None:
-    """Its inputs have the flags of the model's: torch warns where none needs a gradient. Gradients are those without a reference."""
+    """Its inputs have the model's flags, as torch warns if none needs a gradient. Gradients are as without a reference."""
     torch.manual_seed(0)
     model = Checkpointed(use_reentrant, around)
     torch.manual_seed(0)
@@ -270,29 +270,27 @@ def test_a_checkpointed_reference_is_exact_and_makes_no_warning(use_reentrant: b
     lambda x: torch.cat([x, x], 1)[:, :6] * 1,
 ])  # fmt: skip
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_what_a_sibling_is_called_with_has_the_flags_and_strides_of_the_models(
-    make: Callable[[Tensor], Tensor], requires_grad: bool
-) -> None:
-    """And may be written into, as in the model, without a trace in the model's own."""
-    seen: list[tuple[bool, bool, tuple[int, ...], Tensor]] = []
+def test_arguments_of_a_sibling_have_the_flags_and_strides_of_the_models(make: Callable[[Tensor], Tensor], requires_grad: bool) -> None:
+    """They may be written into without a change of the model's arguments."""
+    calls: list[tuple[bool, bool, tuple[int, ...], Tensor]] = []
 
-    class Looks(nn.Linear):
+    class Recording(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append((x.requires_grad, x.is_leaf, x.stride(), x.detach().clone()))
+            calls.append((x.requires_grad, x.is_leaf, x.stride(), x.detach().clone()))
             if not (x.requires_grad and x.is_leaf) and 0 not in x.stride():
                 x = x.relu_()
             return super().forward(x)
 
-    model = nn.Sequential(Looks(6, 3))
+    model = nn.Sequential(Recording(6, 3))
     x = make(inputs().requires_grad_(requires_grad))
     assert set(differences(model, lambda model: model(x), module="0").values()) == {0.0}
-    of_reference, of_model = seen
-    assert of_reference[:3] == of_model[:3]
-    assert torch.equal(of_reference[3], of_model[3])
+    reference_input, model_input = calls
+    assert reference_input[:3] == model_input[:3]
+    assert torch.equal(reference_input[3], model_input[3])
 
 
 class OddBuffers(nn.Module):
-    """Buffers that are expanded, written into, resized, replaced, made late, and joined to the graph."""
+    """Buffers that are expanded, written into, resized, replaced, created late, and part of the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +330,7 @@ def test_odd_buffers_are_as_before(module: str | None) -> None:
 
 
 def test_autocast_keeps_no_weights_of_a_sibling() -> None:
-    """They would stay, with their graph, until the model's own autocast ends, and in the place of weights that have changed since."""
+    """Otherwise they would stay, with their graph, until the model's autocast ends, and hide later changes of weights."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     reference = frozen_copy(model[1])
     with ModuleMonitor(rules=RULES, on_error="raise", module="1") as monitor:
@@ -351,7 +349,7 @@ def test_autocast_keeps_no_weights_of_a_sibling() -> None:
 
 
 def test_a_model_whose_attention_forms_a_loss_with_the_sibling_keeps_its_gradients() -> None:
-    """Saved-tensor hooks of the model around a sibling see nothing of it."""
+    """The model's saved-tensor hooks around a sibling get none of its tensors."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     packed: list[int] = []
 
@@ -372,7 +370,7 @@ def test_a_model_whose_attention_forms_a_loss_with_the_sibling_keeps_its_gradien
 
 
 class Graph:
-    """A batch of a library's own, which is written into."""
+    """A library's batch, which is written into."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -382,7 +380,7 @@ class Graph:
 
 
 class OfGraph(nn.Module):
-    """Writes into the batch that it is given, and adds what another module makes."""
+    """Writes into its batch, and adds the output of another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +394,7 @@ class OfGraph(nn.Module):
 
 
 def test_a_sibling_is_not_called_with_objects(caplog: pytest.LogCaptureFixture) -> None:
-    """That call is not compared, which is reported once; others are. Training is as without it, buffers of modules included."""
+    """Such a call is not compared, which is reported once; other calls are. Training and buffers are unchanged."""
     runs = []
     for is_monitored in (False, True):
         torch.manual_seed(0)
@@ -426,7 +424,7 @@ def test_a_sibling_is_not_called_with_objects(caplog: pytest.LogCaptureFixture) 
         runs.append((losses, model.state_dict()))
         monitor.close()
     assert runs[0][0] == runs[1][0]
-    assert all(torch.equal(one, runs[1][1][name]) for name, one in runs[0][1].items())
+    assert all(torch.equal(tensor, runs[1][1][name]) for name, tensor in runs[0][1].items())
     assert all(record is not None and record.values["monitor/errors"] == 0 for record in records)
     assert records[0].values["activation_difference/body.linear/abs_max"] == 0.0  # type: ignore[union-attr]
     assert records[2].values["activation_difference/body.linear/abs_max"] > 0  # type: ignore[union-attr]
@@ -438,7 +436,7 @@ def test_a_sibling_is_not_called_with_objects(caplog: pytest.LogCaptureFixture) 
 
 
 def test_one_message_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a reference that fails, and of modules that run too often in one of both: not one for each site, kind and step."""
+    """For a reference that fails, and for modules that only one of both runs: not for each site, kind and step."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -460,15 +458,15 @@ def test_one_message_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
         monitor.set_module(model)
         monitor.set_reference_module(reference)
         plans = [([0], [1, 2, 3, 4, 5, 6]), ([2, 3], [3, 2, 4]), ([1], [0, 2]), ([0] * 7, [1, 2]), ([0] * 7, [5])]
-        for step, (of_reference, of_model) in enumerate(plans):
+        for step, (reference_calls, model_calls) in enumerate(plans):
             monitor.begin_step(step)
-            reference.calls, model.calls = of_reference, of_model
+            reference.calls, model.calls = reference_calls, model_calls
             monitor.run_reference(lambda: reference(inputs()))
             model(inputs())
             monitor.end_step()
     assert [record.getMessage() for record in caplog.records] == [
         "The model ran modules more often than the reference did; such calls are not compared: "
         "experts.1, experts.2, experts.3, experts.4, experts.5 and 1 more.",
-        "The reference ran modules more often than the model did, which are not compared: experts.0.",
+        "The reference ran modules more often than the model did; such calls are not compared: experts.0.",
         "The reference could not run (ValueError: first line). Logged once; monitor/errors counts them.",
     ]

@@ -12,8 +12,8 @@ from helpers.attention import Truth, truth
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Moments, Need, moments_of_rows
-from lightning_module_monitor.statistics import attention
-from lightning_module_monitor.statistics.attention import MAX_QUERIES, AttentionFigures, attention_figures
+from lightning_module_monitor.statistics import attention_figures as module
+from lightning_module_monitor.statistics.attention_figures import MAX_QUERIES, AttentionFigures, attention_figures
 
 BATCH, HEADS, FEATURES = 3, 2, 4
 
@@ -27,9 +27,9 @@ def make(queries: int, keys: int, dtype: torch.dtype = torch.float32, size: floa
 
 
 def assert_equal(figures: AttentionFigures, expected: Truth, rtol: float = 2e-6, atol: float = 1e-6) -> None:
-    """Every token that counts has its figures; the number of keys that it sees says whether it does."""
-    found = (figures.entropy, figures.relative_entropy, figures.max_logit, figures.sink)
-    for name, figure, value in zip(Truth._fields, found, expected, strict=True):
+    """Every token that counts has its figures; ``visible`` shows whether it counts."""
+    values = (figures.entropy, figures.relative_entropy, figures.max_logit, figures.sink)
+    for name, figure, value in zip(Truth._fields, values, expected, strict=True):
         needed = 2 if name == "attention_relative_entropy" else 1
         counts = figures.visible.numpy() >= needed
         assert np.array_equal(counts, ~np.isnan(value)), name
@@ -44,7 +44,7 @@ SIZES = {"L = S": (6, 6), "L < S": (4, 7), "L > S": (7, 4), "one query": (1, 5),
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 def test_without_a_mask_and_causal(sizes: tuple[int, int], block: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal is from the top left, as torch has it where queries and keys differ in number; blocks change nothing."""
-    monkeypatch.setattr(attention, "CPU_BLOCK_LOGITS", block)
+    monkeypatch.setattr(module, "CPU_BLOCK_LOGITS", block)
     query, key = make(*sizes)
     assert_equal(attention_figures(query, key, is_causal=is_causal), truth(query, key, is_causal=is_causal))
 
@@ -53,27 +53,27 @@ def test_without_a_mask_and_causal(sizes: tuple[int, int], block: int, is_causal
 @pytest.mark.parametrize("kind", ["boolean", "additive", "both"])
 @pytest.mark.parametrize("block", [1, 70, 1 << 18])
 def test_masks_of_every_broadcastable_shape(shape: tuple[int, ...], kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boolean, additive with minus infinity, and both; rows that see nothing are there, and told by ``visible``."""
-    monkeypatch.setattr(attention, "CPU_BLOCK_LOGITS", block)
+    """Boolean, additive with minus infinity, and both; ``visible`` is 0 for rows without a visible key."""
+    monkeypatch.setattr(module, "CPU_BLOCK_LOGITS", block)
     generator = torch.Generator().manual_seed(sum(shape))
     query, key = make(5, 6)
-    seen = torch.rand(shape, generator=generator) > 0.5
+    visible = torch.rand(shape, generator=generator) > 0.5
     bias = torch.randn(shape, generator=generator).masked_fill(torch.rand(shape, generator=generator) > 0.7, -torch.inf)
-    masks = {"boolean": (seen,), "additive": (bias,), "both": (seen, bias)}[kind]
-    options: dict[str, Any] = {"boolean": {"seen": seen}, "additive": {"bias": bias}, "both": {"seen": seen, "bias": bias}}[kind]
-    figures = attention_figures(query, key, masks)
+    every = {"visible": visible, "bias": bias}
+    options: dict[str, Any] = {"boolean": {"visible": visible}, "additive": {"bias": bias}, "both": every}[kind]
+    figures = attention_figures(query, key, [*options.values()])
     assert_equal(figures, truth(query, key, **options))
     assert figures.visible.dtype == torch.float32
     assert not any(figure.isnan().any() for figure in (figures.entropy, figures.max_logit, figures.sink))
 
 
 @pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
-def test_what_people_write_for_minus_infinity_hides(lowest: float) -> None:
-    """The visible keys are those of a boolean mask; a padded token that sees none does not count."""
+def test_common_substitutes_for_minus_infinity_hide(lowest: float) -> None:
+    """The visible keys are those of a boolean mask; a padded token without any does not count."""
     query, key = make(4, 6)
-    seen = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]], dtype=torch.bool)[None, None]
-    figures = attention_figures(query, key, [torch.zeros(seen.shape).masked_fill(~seen, lowest)])
-    assert_equal(figures, truth(query, key, seen=seen))
+    visible = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]], dtype=torch.bool)[None, None]
+    figures = attention_figures(query, key, [torch.zeros(visible.shape).masked_fill(~visible, lowest)])
+    assert_equal(figures, truth(query, key, visible=visible))
     assert figures.visible[0, 0].tolist() == [2, 1, 5, 0]
     assert (figures.sink[:, :, 2] == 0).all()  # hidden: no weight at all
 
@@ -81,10 +81,10 @@ def test_what_people_write_for_minus_infinity_hides(lowest: float) -> None:
 @pytest.mark.parametrize("block", [1, 40, 1 << 18])
 def test_a_causal_mask_with_padding(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both hide, also where a block does not have all keys."""
-    monkeypatch.setattr(attention, "CPU_BLOCK_LOGITS", block)
+    monkeypatch.setattr(module, "CPU_BLOCK_LOGITS", block)
     query, key = make(6, 6)
-    seen = (torch.arange(6) >= torch.tensor([0, 2, 6])[:, None])[:, None, None]  # padded on the left by 0, 2, 6
-    assert_equal(attention_figures(query, key, [seen], is_causal=True), truth(query, key, seen=seen, is_causal=True))
+    visible = (torch.arange(6) >= torch.tensor([0, 2, 6])[:, None])[:, None, None]  # padded on the left by 0, 2, 6
+    assert_equal(attention_figures(query, key, [visible], is_causal=True), truth(query, key, visible=visible, is_causal=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -128,7 +128,7 @@ def test_even_attention_has_relative_entropy_one() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
+def test_non_finite_logits_are_not_hidden(bad: float) -> None:
     """A NaN or infinite key makes the figures of its sample and head non-finite, and of no others."""
     query, key = make(4, 4)
     query, key = query.abs(), key.abs()
@@ -155,7 +155,7 @@ def test_of_many_query_tokens_evenly_spaced_ones_are_measured() -> None:
     assert masked.max_logit[0, 0, 100].item() == pytest.approx(truth(query[:, :, 301:302], key).attention_max_logit.item() + 301)
 
 
-def test_moments_of_rows_leave_out_what_does_not_count() -> None:
+def test_moments_of_rows_omit_tokens_that_do_not_count() -> None:
     """Each row's moments are those of its counting elements; a row without any is the identity of merging."""
     values = torch.tensor([[1.0, -2.0, 0.0, torch.nan], [5.0, torch.nan, 7.0, torch.inf], [1.0, 1.0, 1.0, 1.0]])
     counts = torch.tensor([[True, True, True, False], [True, False, True, True], [False] * 4])

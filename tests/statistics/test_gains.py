@@ -1,4 +1,4 @@
-"""Gains, their logarithms, categories and summary, on numbers that are known on paper."""
+"""Gains, their logarithms, categories and summary, for known numbers."""
 
 from __future__ import annotations
 
@@ -38,25 +38,31 @@ INF, NAN = math.inf, math.nan
     ],
 )
 def test_a_transition(earlier: float | None, later: float | None, gain: float | None, log_gain: float | None, category: str) -> None:
-    """The gain is the norm before over the norm after; natural logarithm; the later norm alone decides about vanishing."""
-    [one] = transitions([earlier, later], 1e-30, HEURISTIC)
-    assert one.gain == pytest.approx(gain, rel=1e-12, nan_ok=True) if gain is not None else one.gain is None
-    assert one.log_gain == pytest.approx(log_gain, rel=1e-12, nan_ok=True) if log_gain is not None else one.log_gain is None
-    assert one.category == category
+    """The gain is the norm before over the norm after; natural logarithm; only the later norm can vanish."""
+    [transition] = transitions([earlier, later], 1e-30, HEURISTIC)
+    assert transition.gain == pytest.approx(gain, rel=1e-12, nan_ok=True) if gain is not None else transition.gain is None
+    assert transition.log_gain == pytest.approx(log_gain, rel=1e-12, nan_ok=True) if log_gain is not None else transition.log_gain is None
+    assert transition.category == category
 
 
-def test_thresholds_move_the_categories() -> None:
+@pytest.mark.parametrize(
+    ("thresholds", "categories"),
+    [
+        (HEURISTIC, ["amplifying", "healthy", "healthy", "damping"]),
+        (Thresholds(0.3, 4.0), ["healthy"] * 4),
+        (Thresholds(0.5, 0.5), ["amplifying", "healthy", "amplifying", "damping"]),
+    ],
+)
+def test_thresholds_move_the_categories(thresholds: Thresholds, categories: list[str]) -> None:
     """A gain on a threshold is healthy."""
     norms = [8.0, 2.0, 4.0, 2.0, 6.0]  # gains 4, 1/2, 2, 1/3
-    assert [one.category for one in transitions(norms, 1e-30, HEURISTIC)] == ["amplifying", "healthy", "healthy", "damping"]
-    assert [one.category for one in transitions(norms, 1e-30, Thresholds(0.3, 4.0))] == ["healthy"] * 4
-    assert [one.category for one in transitions(norms, 1e-30, Thresholds(0.5, 0.5))] == ["amplifying", "healthy", "amplifying", "damping"]
+    assert [transition.category for transition in transitions(norms, 1e-30, thresholds)] == categories
 
 
 def test_the_summary_by_hand() -> None:
     """Norms 1, 4, 1, None, 2, 0, 5: gains 1/4, 4, none, none, infinite, 0; the logarithm of the last is minus infinite."""
-    found = transitions([1.0, 4.0, 1.0, None, 2.0, 0.0, 5.0], 1e-30, HEURISTIC)
-    assert summary(found) == {
+    changes = transitions([1.0, 4.0, 1.0, None, 2.0, 0.0, 5.0], 1e-30, HEURISTIC)
+    assert summary(changes) == {
         "mean_gain": pytest.approx((0.25 + 4 + 0) / 3),
         "min_gain": 0.0,
         "max_gain": 4.0,
@@ -69,8 +75,8 @@ def test_the_summary_by_hand() -> None:
     }
 
 
-def test_the_summary_of_nothing_and_of_what_is_not_finite() -> None:
-    """No transition, or none with a finite gain: no mean. A NaN is not passed over, wherever it stands."""
+def test_the_summary_without_finite_gains() -> None:
+    """Without a finite gain there is no mean. A NaN at any position makes the summary NaN."""
     for norms in ([], [1.0], [1.0, None], [1.0, 0.0]):
         values = summary(transitions(norms, 1e-30, HEURISTIC))
         assert [values[name] for name in ("mean_gain", "min_gain", "max_gain", "mean_log_gain")] == [None] * 4
@@ -80,7 +86,7 @@ def test_the_summary_of_nothing_and_of_what_is_not_finite() -> None:
 
 
 def test_norms_of_an_empty_gradient_are_zero() -> None:
-    """As those of a sum without terms are."""
+    """As for a sum without terms."""
     nothing = Moments(*torch.stack(Moments.empty(3)).numpy())
     for name, norm in NORMS.items():
         assert norm.finish(nothing).tolist() == [0.0, 0.0, 0.0], name

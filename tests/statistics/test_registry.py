@@ -1,4 +1,4 @@
-"""What statistics are where there is nothing, or nothing to divide by, and how a user adds one."""
+"""Statistics of empty and constant tensors, and statistics that a user adds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.record import is_undefined
 
 
-def test_of_nothing_there_is_no_mean() -> None:
+def test_an_empty_tensor_has_no_mean() -> None:
     """The identity of merging: a norm of 0, no mean, no spread, no extremes."""
     nothing = Moments.empty(1)
     assert finished("norm", nothing) == 0.0
@@ -26,8 +26,8 @@ def test_of_nothing_there_is_no_mean() -> None:
 
 @over_implementations
 @pytest.mark.parametrize("elements", [[0.5], [0.0, 0.0, 0.0], [-2.0] * 5], ids=str)
-def test_what_finite_tensors_do_not_have_is_undefined(implementation: Implementation, elements: list[float]) -> None:
-    """A NaN of its own, which no check takes for a fault: zero over zero."""
+def test_a_statistic_that_a_finite_tensor_does_not_have_is_undefined(implementation: Implementation, elements: list[float]) -> None:
+    """Zero over zero is a NaN of its own, which no check takes for a fault."""
     moments = measured(implementation, [torch.tensor(elements)])
     undefined = {"std", "var", "skewness", "kurtosis"} if len(elements) == 1 else {"skewness", "kurtosis"}
     for name in ("mean", "std", "var", "skewness", "kurtosis", "norm"):
@@ -35,8 +35,8 @@ def test_what_finite_tensors_do_not_have_is_undefined(implementation: Implementa
 
 
 @over_implementations
-def test_what_is_not_finite_is_no_undefined_statistic(implementation: Implementation) -> None:
-    """It is a fault, and the NaN tells."""
+def test_non_finite_elements_do_not_make_a_statistic_undefined(implementation: Implementation) -> None:
+    """The NaN shows the fault."""
     for bad in (math.nan, math.inf):
         moments = measured(implementation, [torch.tensor([1.0, bad, 2.0])])
         for name in ("std", "var", "skewness", "kurtosis"):
@@ -47,7 +47,7 @@ def test_what_is_not_finite_is_no_undefined_statistic(implementation: Implementa
 
 @over_implementations
 def test_skewness_and_kurtosis_by_hand(implementation: Implementation) -> None:
-    """No bias is corrected. A fair coin has no skewness and an excess of -2; of one in four the skewness is 2 / sqrt(3)."""
+    """Without a correction for bias: a fair coin has skewness 0 and an excess of -2; a coin with 1/4 has skewness 2 / sqrt(3)."""
     fair, unfair = torch.tensor([0.0, 1.0]).repeat(50), torch.tensor([1.0, 0.0, 0.0, 0.0]).repeat(50)
     moments = measured(implementation, [fair])
     assert finished("skewness", moments) == pytest.approx(0.0, abs=implementation.rtol)
@@ -59,7 +59,7 @@ def test_skewness_and_kurtosis_by_hand(implementation: Implementation) -> None:
     assert finished("skewness", mirrored) == pytest.approx(-2 / 3**0.5, rel=implementation.rtol)
 
 
-def test_a_user_adds_a_statistic_under_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_adds_a_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry of STATISTICS is a name that rules can give: a Statistic, or a plain function."""
     monkeypatch.setitem(STATISTICS, "range", Statistic(Need.EXTREMES, lambda m: m.maximum - m.minimum))
     monkeypatch.setitem(STATISTICS, "first", lambda x: x.flatten()[0])

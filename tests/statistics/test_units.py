@@ -12,9 +12,9 @@ from lightning_module_monitor.statistics.registry import saturated_sigmoid, satu
 
 
 def fractions(steps: list[list[Tensor]], rule: Rule | None = None) -> list[float]:
-    """What is recorded of an identity, step by step, from its micro-batches."""
+    """The recorded fractions of an identity, step by step, from its micro-batches."""
     rule = rule or Rule(kinds="activation", statistics=["dead_fraction", "rms"])
-    model, found = nn.Identity(), []
+    model, recorded = nn.Identity(), []
     with ModuleMonitor(rules=[rule]) as monitor:
         monitor.set_module(model)
         for step, micro_batches in enumerate(steps):
@@ -24,12 +24,12 @@ def fractions(steps: list[list[Tensor]], rule: Rule | None = None) -> list[float
                 monitor.after_micro_batch()
             record = monitor.end_step()
             assert record is not None
-            found.append(record.values["activation/_root_/dead_fraction"])
-    return found
+            recorded.append(record.values["activation/_root_/dead_fraction"])
+    return recorded
 
 
 def unit(*alive: int, units: int = 8) -> Tensor:
-    """A tensor of two tokens, in the second of which some units are not zero."""
+    """A tensor of two tokens; some units of the second are not zero."""
     x = torch.zeros(1, 2, units)
     x[0, 1, list(alive)] = -1.0
     return x
@@ -44,14 +44,14 @@ def test_alive_once_is_alive() -> None:
 @pytest.mark.parametrize(
     ("shape", "expected"), [((6,), 5 / 6), ((4, 6), 5 / 6), ((2, 4, 6), 5 / 6), ((2, 4, 3, 6), 3 / 4), ((2, 4, 1, 3, 6), 3 / 4)]
 )
-def test_what_a_unit_is(shape: tuple[int, ...], expected: float) -> None:
-    """A channel where there are four or five dimensions, else a place along the last."""
+def test_the_dimension_of_units(shape: tuple[int, ...], expected: float) -> None:
+    """A channel where there are four or five dimensions, else an index along the last dimension."""
     x = torch.zeros(shape)
     x[(0,) * len(shape)] = 1.0
     assert fractions([[x]]) == [expected]
 
 
-def test_of_many_units_evenly_spaced_ones_are_watched() -> None:
+def test_evenly_spaced_units_of_a_large_layer_are_observed() -> None:
     """Every third of 3,000."""
     x = torch.zeros(2, 3000)
     x[1, ::6] = 1.0
@@ -59,7 +59,7 @@ def test_of_many_units_evenly_spaced_ones_are_watched() -> None:
 
 
 def test_nan_is_no_zero_and_nothing_is_nothing() -> None:
-    """NaN is alive; an empty output has no value of its own."""
+    """NaN is alive; an empty output counts for nothing."""
     assert fractions([[torch.tensor([[float("nan"), 0.0]])]]) == [0.5]
     assert fractions([[torch.ones(2, 4), torch.empty(0, 4)]]) == [0.0]
 

@@ -20,9 +20,9 @@ from lightning_module_monitor.probes.activations import ActivationProbe, Differe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
-from lightning_module_monitor.probes.coordinate_check import CoordinateCheckProbe, intermediate_streams
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, fail_removed
+from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe, intermediate_streams
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.probes.tap import Consumer, ModuleTap

@@ -158,19 +158,19 @@ class _MicroBatchSearch:
 
     def backward(self) -> Producer | None:
         """The module whose backward pass made the first non-finite gradient of finite ones."""
-        bad = ((index, gradient) for index, gradient in enumerate(self._gradients) if self._is_bad(gradient.place))
+        bad = ((index, gradient) for index, gradient in enumerate(self._gradients) if self._is_bad(gradient.magnitude))
         index, first = next(bad, (0, None))
         if first is None:
             return None
-        call, kind = self._calls[first.call], kind_of(self._values[first.place])
+        call, kind = self._calls[first.call], kind_of(self._values[first.magnitude])
         # The call whose input it is, unchanged; none if code used it.
         later = range(first.call + 1, len(self._calls))
         users = (number for number in later if self._calls[number].input == call.output and self._calls[number].output != UNKNOWN)
-        behind = first.call if first.of_input else next(users, None)
+        behind = first.call if first.at_input else next(users, None)
         if behind is not None:
             site = self._calls[behind].site
-            at_output = next((gradient for gradient in self._gradients if gradient.call == behind and not gradient.of_input), None)
-            arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.place, " at the output")
+            at_output = next((gradient for gradient in self._gradients if gradient.call == behind and not gradient.at_input), None)
+            arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.magnitude, " at the output")
             words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}."
             return self._producer(self._sites[site].name, index, kind, words, arrived, is_forward=False, cause=self._recurrent(site))
         name = self._sites[call.site].name

@@ -1,4 +1,4 @@
-"""Gain of the gradient from block to block: norms are taken as gradients arrive, and divided on the host after the step."""
+"""Gain of the gradient from block to block: norms are measured as gradients arrive, and divided on the host after the step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Chain:
 
     blocks: Sequence[nn.Module]
     streams: Sequence[Stream]
-    """For the norm at each block, all of different sites. Their values go into gains and are not recorded."""
+    """For the norm at each block, each at its own site. Gains are computed from the norms, which are not recorded."""
     transitions: Sequence[str]
     """Site of each transition; one fewer than there are blocks."""
     thresholds: Thresholds
@@ -47,38 +47,38 @@ class Chain:
 
     @classmethod
     def of(cls, option: ParsedGradientFlow, index: ModelIndex, prefix: str, *, is_compared: bool) -> Chain:
-        """The blocks that a user has named.
+        """The chain of the blocks that a user has named.
 
         Raises:
             ConfigError: If there are no such blocks.
         """
         names = index.blocks(option.blocks)
-        of_norms = Namer()  # apart from the sites': the norm of a block is not recorded
+        norm_namer = Namer()  # a namer of its own, because the norms are not recorded
         return cls(
             blocks=[index.module_by_name[name] for name in names],
-            streams=[norm_stream(of_norms.name(name), option.norm, is_compared=is_compared) for name in names],
-            transitions=[index.namer.name(f"{one}-{other}") for one, other in pairwise(names)],
+            streams=[norm_stream(norm_namer.name(name), option.norm, is_compared=is_compared) for name in names],
+            transitions=[index.namer.name(f"{earlier}-{later}") for earlier, later in pairwise(names)],
             thresholds=option.thresholds,
             prefix=prefix,
         )
 
     def keys(self) -> list[str]:
-        """Every key of a step."""
+        """The keys of a step."""
         names = [(site, name) for site in self.transitions for name in ("gain", "log_gain")] + [(SUMMARY_SITE, name) for name in SUMMARY]
         return [Key(KIND, site, name, prefix=self.prefix).format() for site, name in names]
 
     def values(self, norms: Sequence[float | None]) -> dict[str, float]:
-        """Value by key from the norm at each block, ``None`` where no gradient arrived; a value that needs such a norm is absent."""
-        found = transitions(norms, EPS, self.thresholds)
-        values = [value for one in found for value in (one.gain, one.log_gain)] + [*summary(found).values()]
+        """Value by key from the norm at each block, ``None`` without a gradient; a value that needs a missing norm is absent."""
+        changes = transitions(norms, EPS, self.thresholds)
+        values = [value for change in changes for value in (change.gain, change.log_gain)] + [*summary(changes).values()]
         return {key: float(value) for key, value in zip(self.keys(), values, strict=True) if value is not None}
 
 
 def main_tensor(output: object, tensors: NamedTensors) -> Tensor | None:
-    """The tensor of a block's output that the next block goes on from.
+    """The tensor of a block's output that is the input of the next block.
 
-    It is the output itself; of a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is one tensor; else the
-    first real floating one of all ``tensors`` in it. ``None`` if there is none.
+    It is the output itself; for a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is a tensor; else the
+    first real floating tensor of all ``tensors`` in it. ``None`` without such a tensor.
     """
     for name in () if isinstance(output, Tensor) else MAIN_NAMES:
         part = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
@@ -88,60 +88,60 @@ def main_tensor(output: object, tensors: NamedTensors) -> Tensor | None:
 
 
 class BlockGradientProbe(Consumer[tuple[int, ...]]):
-    """Gives the gradient that arrives at each block to :meth:`observe_gradient`, with the block's place.
+    """Calls :meth:`observe_gradient` with the gradient that arrives at each block, and the block's index.
 
-    The blocks are in the order of the forward pass. A module that stands at two places is called twice in a forward pass: its first
-    call is the block at the first place, its second call the one at the second, and so in turn.
+    The blocks are in the order of the forward pass. A module with two indices is called twice in a forward pass: its first
+    call has the first index, its second call the second, and so in turn.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__((block, tuple(i for i, other in enumerate(blocks) if other is block)) for block in dict.fromkeys(blocks))
         self._num_calls: Counter[tuple[int, ...]] = Counter()
-        """Number of calls of a module, by its places."""
+        """Number of calls of a module, by its indices."""
 
-    def observe_output(self, places: tuple[int, ...], output: object, tensors: NamedTensors, is_repeated: bool) -> Iterable[Awaited]:
+    def observe_output(self, indices: tuple[int, ...], output: object, tensors: NamedTensors, is_repeated: bool) -> Iterable[Awaited]:
         """Await the gradient of a block's output."""
         tensor = main_tensor(output, tensors)
-        return ((tensor, places, None if is_repeated else self._next_place(places)),)
+        return ((tensor, indices, None if is_repeated else self._next_index(indices)),)
 
-    def fail(self, places: tuple[int, ...], output: object, error: Exception) -> None:
+    def fail(self, indices: tuple[int, ...], output: object, error: Exception) -> None:
         """Report an output that cannot be taken apart, once for a call and its recomputation."""
         if not is_in_backward():
-            self.fail_block(self._next_place(places), output, error)
+            self.fail_block(self._next_index(indices), output, error)
 
-    def _next_place(self, places: tuple[int, ...]) -> int:
-        """The place of the call that is over now."""
-        self._num_calls[places] += 1
-        return places[(self._num_calls[places] - 1) % len(places)]
+    def _next_index(self, indices: tuple[int, ...]) -> int:
+        """The block's index of the call that is over now."""
+        self._num_calls[indices] += 1
+        return indices[(self._num_calls[indices] - 1) % len(indices)]
 
     @abstractmethod
-    def fail_block(self, place: int, output: object, error: Exception) -> None:
-        """Report that the output of the block at a place cannot be taken apart."""
+    def fail_block(self, index: int, output: object, error: Exception) -> None:
+        """Report that the output of a block cannot be taken apart."""
 
     def end_micro_batch(self) -> None:
-        """The next call of every module is the one at its first place."""
+        """Start again with the first index of every module."""
         self._num_calls.clear()
 
 
 class GradientFlowProbe(BlockGradientProbe):
-    """Observes the blocks of a chain for one step; all of its micro-batches count, as one."""
+    """Observes the blocks of a chain for one step; its micro-batches count as one batch."""
 
     def __init__(self, chain: Chain, tools: StepTools) -> None:
         super().__init__(chain.blocks)
         self._chain = chain
         self._accumulator = tools.accumulator
 
-    def observe_gradient(self, place: int, gradient: Tensor, scale: Tensor | None) -> None:
+    def observe_gradient(self, index: int, gradient: Tensor, scale: Tensor | None) -> None:
         """Observe the gradient at a block."""
-        self._accumulator.observe(self._chain.streams[place], unscaled(elements_of(gradient), scale))
+        self._accumulator.observe(self._chain.streams[index], unscaled(elements_of(gradient), scale))
 
-    def fail_block(self, place: int, output: object, error: Exception) -> None:
+    def fail_block(self, index: int, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""
-        self._accumulator.fail(self._chain.streams[place], output, error)
+        self._accumulator.fail(self._chain.streams[index], output, error)
 
-    def fail_gradient(self, place: int, gradient: Tensor, error: Exception) -> None:
+    def fail_gradient(self, index: int, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""
-        self.fail_block(place, gradient, error)
+        self.fail_block(index, gradient, error)
 
     def derive(self, values: dict[str, float]) -> None:
         """Replace norms by gains."""

@@ -1,4 +1,4 @@
-"""Finds attention that masks all keys of a query: its softmax divides zero by zero."""
+"""Finds attention that masks all keys of a query, so that its softmax divides zero by zero."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _MASKS = {F.scaled_dot_product_attention: ("attn_mask",), F.multi_head_attention
 
 
 class MaskedRows(TorchFunctionMode):
-    """Reads the results of softmax and attention on the host: for a step that is known to have a NaN."""
+    """Reads the results of softmax and attention on the host, in a step that is known to have a NaN."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_found = False
-        """Whether a result was NaN because of a row in which all keys were masked."""
+        """Whether a result was NaN because all keys of a row were masked."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401  # of the function
-        """Call a function of torch, and look at its result."""
+    ) -> Any:  # noqa: ANN401  # the result of the function
+        """Call a function of torch, and check its result."""
         result = func(*args, **(kwargs or {}))
         if not self.is_found and (func in _SOFTMAX or func in _MASKS):
             output = result[0] if isinstance(result, tuple) else result
@@ -38,12 +38,12 @@ class MaskedRows(TorchFunctionMode):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             return bool((args[0] == -torch.inf).all(dim=dim).any())
         is_sdpa = func is F.scaled_dot_product_attention
-        by_position = args[3] if is_sdpa and len(args) > 3 else None
-        masks = [kwargs.get(name, by_position) for name in _MASKS[func]]
+        positional = args[3] if is_sdpa and len(args) > 3 else None
+        masks = [kwargs.get(name, positional) for name in _MASKS[func]]
         return any(isinstance(mask, Tensor) and _masks_row(mask, shows=is_sdpa) for mask in masks)
 
 
 def _masks_row(mask: Tensor, *, shows: bool) -> bool:
-    """Whether a mask hides all keys of a query; a boolean one hides, or shows, where it is true."""
+    """Whether a mask hides all keys of a query. A boolean mask is true for visible keys if ``shows``, else for hidden keys."""
     hides = (~mask if shows else mask) if mask.dtype is torch.bool else mask == -torch.inf
     return bool(hides.all(dim=-1).any())

@@ -1,9 +1,9 @@
 """Operator norms of weights: their largest singular values, by Lanczos's method.
 
-G. Golub and W. Kahan, "Calculating the Singular Values and Pseudo-Inverse of a Matrix", 1965: with as many products as a
-power iteration, a small bidiagonal matrix whose norm is closer to the true one. Six steps from a random start reach the accuracy of
-some thirty power iterations. A start from the step before is not used: it misses a direction that becomes the leading one (measured:
-norms a quarter too small), and a resumed run would not have it.
+G. Golub and W. Kahan, "Calculating the Singular Values and Pseudo-Inverse of a Matrix", 1965: the norm of a small bidiagonal
+matrix is closer to the true norm than a power iteration with as many products. Six steps from a random start reach the accuracy of some
+thirty power iterations. A start from the previous step's vector misses a new leading direction (measured: norms a quarter too
+small), and is not available to a resumed run.
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ from torch import Tensor
 from lightning_module_monitor.statistics.precision import Difference
 
 NUM_STEPS = 6
-"""Products with the matrix, and with its transpose, from a random start."""
+"""Number of products with the matrix, and with its transpose."""
 
 NUM_SQUARINGS = 8
-"""Of the small matrix, whose power 256 has nearly its leading direction alone."""
+"""Number of squarings of the small matrix: its power 256 is nearly a multiple of its leading direction."""
 
 ROUNDING = 1e-4
-"""The rest of a vector without the known directions is rounding if it is less than this share of the first."""
+"""The remainder of a vector without the known directions is a rounding error if it is below this fraction of the first norm."""
 
 TOLERANCE = 0.1
-"""Share by which a norm can be too small. Measured: nearly 0 for a matrix with a leading direction, as an update has; for random ones 2 %
-(the median of 300 of 512 x 256 and less) to 7 % (the largest); where rows also differ in size by powers of ten, 4 of 1800 were beyond it,
-by up to 14 %. It is never too large, except for rounding."""
-
+"""Fraction by which a norm can be too small. Measured: nearly 0 for a matrix with a leading direction, such as an update; for 300 random
+matrices of up to 512 x 256 2 % (median) to 7 % (largest); if rows also differ by powers of ten, 4 of 1800 were beyond it, up to 14 %.
+A norm is never too large, except for rounding errors."""
 
 SMALL_ELEMENTS = 1 << 14
-"""Elements of a matrix that is batched with others. A batched product of larger ones takes ten times as long on a CPU."""
+"""Limit of elements of a matrix in a batch. A batched product of larger matrices takes ten times as long on a CPU."""
 
 MAX_ELEMENTS = 1 << 18
-"""Elements of a batch: 1 MiB of float32."""
+"""Limit of elements of a batch: 1 MiB of float32."""
 
 
 def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
-    """The largest singular values of several weights, or differences of weights, without a host read.
+    """The largest singular values of weights or of differences of weights, without a host read.
 
     Args:
         weights: By site: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
 
     Returns:
-        By site the largest of any of its matrices, float64, shape ``()``; within :data:`TOLERANCE`.
+        By site the largest singular value of its matrices, float64, shape ``()``; within :data:`TOLERANCE`.
     """
     norms: dict[str, Tensor] = {}
     alike: defaultdict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = defaultdict(list)
@@ -56,22 +55,22 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
         else:
             alike[tensor.shape, tensor.dtype, tensor.device].append(site)
     for (shape, _dtype, _device), sites in alike.items():
-        # Small ones of one shape share their operations, which cost more to start than to do.
+        # Small matrices of one shape share their operations, whose launch costs more than their work.
         at_once = max(1, MAX_ELEMENTS // shape.numel()) if shape.numel() <= SMALL_ELEMENTS else 1
         for start in range(0, len(sites), at_once):
             part = sites[start : start + at_once]
             computed = [weights[site].computed() for site in part]
             if len(shape) == 1:
-                found = torch.stack(computed).abs().amax(1).double()
+                largest = torch.stack(computed).abs().amax(1).double()
             else:
-                found = _operator_norms(computed[0] if len(part) == 1 else torch.cat(computed)).view(len(part), -1).amax(1)
-            norms.update(zip(part, found.unbind(), strict=True))
+                largest = _operator_norms(computed[0] if len(part) == 1 else torch.cat(computed)).view(len(part), -1).amax(1)
+            norms.update(zip(part, largest.unbind(), strict=True))
     return norms
 
 
 def _operator_norms(matrices: Tensor) -> Tensor:
     """The operator norm of each matrix, float64, shape ``(groups,)``."""
-    # Squares of a very small update would leave the range, and so would the reciprocal of a subnormal number.
+    # Squares of a very small update would underflow, and the reciprocal of a subnormal number would overflow.
     largest = torch.maximum(matrices.amax((1, 2), keepdim=True), matrices.amin((1, 2), keepdim=True).neg())
     scale = torch.where(largest > 0, largest.clamp(min=torch.finfo(largest.dtype).tiny), 1.0)
     small = _bidiagonal(matrices, scale.reciprocal())
@@ -82,12 +81,12 @@ def _bidiagonal(matrices: Tensor, factor: Tensor) -> Tensor:
     """Lanczos's matrices of ``factor * matrices``, shape ``(groups, NUM_STEPS, NUM_STEPS)``."""
     groups, _rows, columns = matrices.shape
     transposed = matrices.transpose(1, 2)
-    nothing = matrices.new_zeros(groups, 1, 1)
-    generator = torch.Generator("cpu").manual_seed(0)  # its own, so that no random numbers of the program are drawn
+    zero = matrices.new_zeros(groups, 1, 1)
+    generator = torch.Generator("cpu").manual_seed(0)  # leaves the program's random state unchanged
     start = torch.randn(columns, generator=generator, dtype=matrices.dtype, device="cpu")
     start /= torch.linalg.vector_norm(start)
     right = start.to(matrices.device).view(1, columns, 1).expand(groups, -1, -1)
-    left, alpha = _split(torch.bmm(matrices, right * factor), nothing)
+    left, alpha = _split(torch.bmm(matrices, right * factor), zero)
     least = alpha * ROUNDING
     basis, alphas, betas = right, [alpha], []
     for _step in range(NUM_STEPS - 1):
@@ -101,14 +100,14 @@ def _bidiagonal(matrices: Tensor, factor: Tensor) -> Tensor:
 
 
 def _split(vectors: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors as directions of norm 1, and norms, shape ``(groups, 1, 1)``; both zero where a norm is no more than ``least``."""
+    """Vectors as directions of norm 1, and their norms, shape ``(groups, 1, 1)``; both zero if the norm is at most ``least``."""
     norms: Tensor = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     norms = norms * (norms > least)
     return vectors / torch.where(norms == 0, torch.inf, norms), norms
 
 
 def _norm_of_small(small: Tensor) -> Tensor:
-    """Operator norms of small matrices, shape ``(groups,)``: of their leading direction, which is left of a high power."""
+    """Operator norms of small matrices, shape ``(groups,)``, from the leading direction of a high power."""
     power = torch.bmm(small.transpose(1, 2), small)
     for squaring in range(NUM_SQUARINGS):
         if squaring % 2 == 0:

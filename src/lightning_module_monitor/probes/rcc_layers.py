@@ -1,7 +1,7 @@
-"""The layer types of the refined coordinate check: for each a pure function of input, weight and bias.
+"""The layer types of the refined coordinate check, each with a pure function of input, weight and bias.
 
-The check computes ``W0 x`` by that function and never calls a module a second time. A module belongs to a type if it inherits
-the type's ``forward`` and owns its weight as a plain parameter; a weight that is computed from other parameters does not count.
+The check computes ``W0 x`` with that function and never calls a module a second time. A module belongs to a type if it inherits
+the type's ``forward`` and owns its weight as a plain parameter, which is not computed from other parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INPUT, INPUT_CHANGE = "rcc_input", "rcc_input_change"
 OPERATOR_NORM, ALIGNMENT = "rcc_operator_norm", "rcc_alignment"
 
 TERMS = (EFFECTIVE, PROPAGATING, OUTPUT, REFERENCE_OUTPUT, INPUT, INPUT_CHANGE)
-"""The kinds that are tensors."""
+"""The kinds of tensors."""
 
 KINDS = (*TERMS, OPERATOR_NORM, ALIGNMENT)
 """The kinds of the check."""
@@ -42,33 +42,33 @@ LayerFunction = Callable[..., Tensor]
 """``function(x, weight, bias, module)``: ``W x + b``. ``module`` gives constants such as ``stride``; ``bias`` may be ``None``."""
 
 
-def _own_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
+def _registered_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
     return module._parameters.get("weight"), module._parameters.get("bias")
 
 
 def every_vector_once(module: AnyModule, x: Tensor) -> Tensor | None:
-    """The ``vectors`` of a layer that applies its weight to every vector of a tensor once."""
+    """The ``vectors`` of a layer type that applies the weight to every vector of a tensor once."""
     return x
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerType:
-    """How the modules of one type apply their weight.
+    """How the modules of a type apply their weight.
 
     Attributes:
-        function: ``W x + b``, see :data:`LayerFunction`; for a layer of several inputs all of them come first.
+        function: ``W x + b``, see :data:`LayerFunction`; several inputs come first, in order.
         inputs: Names of the inputs in the type's ``forward``.
         methods: Methods that a subclass must inherit.
-        has_tensor_input: Whether the input is a tensor of numbers that can change a little; indices are not.
-        is_called: Whether the module is called at all. Otherwise only its weight is used, by the module around it.
-        gives_output: Whether ``function`` gives the module's own output. Otherwise it gives a part of what the module computes, whose
-            call may have further arguments that do not change ``W x + b``.
-        parameters: Weight and bias of a module; ``None`` where it does not own such a parameter.
+        has_tensor_input: Whether the input has real numbers, and not indices.
+        is_called: Whether the module is called. Otherwise its parent uses its weight.
+        gives_output: Whether ``function`` returns the module's output. Otherwise it returns an intermediate result, and the module's call
+            may have further arguments, which do not change ``W x + b``.
+        parameters: Weight and bias of a module; ``None`` if it does not own such a parameter.
         features: The dimension of an input or output that holds the features.
         matrices: The weight as a linear map: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
         normalizes: Whether the weight is applied to the normalized input, which ``function`` returns without weight and bias.
-        vectors: A tensor whose norm is that of all vectors that ``matrices`` multiplies, from the tensor that the weight is applied to;
-            ``None`` where the product of both norms is no bound of the term. A type without it has no alignment.
+        vectors: From the tensor to which the weight is applied, a tensor whose norm is that of all vectors that ``matrices`` multiplies;
+            it returns ``None`` if the product of both norms does not bound the term. A type without ``vectors`` has no alignment.
     """
 
     function: LayerFunction
@@ -77,7 +77,7 @@ class LayerType:
     has_tensor_input: bool = True
     is_called: bool = True
     gives_output: bool = True
-    parameters: Callable[[AnyModule], tuple[Tensor | None, Tensor | None]] = _own_parameters
+    parameters: Callable[[AnyModule], tuple[Tensor | None, Tensor | None]] = _registered_parameters
     features: Callable[[AnyModule, Tensor], int] = lambda module, tensor: tensor.dim() - 1
     matrices: Callable[[AnyModule, Tensor], Tensor] = lambda module, weight: weight.unsqueeze(0)
     normalizes: bool = False
@@ -92,21 +92,18 @@ class LayerType:
         return self.is_called and (self.has_tensor_input or kind in (OUTPUT, REFERENCE_OUTPUT, EFFECTIVE))
 
     def has_weight_site(self, kind: str) -> bool:
-        """Whether the weight without the bias is a site of its own, ``fc.weight``."""
+        """Whether the term without the bias has a site, ``fc.weight``."""
         if kind in (INPUT, INPUT_CHANGE) and len(self.inputs) > 1:
             return False  # the weight is applied to a product of inputs
         return kind in TERMS and self.has_tensor_input and self.has_kind(kind)
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-        """The inputs of a call, in order; ``None`` if one is missing or no plain tensor, or if the call has other arguments."""
+        """The inputs of a call, in order; ``None`` if one is missing or not a plain tensor, or if the call has other arguments."""
         names = _argument_names(type(module).forward) if kwargs or not self.gives_output else self.inputs
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        more = {name: value for name, value in given.items() if name not in self.inputs}
-        if len(args) > len(names) or (self.gives_output and any(value is not None for value in more.values())):
-            return None
-        found = [given.get(name) for name in self.inputs]
-        tensors = [plain(one) for one in found if is_plain(one)]
-        return tensors if len(tensors) == len(found) else None
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = [plain(value) for value in (arguments.pop(name, None) for name in self.inputs) if is_plain(value)]
+        has_others = len(args) > len(names) or (self.gives_output and any(value is not None for value in arguments.values()))
+        return None if has_others or len(tensors) != len(self.inputs) else tensors
 
 
 @functools.cache
@@ -115,7 +112,7 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a strided tensor without operations of its own class, and without a transform of ``torch.func``."""
+    """Whether a value is a strided tensor, without ``__torch_dispatch__`` of a subclass or a transform of ``torch.func``."""
     if not isinstance(value, Tensor) or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
     # No public function recognizes a tensor under vmap.
@@ -128,7 +125,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -
 
 def _embedding_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
     # With max_norm a look-up writes into the weight.
-    return (None, None) if module.max_norm is not None else _own_parameters(module)
+    return (None, None) if module.max_norm is not None else _registered_parameters(module)
 
 
 def _hugging_face_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
@@ -142,7 +139,7 @@ def _scaled_by_mup(module: AnyModule, x: Tensor) -> Tensor:
 
 
 def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: AnyModule) -> Tensor:
-    if module.training or module.running_mean is None:  # without the running statistics, which the call would move
+    if module.training or module.running_mean is None:  # without the running statistics, which the call would change
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=module.eps)
     return F.batch_norm(x, module.running_mean, module.running_var, weight, bias, training=False, eps=module.eps)
 
@@ -156,12 +153,12 @@ def _channels_second(_module: AnyModule, _tensor: Tensor) -> int:
 
 
 def _any_matrix(_module: AnyModule, weight: Tensor) -> Tensor:
-    """Matrices of a weight of any shape: one dimension is a diagonal, the first of several the rows."""
+    """Matrices of a weight of any shape: a vector is a diagonal, otherwise the first dimension has the rows."""
     return weight if weight.dim() == 1 else weight.flatten(1).unsqueeze(0)
 
 
 def _vectors_of_batch_norm(module: AnyModule, x: Tensor) -> Tensor | None:
-    # In eval mode the model and the reference normalize by running statistics of their own, whose difference is in the terms too.
+    # In eval mode the terms also contain the difference between the running statistics of model and reference.
     return x if module.training or module.running_mean is None else None
 
 
@@ -174,7 +171,7 @@ def _matrices_of_convolution(module: AnyModule, weight: Tensor) -> Tensor:
 
 
 def _padded(module: AnyModule, x: Tensor) -> tuple[Tensor, Any]:
-    """The input with the padding that the convolution itself cannot do, and the padding that it does."""
+    """The input, padded if the convolution does not support the padding mode, and the padding left to the convolution."""
     if module.padding_mode == "zeros":
         return x, module.padding
     return F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode), 0
@@ -186,7 +183,7 @@ def _convolution(convolve: Callable[..., Tensor]) -> LayerType:
         return convolve(padded, weight, bias, module.stride, padding, module.dilation, module.groups)
 
     def vectors(module: AnyModule, x: Tensor) -> Tensor:
-        # The norm of each patch: squares summed over the channels, then over the kernel.
+        # The norm of each patch: squares are summed over the channels, then over the kernel.
         batched = widened(x if _features_of_convolution(module, x) else x.unsqueeze(0))
         squares, padding = _padded(module, batched.square().sum(1, keepdim=True))
         kernel = squares.new_ones(1, 1, *module.kernel_size)
@@ -203,17 +200,17 @@ def _transposed_convolution(convolve: Callable[..., Tensor]) -> LayerType:
         return convolve(x, weight, bias, module.stride, module.padding, module.output_padding, module.groups, module.dilation)
 
     def vectors(module: AnyModule, x: Tensor) -> Tensor:
-        # A sum of m numbers is at most sqrt(m) times their norm: m is the largest number of patches that overlap.
-        places = torch.ones((1, 1, *x.shape[_features_of_convolution(module, x) + 1 :]), device=x.device)
-        kernel = places.new_ones(1, 1, *module.kernel_size)
-        overlap = convolve(places, kernel, None, module.stride, module.padding, module.output_padding, 1, module.dilation)
+        # A sum of m numbers is at most sqrt(m) times their norm, and up to m patches overlap.
+        ones = torch.ones((1, 1, *x.shape[_features_of_convolution(module, x) + 1 :]), device=x.device)
+        kernel = ones.new_ones(1, 1, *module.kernel_size)
+        overlap = convolve(ones, kernel, None, module.stride, module.padding, module.output_padding, 1, module.dilation)
         return widened(x) * overlap.max().sqrt()
 
     return LayerType(function=function, features=_features_of_convolution, matrices=_matrices_of_convolution, vectors=vectors)
 
 
 def _projection(index: int, name: str) -> LayerType:
-    """A projection of ``torch.nn.MultiheadAttention``, whose weights are parts of one parameter, or separate parameters."""
+    """A projection of ``torch.nn.MultiheadAttention``, whose weight is a part of one parameter or a separate parameter."""
 
     def parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
         start = index * module.embed_dim
@@ -226,12 +223,12 @@ def _projection(index: int, name: str) -> LayerType:
     return LayerType(function=_linear, inputs=inputs, gives_output=False, parameters=parameters)
 
 
-Parts = dict[str, LayerType]
-"""The linear maps of a module by name: ``""`` for a layer that is one."""
+LinearMaps = dict[str, LayerType]
+"""The linear maps of a module by name; ``""`` is the name of the module's only map."""
 
-_OF_CLASS: dict[type[nn.Module] | str, LayerType | Parts] = {
+_TYPES: dict[type[nn.Module] | str, LayerType | LinearMaps] = {
     nn.Linear: LayerType(function=_linear),
-    # MultiheadAttention uses the weight of this one and never calls it.
+    # MultiheadAttention uses the weight of this layer and never calls it.
     NonDynamicallyQuantizableLinear: LayerType(function=_linear, is_called=False),
     nn.Conv1d: _convolution(F.conv1d),
     nn.Conv2d: _convolution(F.conv2d),
@@ -263,22 +260,22 @@ _OF_CLASS: dict[type[nn.Module] | str, LayerType | Parts] = {
         function=lambda x, weight, bias, module: F.linear(_scaled_by_mup(module, x), weight, bias), inputs=("x",), vectors=_scaled_by_mup
     ),
 }
-"""The linear map of each class, or several by name; by a class's name where its package may be missing."""
+"""The linear maps of each class; a class whose package may be missing stands by name."""
 
 
 def register_rcc_layer(layer_type: type[nn.Module], function: LayerFunction) -> None:
     """Add a type of layer to the refined coordinate check, or replace one.
 
-    The type's modules own parameters ``weight`` and, if they have one, ``bias``; features are the last dimension. Subclasses count
-    where they inherit ``forward``. Register a type before the monitor gets its module.
+    The type's modules own parameters ``weight`` and, if they have one, ``bias``; features are the last dimension. A subclass
+    belongs to the type if it inherits ``forward``. Register a type before the monitor gets its module.
 
     Args:
         layer_type: A class of modules whose ``forward`` takes one tensor and computes ``W x + b``.
-        function: ``function(x, weight, bias, module)``, which computes what ``forward`` does, with the given weight and bias. It must
-            not write into its arguments. ``module`` gives constants. ``bias`` is ``None`` where the module has none.
+        function: ``function(x, weight, bias, module)``, which computes the same as ``forward``, with this weight and bias. It must
+            not write into its arguments. ``module`` gives constants. ``bias`` is ``None`` if the module has none.
 
     Raises:
-        TypeError: If the type is no class of modules, or the function does not take four arguments.
+        TypeError: If the type is not a class of modules, or the function does not take four arguments.
 
     Example:
         >>> class Scale(torch.nn.Module):
@@ -297,23 +294,23 @@ def register_rcc_layer(layer_type: type[nn.Module], function: LayerFunction) -> 
     except TypeError as error:
         raise TypeError(f"function {function!r} does not take the arguments (x, weight, bias, module): {error}.") from error
     inputs = _argument_names(layer_type.forward)[:1]
-    _OF_CLASS[layer_type] = LayerType(function=function, inputs=inputs, matrices=_any_matrix, vectors=None)
+    _TYPES[layer_type] = LayerType(function=function, inputs=inputs, matrices=_any_matrix, vectors=None)
 
 
-def layer_parts(module: nn.Module) -> Parts:
-    """The linear maps of a module by name, see :data:`Parts`; empty if its type is not in the table."""
+def layer_parts(module: nn.Module) -> LinearMaps:
+    """The linear maps of a module; empty if its type is not in the table."""
     if any(is_parametrized(module, name) or isinstance(vars(module).get(name), Tensor) for name in ("weight", "bias")):
         return {}  # computed from other parameters, as spectral norm, weight norm and pruning do
-    for one in type(module).__mro__:
-        found = _OF_CLASS.get(one) or _OF_CLASS.get(f"{one.__module__}.{one.__qualname__}")
-        if found is None:
+    for base in type(module).__mro__:
+        maps = _TYPES.get(base) or _TYPES.get(f"{base.__module__}.{base.__qualname__}")
+        if maps is None:
             continue
-        parts = {"": found} if isinstance(found, LayerType) else found
-        for method in next(iter(parts.values())).methods:
-            if getattr(type(module), method) is not getattr(one, method) or method in vars(module):
+        maps = {"": maps} if isinstance(maps, LayerType) else maps
+        for method in next(iter(maps.values())).methods:
+            if getattr(type(module), method) is not getattr(base, method) or method in vars(module):
                 return {}
-        weights = {name: part.parameters(module)[0] for name, part in parts.items()}
-        return {name: parts[name] for name, weight in weights.items() if weight is not None and weight.is_floating_point()}
+        weights = {name: layer_type.parameters(module)[0] for name, layer_type in maps.items()}
+        return {name: maps[name] for name, weight in weights.items() if weight is not None and weight.is_floating_point()}
     return {}
 
 
@@ -323,13 +320,12 @@ def weight_and_bias(part: LayerType, module: nn.Module, *, is_running: bool) -> 
     Args:
         part: The linear map.
         module: The module.
-        is_running: Whether its forward pass runs now, in which FSDP2 has its whole weights. Otherwise those that are laid out over ranks
-            are gathered, by a collective.
+        is_running: Whether its forward pass runs now, with whole weights under FSDP2. Otherwise a collective gathers sharded weights.
 
     Raises:
-        ValueError: If the weight is a tensor of a subclass, or if its memory was given back.
+        ValueError: If the weight is a tensor of a subclass, or if its memory was freed.
     """
-    weight, bias = (one if one is None or is_running else whole(one) for one in part.parameters(module))
+    weight, bias = (tensor if tensor is None or is_running else whole(tensor) for tensor in part.parameters(module))
     assert weight is not None
     if not is_plain(weight) or (bias is not None and not is_plain(bias)):
         raise ValueError(f"its weight is a {type(weight).__name__}; expected a plain tensor")
@@ -347,10 +343,11 @@ def layer_sites(module: nn.Module, kind: str) -> list[str]:
 
 
 def has_own_weights(module: nn.Module) -> bool:
-    """Whether a module owns a parameter of floating point."""
-    return any(one is not None and one.is_floating_point() for one in module._parameters.values())
+    """Whether a module owns a floating-point parameter."""
+    return any(parameter is not None and parameter.is_floating_point() for parameter in module._parameters.values())
 
 
 def unchecked_modules(root: nn.Module) -> set[nn.Module]:
-    """The modules that own weights and are of no type of the table."""
-    return {one for one in root.modules() if not isinstance(one, UNWATCHED) and has_own_weights(one) and not layer_parts(one)}
+    """The modules that own weights and belong to no layer type."""
+    candidates = (module for module in root.modules() if not isinstance(module, UNWATCHED))
+    return {module for module in candidates if has_own_weights(module) and not layer_parts(module)}

@@ -1,4 +1,4 @@
-"""The reference: a frozen sibling of the monitored module, and its tensors for the same input, call by call."""
+"""The reference: a frozen copy of the monitored module, and its tensors for the same input, call by call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import logging
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -35,20 +35,19 @@ from lightning_module_monitor.probes.base import Probe, StepTools
 
 
 class Reference:
-    """A frozen sibling of a module. It is no part of the model.
+    """A frozen module with the structure of the model's module, which is not part of the model. Its modules are siblings of the model's.
 
     Args:
-        live: The module, or a part of it, that it is a sibling of.
-        module: The sibling.
-        follows: Whether it is called whenever ``live`` is about to run, with the same arguments. Otherwise it is run by other means,
-            before the model.
-        cpu_offload: Whether its tensors wait for the model's own in the memory of the host.
+        live: The model's module.
+        module: The frozen module.
+        follows: Whether it is called before every call of ``live``, with the same arguments. Otherwise the user runs it before the model.
+        cpu_offload: Whether its tensors are kept in host memory until the model's call.
         name: Name of ``live``, for messages.
-        wrapper: What runs the sibling under FSDP1: it calls a function with arguments.
-        units: The unit of FSDP1 around each module of both.
+        wrapper: Under FSDP1 the module that runs ``module``: it calls a function with arguments.
+        units: The FSDP1 unit around each module of both.
 
     Raises:
-        ValueError: If modules or parameters of the two have different names or shapes; lists them.
+        ValueError: If modules or parameters of the two have different names or shapes; the message lists them.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Reference:
         if differing:
             shown = ", ".join(differing[:10]) + (" ..." if len(differing) > 10 else "")
             raise ValueError(f"The reference must have the structure of the module; these are not in both, or of different shapes: {shown}")
-        of_module = _by_name(module)
+        siblings = _by_name(module)
         self.live = live
         self.module = module
         self.follows = follows
@@ -74,62 +73,61 @@ class Reference:
         self.name = name
         self.wrapper = wrapper
         self._units = units or {}
-        # The first name of a shared module counts, for both.
-        self._siblings: dict[nn.Module, nn.Module] = {one: of_module[name] for name, one in reversed(_by_name(live).items())}
+        # Reversed, because the first name of a shared module counts.
+        self._siblings: dict[nn.Module, nn.Module] = {original: siblings[name] for name, original in reversed(_by_name(live).items())}
         # The owner of a parameter may be within a wrapper.
-        owners = {without_wrappers(name): one for name, one in module.named_modules(remove_duplicate=False)}
-        named = reversed([*live.named_modules(remove_duplicate=False)])
-        within = {one: owners.get(without_wrappers(name)) for name, one in named}
-        self._owners = {one: owner for one, owner in within.items() if owner is not None}
+        owners = {without_wrappers(name): owner for name, owner in module.named_modules(remove_duplicate=False)}
+        originals = reversed([*live.named_modules(remove_duplicate=False)])
+        self._owners = {original: owners.get(without_wrappers(name)) for name, original in originals}
         self.is_running = False
         self.operator_norms: dict[str, Tensor] = {}
-        """Of its weights, by the site of a layer; they are computed once."""
+        """Operator norms of its weights, by the site of a layer; they are computed once."""
         self.differentiates = False
-        """Whether its forward pass runs a backward pass of its own, which needs the tensors that are otherwise not saved."""
+        """Whether its forward pass runs a backward pass, which needs saved tensors."""
 
     def why_not_run(self) -> str:
-        """The message about a step in which the model's modules ran, and the reference did not."""
+        """The message for a step in which the model's modules ran and the reference did not."""
         if self.follows:
             why = f"{self.name} itself was not called, only modules within it, so its reference did not run: no activation is compared"
             return f"{why}. Give module the name of a submodule that is called as a whole."
         return "The reference has not run before the model, and no activation is compared. Run it first, on the same input."
 
     def sibling(self, module: nn.Module) -> nn.Module | None:
-        """The sibling of a module of the model; ``None`` outside of ``live``."""
+        """The sibling of a module of the model; ``None`` outside ``live``."""
         return self._siblings.get(module)
 
     def model_of(self, module: nn.Module) -> nn.Module | None:
-        """The module of the model that a module of the reference is the sibling of; ``None`` if it is none of them."""
+        """The module of the model whose sibling this module of the reference is; ``None`` if it has none."""
         return next((live for live, sibling in self._siblings.items() if sibling is module), None)
 
     def parameter(self, site: ParameterSite) -> Tensor | None:
-        """The sibling of a parameter; ``None`` as for :meth:`sibling`."""
+        """The sibling of a parameter; ``None`` outside ``live``."""
         sibling = self._owners.get(site.owner)
         return None if sibling is None else sibling._parameters.get(site.attribute)
 
     def device(self) -> torch.device:
-        """The device of its first tensor."""
+        """The device of the reference's first tensor."""
         first = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
         return torch.device("cpu") if first is None else first.device
 
     @contextmanager
     def gathered(self, *modules: nn.Module) -> Iterator[None]:
-        """Within the block modules of either, which do not run now, have whole parameters under FSDP1, too: all ranks take part."""
+        """Within the block modules of model and reference have whole parameters under FSDP1; a collective."""
         with ExitStack() as stack:
             for unit in {self._units[module]: None for module in modules if module in self._units}:
                 stack.enter_context(gathered(unit))
             yield
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call the sibling."""
+        """Call the frozen module."""
         return self.module(*args, **kwargs) if self.wrapper is None else self.wrapper(self.module, *args, **kwargs)
 
     @contextmanager
     def running(self, is_grad_enabled: bool = True) -> Iterator[None]:
-        """Within the block it runs as the model will: in its modes, with its flags, and on the random numbers that come next; uncompiled.
+        """Within the block the reference runs uncompiled, with the model's modes and flags, and on the same random numbers.
 
-        After the block the same random numbers come again, buffers and flags are as before, and it holds no graph. The grad mode is that
-        of the model: torch selects kernels by it, and by ``requires_grad``.
+        After the block random states, buffers and flags are as before, and the reference holds no graph. It has the grad mode of the
+        model, because torch selects kernels by it and by ``requires_grad``.
         """
         if self.is_running:
             yield
@@ -152,49 +150,49 @@ class Reference:
             reshard(self.wrapper or self.module)
             for part in self.module.modules():
                 if isinstance(part, Metric):
-                    part.reset()  # it would collect its inputs from step to step
+                    part.reset()  # it would collect inputs over all steps
 
 
 TensorsOfCall = Callable[[tuple[Any, ...], dict[str, Any], object], NamedTensors]
-"""The tensors of a call that are kept: a function of its positional arguments, keyword arguments and output."""
+"""Selects the tensors of a call to keep, from its positional arguments, keyword arguments and output."""
 
 MISSED = "The model ran modules more often than the reference did; such calls are not compared"
 OTHER_SHAPE = "Modules gave outputs of other shapes than in the reference; such calls are not compared"
-LEFT = "The reference ran modules more often than the model did, which are not compared"
+LEFT_OVER = "The reference ran modules more often than the model did; such calls are not compared"
 
 
 class ReferenceProbe(Probe):
-    """Keeps the tensors of the reference's modules that :meth:`want` names until the model's own modules come to the same call.
+    """Keeps tensors of the reference's modules, as requested by :meth:`want`, until the model makes the same call.
 
-    An error of the reference is reported if the monitor itself has called it.
+    An error of the reference is reported if the monitor has called the reference.
     """
 
     def __init__(self, reference: Reference, tools: StepTools) -> None:
         self.reference = reference
         self._tools = tools
         self._log = tools.reporter.log_once
-        self._wanted: dict[tuple[nn.Module, str], tuple[TensorsOfCall, bool]] = {}
-        self._waiting: defaultdict[tuple[nn.Module, str], deque[NamedTensors]] = defaultdict(deque)
+        self._wanted: dict[tuple[nn.Module, Hashable], tuple[TensorsOfCall, bool]] = {}
+        self._waiting: defaultdict[tuple[nn.Module, Hashable], deque[NamedTensors]] = defaultdict(deque)
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
-        """Copy by the identity of the tensor: the tensor, its version, the copy. The output of a module is the input of the next one."""
+        """By ``id`` of a tensor: the tensor, its version, and its copy. An output is often the input of the next module, too."""
         self._hooks = HookSet()
         self._runs: list[tuple[ExitStack, bool]] = []
-        """The calls of its root that are not over, and whether the user makes them."""
+        """The running calls of the reference, each with whether the user made it."""
         self._has_run = False
         self.not_compared: defaultdict[str, set[nn.Module]] = defaultdict(set)
-        """Modules with a call that is not compared in this micro-batch, by :data:`MISSED` or :data:`OTHER_SHAPE`."""
+        """Modules with a call that is not compared in this micro-batch, by message."""
         self._is_explained = False
-        """Whether an error of the reference explains that calls are not compared."""
+        """Whether an error of the reference explains why calls are not compared."""
 
-    def want(self, module: nn.Module, by: str, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
+    def want(self, module: nn.Module, by: Hashable, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
         """Keep ``tensors`` of every call of a module of the reference until :meth:`take` with the same ``by``.
 
-        With ``before_other_hooks`` other forward hooks, which may replace the output, come later.
+        With ``before_other_hooks`` they are kept before other forward hooks can replace the output.
         """
         self._wanted[module, by] = tensors, before_other_hooks
 
     def is_needed(self) -> bool:
-        """Whether any tensors are wanted."""
+        """Whether any tensors are requested."""
         return bool(self._wanted)
 
     def attach(self) -> None:
@@ -211,9 +209,9 @@ class ReferenceProbe(Probe):
         self._hooks.add_forward(root, UncopiedHook(self._end_call), always_call=True)
 
     def run(self, call: Callable[[], object], is_grad_enabled: bool = True) -> None:
-        """Run the reference by ``call`` and keep the tensors that are wanted. An error is reported.
+        """Run the reference by ``call`` and keep the requested tensors. An error is reported.
 
-        It is called once more if the reference needs tensors for a backward pass within its own forward pass.
+        ``call`` is repeated if the reference runs a backward pass within its forward pass, which needs saved tensors.
 
         Raises:
             NotPlainError: If an argument cannot be copied.
@@ -227,8 +225,8 @@ class ReferenceProbe(Probe):
                 except NotPlainError:
                     raise
                 except Exception:
-                    pass  # it may need the tensors that were not saved
-            self._forget()
+                    pass  # it may need saved tensors
+            self._release_calls()
             with self.reference.running(is_grad_enabled):
                 call()
             self.reference.differentiates = True
@@ -239,18 +237,18 @@ class ReferenceProbe(Probe):
             self._tools.reporter.count("The reference could not run", "reference", error, self._tools.accumulator)
 
     def end_micro_batch(self) -> None:
-        """Report calls of one of both only, once for each cause, and forget them."""
+        """Report the calls that only the model or only the reference made, once for each cause, and release them."""
         if not self._is_explained:
             if self.not_compared[MISSED] and not self._has_run:
                 self._log(self.reference.why_not_run())
                 del self.not_compared[MISSED]
-            self.not_compared[LEFT] = {module for (module, _by), calls in self._waiting.items() if calls}
-            for what, modules in self.not_compared.items():
+            self.not_compared[LEFT_OVER] = {module for (module, _by), calls in self._waiting.items() if calls}
+            for message, modules in self.not_compared.items():
                 if modules:
                     names = [name or ROOT for name, module in self.reference.module.named_modules() if module in modules]
                     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                    self._log(f"{what}: {', '.join(names[:5])}{more}.", once=what)
-        self._forget()
+                    self._log(f"{message}: {', '.join(names[:5])}{more}.", once=message)
+        self._release_calls()
         self.not_compared.clear()
         self._has_run = self._is_explained = False
 
@@ -264,11 +262,11 @@ class ReferenceProbe(Probe):
         while self._runs:
             self._runs[-1][0].close()
             self._runs.pop()
-        self._forget()
+        self._release_calls()
         self.not_compared.clear()
 
-    def take(self, module: nn.Module, by: str) -> NamedTensors | None:
-        """The tensors of a module of the reference at the call that the model makes now; ``None`` if it has not run as often."""
+    def take(self, module: nn.Module, by: Hashable) -> NamedTensors | None:
+        """The tensors of a module of the reference for the model's current call; ``None`` if the reference made fewer calls."""
         calls = self._waiting.get((module, by))
         if not calls:
             self.not_compared[MISSED].add(module)
@@ -277,20 +275,20 @@ class ReferenceProbe(Probe):
         if not self.reference.cpu_offload:
             return call
         device = self.reference.device()
-        return [(path, one.to(device)) for path, one in call]
+        return [(path, tensor.to(device)) for path, tensor in call]
 
     def _run_beside(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Call the reference with copies of the model's arguments, because it may write into them."""
+        """Call the reference with copies of the model's arguments, into which it may write."""
 
         def call() -> None:
-            own_args, own_kwargs = plain_copy((args, kwargs))
-            self.reference(*own_args, **own_kwargs)
+            copied_args, copied_kwargs = plain_copy((args, kwargs))
+            self.reference(*copied_args, **copied_kwargs)
 
         if self._tools.is_observed() and not self._tools.gate.is_redirected(module) and not is_in_backward():
             try:
                 self.run(call, torch.is_grad_enabled())
             except NotPlainError as error:
-                self._forget()
+                self._release_calls()
                 self._is_explained = True
                 why = "The reference takes tensors, numbers, strings and plain containers of them; without module it runs its training_step"
                 self._log(f"{self.reference.name} is called with a {error}: this call is not compared. {why}.", logging.WARNING, once=why)
@@ -298,12 +296,12 @@ class ReferenceProbe(Probe):
     def _begin_call(self, *_args: object) -> None:
         is_of_user = not self.reference.is_running
         call = ExitStack()
-        # The model of a training step runs with a graph, even where the user has none for the reference.
+        # In a training step the model has a graph, even if the user calls the reference without.
         call.enter_context(self.reference.running(torch.is_grad_enabled() if self._tools.is_suspended() else True))
         self._runs.append((call, is_of_user))
 
     def _end_call(self, _module: nn.Module, _args: object, output: object) -> object:
-        """Detach the output that the user gets: a loss computed from it must not lead into the reference."""
+        """Detach the user's output, so that a loss computed from it has no gradient in the reference."""
         if not self._runs:
             return None
         call, is_of_user = self._runs.pop()
@@ -313,7 +311,7 @@ class ReferenceProbe(Probe):
                 return with_tensors(output, Tensor.detach)
         return None
 
-    def _after_forward(self, by: str, tensors: TensorsOfCall, module: nn.Module, *call: Any) -> None:
+    def _after_forward(self, by: Hashable, tensors: TensorsOfCall, module: nn.Module, *call: Any) -> None:
         if not self._tools.is_suspended():
             self._has_run = True
             self._waiting[module, by].append([(path, self._copy(tensor)) for path, tensor in tensors(*call)])
@@ -331,13 +329,13 @@ class ReferenceProbe(Probe):
             self._copies[id(tensor)] = (weakref.ref(tensor), plain(tensor)._version, weakref.ref(copy))
         return copy
 
-    def _forget(self) -> None:
+    def _release_calls(self) -> None:
         self._waiting.clear()
         self._copies.clear()
 
 
 def _by_name(root: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name without wrappers, a wrapper in place of the wrapped module, if not FSDP1's; modules that measure are left out."""
+    """Modules by name without wrappers. A wrapper stands for its module, except for FSDP1's; metrics are omitted."""
     modules: dict[str, nn.Module] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         if not isinstance(module, UNWATCHED) and not is_fsdp_wrapper(module):
@@ -346,17 +344,17 @@ def _by_name(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def structural_differences(live: nn.Module, module: nn.Module) -> list[str]:
-    """Names of modules and parameters that are not in both, or of different shapes."""
-    of_live, of_module = _by_name(live), _by_name(module)
-    names = sorted(of_live.keys() ^ of_module.keys())
-    for name in of_live.keys() & of_module.keys():
-        shapes, others = _shapes(of_live[name]), _shapes(of_module[name])
+    """Names of modules and parameters that are missing in either module or have different shapes."""
+    originals, siblings = _by_name(live), _by_name(module)
+    names = sorted(originals.keys() ^ siblings.keys())
+    for name in originals.keys() & siblings.keys():
+        shapes, others = _shapes(originals[name]), _shapes(siblings[name])
         start = "" if name == ROOT else f"{name}."
-        names += sorted(f"{start}{one}" for one in shapes.keys() | others.keys() if shapes.get(one) != others.get(one))
+        names += sorted(f"{start}{key}" for key in shapes.keys() | others.keys() if shapes.get(key) != others.get(key))
     return names
 
 
 def _shapes(module: nn.Module) -> dict[str, object]:
-    """Shape by name of a module's own parameters; "not yet" for a lazy one."""
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    return {name: "not yet" if nn.parameter.is_lazy(parameter) else tuple(parameter.shape) for name, parameter in own.items()}
+    """Shape of each of a module's own parameters; "lazy" if it is not initialized."""
+    parameters = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+    return {name: "lazy" if nn.parameter.is_lazy(parameter) else tuple(parameter.shape) for name, parameter in parameters}

@@ -1,10 +1,10 @@
-r"""Gains of the gradient's norm from block to block, and their summary.
+r"""Gains of the gradient's norm from block to block, and a summary of them.
 
 With :math:`h_i` the output of block i and L the loss, the gain of the transition from block i to block i + 1 is
 
 .. math:: \gamma = \lVert \partial L / \partial h_i \rVert \; / \; \lVert \partial L / \partial h_{i+1} \rVert
 
-the factor by which block i + 1 changes the gradient in the backward pass: above 1 it grows, below 1 it shrinks.
+In the backward pass block i + 1 multiplies the norm of the gradient by this factor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPS = 1e-30
 
 
 def _linf(moments: Moments) -> Array:
-    # An empty gradient has no extremes; its norm is 0.
+    # An empty gradient has no extremes: its norm is 0.
     return np.where(moments.elements > 0, np.maximum(moments.maximum, -moments.minimum), 0.0)
 
 
@@ -36,12 +36,12 @@ NORMS = {
     "linf": Statistic(Need.EXTREMES, _linf),
     "mean": Statistic(Need.MAGNITUDE, lambda moments: moments.magnitude / np.maximum(moments.elements, 1.0)),
 }
-"""Measures of a gradient's size: Euclidean norm, sum of magnitudes, largest magnitude, mean magnitude (which is no norm, and does not
-grow with the number of elements)."""
+"""Measures of a gradient's size: Euclidean norm, sum of magnitudes, largest magnitude, and mean magnitude, which is not a norm and does
+not grow with the number of elements."""
 
 
 class Thresholds(NamedTuple):
-    """The range of healthy gains. Heuristic: gains of a healthy network may be outside."""
+    """The range of healthy gains. It is heuristic: gains of a healthy network may lie outside."""
 
     damping: float = 0.5
     """A gain below is damping."""
@@ -59,11 +59,11 @@ class Transition:
     """The change of the gradient between two consecutive blocks."""
 
     gain: float | None
-    """None where one of the blocks got no gradient; inf where the later block's norm has vanished."""
+    """None if one of the blocks has no gradient; inf if the later block's norm has vanished."""
     log_gain: float | None
-    """Natural logarithm of the gain: inf where the later block's norm has vanished, else -inf where the earlier one's has."""
+    """Natural logarithm of the gain: inf if the later block's norm has vanished, else -inf if the earlier block's norm has."""
     category: Category
-    """``vanishing``: the later block's norm has vanished. ``missing``: a block got no gradient. ``undefined``: a gradient is
+    """``vanishing``: the later block's norm has vanished. ``missing``: a block has no gradient. ``undefined``: a gradient is
     NaN, or both are infinite."""
 
 
@@ -71,25 +71,25 @@ def transitions(norms: Sequence[float | None], eps: float, thresholds: Threshold
     """The transitions between blocks.
 
     Args:
-        norms: Norm of the gradient at each block's output, in the order of the forward pass; ``None`` where none arrived.
+        norms: Norm of the gradient at each block's output, in the order of the forward pass; ``None`` without a gradient.
         eps: A norm below this has vanished.
         thresholds: The range of healthy gains.
 
     Returns:
-        One fewer than there are blocks.
+        One transition fewer than blocks.
     """
-    found = []
+    changes = []
     for earlier, later in pairwise(norms):
         if earlier is None or later is None:
-            found.append(Transition(None, None, "missing"))
+            changes.append(Transition(None, None, "missing"))
         elif later < eps:
-            found.append(Transition(math.inf, math.inf, "vanishing"))
+            changes.append(Transition(math.inf, math.inf, "vanishing"))
         else:
             gain = earlier / later
             # The difference of logarithms: a quotient may leave the range of floats.
             log_gain = -math.inf if earlier < eps else math.log(earlier) - math.log(later)
-            found.append(Transition(gain, log_gain, _category(gain, thresholds)))
-    return found
+            changes.append(Transition(gain, log_gain, _category(gain, thresholds)))
+    return changes
 
 
 def _category(gain: float, thresholds: Thresholds) -> Category:
@@ -107,21 +107,16 @@ SUMMARY = ("mean_gain", "min_gain", "max_gain", "mean_log_gain", *(f"num_{catego
 """The names in a summary, in order."""
 
 
-def summary(found: Sequence[Transition]) -> dict[str, float | int | None]:
-    """The summary of transitions.
+def summary(changes: Sequence[Transition]) -> dict[str, float | int | None]:
+    """The summary of transitions: value by name of :data:`SUMMARY`.
 
-    Args:
-        found: The transitions.
-
-    Returns:
-        Value by name of :data:`SUMMARY`. Infinite gains and logarithms are left out of mean, minimum and maximum, which are
-        ``None`` where nothing is left, and NaN where a gain is. Each counts in its category.
+    Mean, minimum and maximum leave infinite gains and logarithms out. They are ``None`` if nothing is left, and NaN if a gain is NaN.
     """
-    gains = [one.gain for one in found if one.gain is not None and not math.isinf(one.gain)]
-    log_gains = [one.log_gain for one in found if one.log_gain is not None and not math.isinf(one.log_gain)]
-    categories = [one.category for one in found]
+    gains = [change.gain for change in changes if change.gain is not None and not math.isinf(change.gain)]
+    log_gains = [change.log_gain for change in changes if change.log_gain is not None and not math.isinf(change.log_gain)]
+    categories = [change.category for change in changes]
     values: list[float | int | None] = []
-    for function, of_transitions in ((fmean, gains), (min, gains), (max, gains), (fmean, log_gains)):
-        has_nan = any(map(math.isnan, of_transitions))  # which `min` and `max` of Python may ignore
-        values.append(math.nan if has_nan else function(of_transitions) if of_transitions else None)
-    return dict(zip(SUMMARY, [*values, *(categories.count(one) for one in COUNTED)], strict=True))
+    for function, numbers in ((fmean, gains), (min, gains), (max, gains), (fmean, log_gains)):
+        has_nan = any(map(math.isnan, numbers))  # `min` and `max` of Python may ignore NaN
+        values.append(math.nan if has_nan else function(numbers) if numbers else None)
+    return dict(zip(SUMMARY, [*values, *map(categories.count, COUNTED)], strict=True))

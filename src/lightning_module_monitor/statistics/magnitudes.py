@@ -11,14 +11,14 @@ from torch import Tensor
 from lightning_module_monitor.kernels.elements import in_memory, is_on_host, plain, transfer
 
 UNKNOWN = -1
-"""The place of a number that does not exist."""
+"""The index of a number that does not exist."""
 
 
 class Magnitudes:
-    """Numbers one after the other, each at a place of its own, on the devices of their tensors until they are read.
+    """A list of largest magnitudes, which stay on the devices of their tensors until they are read.
 
-    Smallest and largest element are taken by one operation: unlike a sum neither overflows, so that what is not finite is in the tensor. On
-    a CPU the number is there at once.
+    One operation takes the smallest and the largest element. Unlike a sum neither overflows, so a non-finite number shows a non-finite
+    element. On a CPU the number is computed at once.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class Magnitudes:
         return len(self._numbers)
 
     def add(self, tensor: Tensor) -> int:
-        """Add a tensor, of any shape and floating dtype, which is left as it is. A complex one counts by its real and imaginary parts.
+        """Add a tensor of any shape and floating dtype. A complex tensor counts by its real and imaginary parts.
 
         Returns:
-            The place of its number; ``UNKNOWN`` if it has no element.
+            The index of its number; ``UNKNOWN`` if the tensor has no element.
         """
         tensor = plain(tensor)
         if tensor.is_complex() or tensor.layout is not torch.strided:
@@ -41,33 +41,29 @@ class Magnitudes:
             return UNKNOWN
         least, largest = torch.aminmax(in_memory(tensor).detach())
         if is_on_host(tensor):
-            self._numbers.append(max(-least.item(), largest.item()))  # NaN, if one element is: then both are
+            self._numbers.append(max(-least.item(), largest.item()))  # both are NaN if any element is
         else:
             self._numbers.append((least, largest))
         return len(self._numbers) - 1
 
     def read(self) -> list[float]:
-        """All numbers, by one transfer from each device: the largest magnitudes; NaN and infinity stay what they are."""
-        found = [math.nan if isinstance(one, tuple) else one for one in self._numbers]
-        of_devices: defaultdict[torch.device, list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
-        for place, one in enumerate(self._numbers):
-            if isinstance(one, tuple):
-                of_devices[one[0].device].append((place, *one))
-        for members in of_devices.values():
-            both = torch.stack([torch.stack([-least.double(), largest.double()]) for _place, least, largest in members])
-            for (place, *_tensors), value in zip(members, transfer(both.amax(1)).tolist(), strict=True):
-                found[place] = value
-        return found
+        """The largest magnitudes, NaN and infinity included, by one transfer from each device."""
+        values = [math.nan if isinstance(number, tuple) else number for number in self._numbers]
+        by_device: defaultdict[torch.device, list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
+        for index, number in enumerate(self._numbers):
+            if isinstance(number, tuple):
+                by_device[number[0].device].append((index, *number))
+        for extremes in by_device.values():
+            both = torch.stack([torch.stack([-least.double(), largest.double()]) for _index, least, largest in extremes])
+            for (index, *_tensors), value in zip(extremes, transfer(both.amax(1)).tolist(), strict=True):
+                values[index] = value
+        return values
 
     def nonfinite(self) -> Tensor:
-        """Whether an element is not finite: shape ``()``, bool, on the device of the first number that is on one; nothing is read."""
-        extremes = [extreme for one in self._numbers if isinstance(one, tuple) for extreme in one]
-        on_host = any(not math.isfinite(one) for one in self._numbers if isinstance(one, float))
-        found = torch.full((), on_host, device=extremes[0].device if extremes else "cpu")
-        for one in extremes:
-            found = found | ~one.isfinite().to(found.device)
-        return found
-
-    def clear(self) -> None:
-        """Forget them."""
-        self._numbers.clear()
+        """Whether any element is not finite, without a host read: shape ``()``, bool, on the first of the devices."""
+        extremes = [extreme for number in self._numbers if isinstance(number, tuple) for extreme in number]
+        on_host = any(not math.isfinite(number) for number in self._numbers if isinstance(number, float))
+        flag = torch.full((), on_host, device=extremes[0].device if extremes else "cpu")
+        for extreme in extremes:
+            flag = flag | ~extreme.isfinite().to(flag.device)
+        return flag

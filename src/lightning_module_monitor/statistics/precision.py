@@ -1,4 +1,4 @@
-"""Differences, and gradients without the scale of their loss, in a precision that does not round them again."""
+"""Differences, and gradients without the scale of their loss, in at least float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from lightning_module_monitor.kernels.elements import in_memory
 
 WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-"""The dtypes that tensors of others are computed with in."""
+"""Dtypes that need no conversion before a computation."""
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A tensor of a narrower dtype in float32, or in complex64; any other as it is."""
+    """A tensor of a narrower dtype in float32 or complex64; any other tensor unchanged."""
     if tensor.dtype in WIDE:
         return tensor
     return tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)
@@ -28,8 +28,8 @@ def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
         scale: Shape ``()``, on any device; ``None`` if the loss was not scaled.
 
     Returns:
-        The gradient itself if there is no scale. Else a new tensor, in float32 or better: half precision would lose again what
-        it only holds because it was scaled. What is not finite stays so. One division rounds once, by a power of two never.
+        The gradient itself if there is no scale. Else a new tensor in float32 or better, because half precision would underflow without
+        the scale. A division by a power of two is exact, and non-finite elements stay non-finite.
     """
     if scale is None:
         return gradient
@@ -39,12 +39,12 @@ def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """``tensor - other - shift``. Of half-precision tensors it is computed in float32, which does not round it again.
+    """``tensor - other - shift``. For half-precision tensors it is computed in float32, and not rounded again.
 
     Attributes:
         tensor: Any shape, any real floating dtype.
         other: Of the same shape; ``None`` for zero.
-        shift: Of a shape that is broadcast to that; ``None`` for zero.
+        shift: Broadcast to that shape; ``None`` for zero.
 
     Raises:
         ValueError: If the shapes of ``tensor`` and ``other`` differ.
@@ -56,7 +56,9 @@ class Difference:
 
     def __post_init__(self) -> None:
         if self.other is not None and self.tensor.shape != self.other.shape:
-            raise ValueError(f"its shape is {tuple(self.tensor.shape)}, and that of what it is compared with {tuple(self.other.shape)}")
+            raise ValueError(
+                f"its shape is {tuple(self.tensor.shape)}, and it is compared with a tensor of shape {tuple(self.other.shape)}"
+            )
 
     def written(self) -> Tensor:
         """The difference as a tensor; without ``other`` and ``shift`` the tensor itself, in its own precision."""

@@ -1,8 +1,8 @@
-"""The built-in statistics, finished from moments or from the units of a layer, and the place where a user's own are added.
+"""The built-in statistics, computed from moments or from the units of a layer; users add their own to :data:`STATISTICS`.
 
 ``n`` is the number of elements and ``x`` an element, over all micro-batches and calls of a step; a token is a slice
-along the last dimension. A non-finite element makes every statistic that it enters non-finite; only the counts stay. What finite
-tensors do not have (the variance of one element, zero over zero) is a NaN of its own, ``UNDEFINED``.
+along the last dimension. A non-finite element makes every statistic that depends on it non-finite, except for the counts. A
+statistic that a finite tensor does not have (the variance of one element, zero over zero) is ``UNDEFINED``, a NaN with bits of its own.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lightning_module_monitor.record import UNDEFINED
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic that is finished from moments.
+    """A statistic that is computed from moments.
 
     Attributes:
         needs: Bits of :class:`~lightning_module_monitor.kernels.moments.Need`.
         finish: Takes moments, numpy arrays of shape ``(sites,)``, float64, and returns the statistic, float64, of the same
-            shape. A relative statistic also takes the moments of what it is relative to; a paired one takes those of the
-            model's tensor, the reference's, and the elementwise product of both.
+            shape. A relative statistic also takes the moments of its base; a paired one takes the moments of the
+            model's tensor, of the reference's tensor, and of their elementwise product.
         relative: Whether it is relative to another tensor: the parameter of an update, the reference of a difference.
-        paired: Whether it is of the two tensors of a difference, and not of the difference.
+        paired: Whether it compares the two tensors of a difference.
     """
 
     needs: int
@@ -43,18 +43,18 @@ class Statistic:
 
 @dataclass(frozen=True)
 class HistogramStatistic:
-    """Not a number but one for each of the fixed bins: how many elements there are in it."""
+    """The number of elements in each of the fixed bins."""
 
 
 @dataclass(frozen=True)
 class UnitStatistic:
-    """A number that is made of what every unit of a layer did, in this monitored step and those before it."""
+    """A number computed from the activity of every unit of a layer in this monitored step and earlier ones."""
 
 
 TensorFunction = Callable[[Tensor], Tensor]
 
 
-# Named functions and no lambdas, so that a callback with its rules can be pickled.
+# Named functions instead of lambdas, so that a callback with its rules can be pickled.
 
 
 def _mean(moments: Moments) -> Array:
@@ -63,7 +63,7 @@ def _mean(moments: Moments) -> Array:
 
 
 def _var(moments: Moments) -> Array:
-    """``sum((x - m)**2) / (n - 1)``, at least 0: with Bessel's correction, as ``torch.var``. One element has none."""
+    """``sum((x - m)**2) / (n - 1)``, at least 0, as ``torch.var`` with Bessel's correction. Undefined for one element."""
     return _over(moments.deviations, moments.elements - 1)
 
 
@@ -84,7 +84,7 @@ def _kurtosis(moments: Moments) -> Array:
 
 
 def _standardized(numerator: Array, power: float, moments: Moments) -> Array:
-    """A central moment over a power of the deviations. Constant elements have none: what deviates is rounding of the mean, as in SciPy."""
+    """A central moment over a power of the deviations; undefined for a constant, whose deviations are rounding errors, as in SciPy."""
     is_constant = moments.deviations <= moments.elements * (1e-15 * moments.mean) ** 2
     return np.where(is_constant, UNDEFINED, numerator / moments.deviations**power)
 
@@ -120,7 +120,7 @@ def _abs_max(moments: Moments) -> Array:
 
 
 def _zero_fraction(moments: Moments) -> Array:
-    """The share of elements that are zero, from 0 to 1."""
+    """The fraction of elements that are zero, from 0 to 1."""
     return moments.zeros / moments.elements
 
 
@@ -140,20 +140,20 @@ def _token_rms(moments: Moments) -> Array:
 
 
 def _ratio(moments: Moments, base: Moments) -> Array:
-    """``norm(x) / norm(base)``, at least 0; of an update the update ratio of Karpathy's makemore. Zero over zero is undefined."""
+    """``norm(x) / norm(base)``, at least 0; for an update the update ratio of Karpathy's makemore. Zero over zero is undefined."""
     return _over(_norm(moments), _norm(base))
 
 
 def _cosine(current: Moments, reference: Moments, product: Moments) -> Array:
     """``sum(x * y) / (norm(x) * norm(y))``, from -1 to 1; undefined where a norm is 0."""
-    # Rounding must not make it more than one can be.
+    # Rounding could leave the range.
     norms = _norm(current) * _norm(reference)
     cosine = np.clip(product.mean * product.elements / norms, -1.0, 1.0)
     return np.where(norms == 0, UNDEFINED, cosine)
 
 
 def _over(numerator: Array, denominator: Array) -> Array:
-    """A quotient; of zero and zero there is none."""
+    """A quotient; zero over zero is undefined."""
     return np.where((numerator == 0) & (denominator == 0), UNDEFINED, numerator / denominator)
 
 
@@ -178,78 +178,76 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFun
     "hist": HistogramStatistic(),
     "dead_fraction": UnitStatistic(),
 }
-"""Statistic by name; the formulas are at the functions above. ``hist`` is a histogram over the bins of ``Histogram``; ``dead_fraction`` is
-the share of units (channels, features) that were zero throughout the last monitored steps, up to ten. Add an entry to have a statistic of
-your own under a name that a rule can give: a function ``Tensor -> Tensor``, or a :class:`Statistic`."""
+"""Statistic by name; the formulas are in the functions above. ``hist`` is a histogram over the bins of ``Histogram``; ``dead_fraction`` is
+the fraction of units (channels, features) that were zero throughout the last monitored steps, up to ten. To name a statistic of your own in
+rules, add an entry: a function ``Tensor -> Tensor``, or a :class:`Statistic`."""
 
-# Units that are zero throughout the last monitored steps, and outputs where a squashing function is flat
+# Dead units, and saturated outputs of squashing functions
 
 MAX_UNITS = 1024
-"""Of more units, as many evenly spaced ones are observed."""
+"""Limit of observed units. In larger layers evenly spaced units are observed."""
 
 Recent: TypeAlias = deque[NDArray[np.bool_]]
-"""Which units were alive in each of the last steps."""
+"""For each of the last steps, whether each unit was alive."""
 
 NUM_STEPS = 10
-"""A unit is dead if it was zero throughout so many monitored steps."""
+"""Number of monitored steps throughout which a dead unit was zero."""
 
 
 def is_alive(tensor: Tensor) -> Tensor:
-    """Which units of a tensor are anything but zero.
+    """Whether each unit of a tensor has an element that is not zero.
 
     Args:
-        tensor: Any shape, with at least one element. A unit is a channel (dimension 1) where there are four or five dimensions, else a
-            place along the last one.
+        tensor: Any shape, with at least one element. A unit is a channel (dimension 1) of four or five dimensions, else an index along
+            the last dimension.
 
     Returns:
         Bool, shape ``(units,)``, at most ``MAX_UNITS``, on the same device. NaN is alive.
     """
     dimension = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
     others = [axis for axis in range(tensor.dim()) if axis != dimension]
-    # Two reductions of numbers take a tenth of the time of one of booleans.
-    found = torch.logical_or(tensor.amax(others), tensor.amin(others)) if others else tensor.reshape(-1) != 0
-    return found[:: -(-len(found) // MAX_UNITS)]
+    # Two reductions of numbers take a tenth of the time of one reduction of booleans.
+    alive = torch.logical_or(tensor.amax(others), tensor.amin(others)) if others else tensor.reshape(-1) != 0
+    return alive[:: -(-len(alive) // MAX_UNITS)]
 
 
-def in_either(one: Tensor, other: Tensor) -> Tensor:
-    """Which units are alive in either of two tensors, of which one may have more units; bool, shape ``(most units,)``."""
-    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+def in_either(alive: Tensor, other: Tensor) -> Tensor:
+    """Whether each unit is alive in either of two tensors, whose numbers of units may differ; bool, shape ``(most units,)``."""
+    longer, shorter = (alive, other) if len(alive) >= len(other) else (other, alive)
     return longer | nn.functional.pad(shorter, (0, len(longer) - len(shorter)))
 
 
 def dead_fraction(recent: Recent) -> float:
-    """The fraction of units, 0 to 1, that were dead in all of some steps, from :func:`is_alive` of each; NaN if there is no unit."""
-    found = np.zeros(max(map(len, recent)), bool)
-    for one in recent:
-        found[: len(one)] |= one
-    return np.count_nonzero(~found) / len(found) if len(found) else math.nan
+    """The fraction of units, 0 to 1, that were dead in every step, from :func:`is_alive` of each step; NaN without units."""
+    alive = np.zeros(max(map(len, recent)), bool)
+    for alive_in_step in recent:
+        alive[: len(alive_in_step)] |= alive_in_step
+    return np.count_nonzero(~alive) / len(alive) if len(alive) else math.nan
 
 
 def memory() -> Recent:
-    """Holds the last steps."""
+    """A memory for the last steps."""
     return deque(maxlen=NUM_STEPS)
 
 
 FLAT = 0.04
-"""A slope of less than this fraction of the largest one is flat."""
+"""A slope below this fraction of the largest slope is flat."""
 
-NEARLY_ONE = 0.99
-"""A distribution with a probability above this is next to one-hot."""
+NEAR_ONE_HOT = 0.99
+"""A distribution with a probability above this is nearly one-hot."""
 
 
 def saturated_sigmoid(y: Tensor) -> Tensor:
-    """Fraction of a sigmoid's outputs ``y`` whose slope ``y (1 - y)`` is flat; shape ``()``, its largest slope being 1/4."""
+    """Fraction of a sigmoid's outputs ``y`` whose slope ``y (1 - y)``, at most 1/4, is flat; shape ``()``."""
     return (y * (1 - y) < FLAT / 4).double().mean()
 
 
 def saturated_tanh(y: Tensor) -> Tensor:
-    """Fraction of a tanh's outputs ``y`` whose slope ``1 - y^2`` is flat; shape ``()``, its largest slope being 1."""
+    """Fraction of a tanh's outputs ``y`` whose slope ``1 - y^2``, at most 1, is flat; shape ``()``."""
     return (1 - y * y < FLAT).double().mean()
 
 
 def saturated_softmax(y: Tensor) -> Tensor:
-    """Fraction of a softmax's distributions that have a probability above 0.99; shape ``()``.
-
-    As each sums to 1, the sum of all elements is how many there are, along whichever dimension they lie.
-    """
-    return (y > NEARLY_ONE).double().sum() / y.double().sum()
+    """Fraction of a softmax's distributions that have a probability above 0.99; shape ``()``."""
+    # Each distribution sums to 1, so the sum of all elements is their number, whichever dimension they lie along.
+    return (y > NEAR_ONE_HOT).double().sum() / y.double().sum()

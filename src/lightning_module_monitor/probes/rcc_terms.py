@@ -1,4 +1,4 @@
-r"""The refined coordinate check: how much of a change is the weight's own, and how much arrives with the input.
+r"""The refined coordinate check: splits a change into the effects of the weight's change and of the input's change.
 
 For a layer with the weight ``W`` and the input ``x``, and the reference's layer with ``W0`` and ``x0``::
 
@@ -6,15 +6,15 @@ For a layer with the weight ``W`` and the input ``x``, and the reference's layer
                     effective update    propagating update
 
 M. Haas et al., "On the Surprising Effectiveness of Large Learning Rates under Standard Width Scaling", 2025,
-arXiv 2505.22491. ``W x`` is the layer's output and ``W0 x0`` the reference's. ``W0 x`` is computed by the function of the
-layer's type (:mod:`rcc_layers`), behind the layer's forward, before anything overwrites ``x``. No module is called again.
+arXiv 2505.22491. ``W x`` is the layer's output and ``W0 x0`` the reference's. The function of the layer's type (:mod:`rcc_layers`)
+computes ``W0 x`` directly after the layer's forward, before ``x`` can be overwritten. No module is called a second time.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,15 +54,14 @@ from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.stream import BASE, OWN, Stream
 
 _NORM_OF_ALIGNMENT = {"effective": "update", "propagating": "reference"}
-"""The operator norm that an alignment is relative to."""
+"""The operator norm by which each alignment is divided."""
 
 _NO_ALIGNMENT = -1.0
-"""The ratio of norms where the input is zero. NaN would stand for values that are not finite."""
-
+"""The ratio of norms where the input is zero. NaN would stand for non-finite values."""
 
 SKIPPED = (
-    "rcc: a call of a layer is left out where its tensors have other shapes than in the reference, or where they are under vmap or of a "
-    "class that defines __torch_dispatch__. monitor/rcc_skipped_calls counts such calls."
+    "rcc: a call of a layer is skipped if its tensors have other shapes than in the reference, are under vmap, or belong to a class that "
+    "defines __torch_dispatch__. monitor/rcc_skipped_calls counts such calls."
 )
 
 
@@ -73,7 +72,7 @@ def _ratio_of_norms(moments: Moments, base: Moments) -> Array:
 _RATIO_OF_NORMS = Statistic(Need.SQUARES, _ratio_of_norms, relative=True)
 
 _Observed = tuple[Difference, list[tuple[Stream, int]]]
-"""A term, and the rows of moments that it is measured for."""
+"""A term, and the rows of moments that it adds to."""
 
 
 @dataclass(eq=False)
@@ -81,87 +80,82 @@ class CheckedLayer:
     """A linear map of a module, and the same map of the reference.
 
     Attributes:
-        type: How it is applied.
-        part: Its name in the module, ``""`` for the module itself.
+        type: The type of the layer.
         site: Its name in keys.
         module: The model's module.
         reference: The reference's module.
-        streams: What is recorded at the layer's site, by kind.
-        of_weight: What is recorded at the site of the weight alone, by kind.
-        alignments: The ratio of the norms of term and input, by the name of the alignment.
-        norms: The operator norms, which are not recorded where only alignments are; ``None`` without either.
-        recorded_norms: Names of the operator norms that are recorded.
-        computed_norms: Names of those, and of the operator norms that alignments are relative to.
+        streams: The streams of the layer's site, by kind.
+        weight_streams: The streams of the weight's site, without the bias, by kind.
+        alignments: The streams of the ratio of the norms of term and input, by the name of the alignment.
+        norms: The stream of the operator norms that are recorded or that divide alignments; ``None`` if there are none.
     """
 
     type: LayerType
-    part: str
     site: str
     module: nn.Module
     reference: nn.Module
     streams: dict[str, Stream]
-    of_weight: dict[str, Stream]
+    weight_streams: dict[str, Stream]
     alignments: dict[str, Stream]
     norms: Stream | None
-    recorded_norms: frozenset[str]
-    computed_norms: frozenset[str]
-
-    @property
-    def wanted_by(self) -> str:
-        """The name under which the reference's calls are kept: each layer of a module takes every call once."""
-        return f"rcc {self.part}"
 
 
 def checked_layers(watched: WatchedModule, reference: nn.Module | None) -> list[CheckedLayer]:
     """The linear maps of a module that the check compares with the reference's module."""
-    module, found = watched.site.module, []
     if not watched.layers or reference is None:
         return []
+
+    def streams_at(site: str) -> dict[str, Stream]:
+        return {kind: by_site[site] for kind, by_site in watched.layers.items() if site in by_site}
+
+    layers, module = [], watched.site.module
     parts = layer_parts(module)
     for part, layer_type in parts.items() if layer_parts(reference).keys() == parts.keys() else ():
         site = f"{watched.site.name}.{part}" if part else watched.site.name
-        streams = {kind: by_site[site] for kind, by_site in watched.layers.items() if site in by_site}
-        of_weight = {kind: by_site[f"{site}.weight"] for kind, by_site in watched.layers.items() if f"{site}.weight" in by_site}
+        streams, weight_streams = streams_at(site), streams_at(f"{site}.weight")
         planned = streams.get(ALIGNMENT)
         alignments = (
             {} if planned is None else {name: planned.derive(("ratio", name), outputs={name: _RATIO_OF_NORMS}) for name in planned.outputs}
         )
-        recorded = frozenset(streams[OPERATOR_NORM].outputs if OPERATOR_NORM in streams else ())
-        computed = recorded.union([_NORM_OF_ALIGNMENT[name] for name in alignments])
         norms = streams.get(OPERATOR_NORM, planned)
-        if norms is not None and computed != recorded:
-            outputs = {name: Value() for name in sorted(computed)}
+        names = {_NORM_OF_ALIGNMENT[name] for name in alignments}.union(_recorded_norms(streams))
+        if norms is not None and norms.outputs.keys() != names:
+            outputs = {name: Value() for name in sorted(names)}
             norms = norms.derive(("norms", *outputs), kind=OPERATOR_NORM, outputs=outputs)
-        maps = (streams, of_weight, alignments)
-        found.append(CheckedLayer(layer_type, part, site, module, reference, *maps, norms, recorded, computed))
-    return found
+        layers.append(CheckedLayer(layer_type, site, module, reference, streams, weight_streams, alignments, norms))
+    return layers
+
+
+def _recorded_norms(streams: Mapping[str, Stream]) -> Collection[str]:
+    return streams[OPERATOR_NORM].outputs if OPERATOR_NORM in streams else ()
 
 
 def intermediate_streams(modules: Sequence[WatchedModule]) -> list[Stream]:
-    """What is recorded to compute the alignments at the end of the step: ratios of norms, and the operator norms that divide them."""
+    """The streams from which alignments are computed after the step: ratios of norms, and the operator norms that divide them."""
     layers = [layer for watched in modules for layer in checked_layers(watched, watched.site.module)]
     norms = [layer.norms for layer in layers if layer.norms is not None]
     return [*(stream for layer in layers for stream in layer.alignments.values()), *norms]
 
 
 class CoordinateCheckProbe(Probe):
-    """Observes the terms of the check as the model's modules run. ``skipped_calls`` gets the number of calls that are left out."""
+    """Observes the terms of the check as the model's modules run. ``skipped_calls`` is the stream of the number of skipped calls."""
 
-    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe, skipped_calls: Stream) -> None:
+    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, calls: ReferenceProbe, skipped_calls: Stream) -> None:
         self._tools = tools
         self._accumulator = tools.accumulator
-        self._reference = reference
+        self._calls = calls
+        self._reference = calls.reference
         self._skipped_calls = skipped_calls
-        self._device = reference.reference.device()
-        self._layers = [layer for one in watched for layer in checked_layers(one, reference.reference.sibling(one.site.module))]
+        self._device = calls.reference.device()
+        self._layers = [layer for each in watched for layer in checked_layers(each, self._reference.sibling(each.site.module))]
         self._num_skipped = 0
         self._called = [layer for layer in self._layers if layer.type.is_called]
         self._hooks = HookSet()
         for layer in self._called:
-            reference.want(layer.reference, layer.wanted_by, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
+            calls.want(layer.reference, layer, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
 
     def attach(self) -> None:
-        """Register the hooks, and compute the operator norms of the weights that the step's forward passes will use."""
+        """Register the hooks, and compute the operator norms of the weights before the step's forward passes."""
         for layer in self._called:
             # Before other hooks, which may replace the output: the terms are those of the layer itself.
             hook = UncopiedHook(functools.partial(self._observe_call, layer))
@@ -171,22 +165,23 @@ class CoordinateCheckProbe(Probe):
                 self._observe_operator_norms()
 
     def finish(self) -> None:
-        """Record how many calls were left out."""
+        """Record the number of skipped calls."""
         if self._layers:
             self._accumulator.add_result(self._skipped_calls, RCC_SKIPPED_CALLS, float(self._num_skipped), 1)
 
     def derive(self, values: dict[str, float]) -> None:
-        """Divide ratios of norms by operator norms. Where neither weight nor input has changed there is no alignment."""
+        """Divide ratios of norms by operator norms. Without a change of weight or input there is no alignment."""
         for layer in self._layers:
+            recorded = _recorded_norms(layer.streams)
             for name, stream in layer.alignments.items():
                 assert layer.norms is not None
                 key, norm_key = stream.keys[name], layer.norms.keys[_NORM_OF_ALIGNMENT[name]]
                 if key in values and (values[key] == _NO_ALIGNMENT or values.get(norm_key) == 0):
                     del values[key]
                 elif key in values:
-                    # No ratio is above the norm: where it is, the norm was found a little too small, or the ratio is of rounding alone.
+                    # A ratio above the norm shows that the norm is slightly too small, or that the ratio consists of rounding errors.
                     values[key] = min(values[key] / values.get(norm_key, float("nan")), 1.0)
-                if _NORM_OF_ALIGNMENT[name] not in layer.recorded_norms:
+                if _NORM_OF_ALIGNMENT[name] not in recorded:
                     values.pop(norm_key, None)
 
     def close(self) -> None:
@@ -194,17 +189,17 @@ class CoordinateCheckProbe(Probe):
         self._hooks.close()
 
     def _observe_call(self, layer: CheckedLayer, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Observe the terms of one call; count it where it cannot be compared, and record NaN where its terms cannot be computed."""
+        """Observe the terms of a call. A call that cannot be compared is counted; one whose terms cannot be computed gives NaN."""
         if not self._tools.is_observed() or is_in_backward():
-            return  # the recomputation of a call was counted
+            return  # a recomputation repeats a call that was counted
         try:
-            # Modes of torch functions are foreign code, and no public function turns them off.
+            # Modes of torch functions run code of others, and no public function turns them off.
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                call = self._reference.take(layer.reference, layer.wanted_by)
+                call = self._calls.take(layer.reference, layer)
                 if call is None:
-                    self._num_skipped += 1  # the probe of the reference logs that it has not run as often
+                    self._num_skipped += 1  # the reference probe logs the missing call
                     return
-                with self._reference.reference.gathered(layer.reference):
+                with self._reference.gathered(layer.reference):
                     self._observe(layer, layer.type.bind(layer.module, args, kwargs), output, call)
         except MonitorError:
             raise
@@ -222,92 +217,91 @@ class CoordinateCheckProbe(Probe):
             self._accumulator.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
 
     def _input_terms(self, layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
-        """The terms of the inputs, and of the tensor that the weight is applied to."""
-        own, reference = tensors.inputs[0], tensors.reference_inputs[0]
+        """The terms of the inputs, and of the tensor to which the weight is applied."""
+        value, reference = tensors.inputs[0], tensors.reference_inputs[0]
         if layer.type.normalizes:
-            yield from _terms_of_input(layer, own, reference, {}, layer.streams)
-            own, reference = (layer.type.function(x, None, None, layer.module) for x in (own, reference))
-            yield from _terms_of_input(layer, own, reference, layer.alignments, layer.of_weight)
+            yield from _terms_of_input(layer, value, reference, {}, layer.streams)
+            value, reference = (layer.type.function(x, None, None, layer.module) for x in (value, reference))
+            yield from _terms_of_input(layer, value, reference, layer.alignments, layer.weight_streams)
             return
         if layer.type.has_tensor_input:
-            yield from _terms_of_input(layer, own, reference, layer.alignments, layer.streams, layer.of_weight)
-        for index, (one, other) in enumerate(zip(tensors.inputs[1:], tensors.reference_inputs[1:], strict=True), start=1):
+            yield from _terms_of_input(layer, value, reference, layer.alignments, layer.streams, layer.weight_streams)
+        for index, (further, other) in enumerate(zip(tensors.inputs[1:], tensors.reference_inputs[1:], strict=True), start=1):
             site = self._tools.names.further_name(layer.site, (index,), "input")
-            yield from _terms_of_input(layer, one, other, {}, {kind: stream.at(site) for kind, stream in layer.streams.items()})
+            yield from _terms_of_input(layer, further, other, {}, {kind: stream.at(site) for kind, stream in layer.streams.items()})
 
     def _observe_operator_norms(self) -> None:
         layers = [(layer, layer.norms) for layer in self._layers if layer.norms is not None]
-        # Weights that are laid out over ranks are gathered one layer at a time: all together may not fit.
-        groups = [[one] for one in layers] if is_laid_out(self._reference.reference.module) else [layers]
+        # Sharded weights are gathered layer by layer: all together may not fit in memory.
+        groups = [[each] for each in layers] if is_laid_out(self._reference.module) else [layers]
         for group in groups:
-            with self._reference.reference.gathered(*(one for layer, _stream in group for one in (layer.module, layer.reference))):
-                self._observe_operator_norms_of(group)
+            modules = [module for layer, _norms in group for module in (layer.module, layer.reference)]
+            with self._reference.gathered(*modules):
+                self._observe_norms_of_group(group)
 
-    def _observe_operator_norms_of(self, layers: Sequence[tuple[CheckedLayer, Stream]]) -> None:
+    def _observe_norms_of_group(self, layers: Sequence[tuple[CheckedLayer, Stream]]) -> None:
         updates: dict[str, Difference] = {}
         references: dict[str, Difference] = {}
-        known = self._reference.reference.operator_norms
+        known = self._reference.operator_norms
         for layer, stream in layers:
             with failing_alone(functools.partial(self._accumulator.fail, stream, layer.module)):
-                if "update" in layer.computed_norms:
+                if "update" in stream.outputs:
                     updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
-                if "reference" in layer.computed_norms and layer.site not in known:
+                if "reference" in stream.outputs and layer.site not in known:
                     references[layer.site] = Difference(_matrices(layer, layer.reference))
         known.update(operator_norms(references))
         for name, norms in (("update", operator_norms(updates)), ("reference", known)):
             for layer, stream in layers:
-                if name in layer.computed_norms and layer.site in norms:
+                if name in stream.outputs and layer.site in norms:
                     self._accumulator.add_result(stream, name, norms[layer.site], 1)
 
 
 class CallTensors(NamedTuple):
-    """The tensors of one call of a layer, the model's and the reference's."""
+    """The tensors of a call of a layer in the model and in the reference."""
 
     inputs: list[Tensor]
     reference_inputs: list[Tensor]
     output: Tensor
     """``W x + b``."""
-    again: Tensor
+    mixed_output: Tensor
     """``W0 x + b0``."""
     reference_output: Tensor
     """``W0 x0 + b0``."""
     bias: Tensor | None
-    """In a shape in which it is added to the output."""
+    """In a shape that broadcasts to the output."""
     reference_bias: Tensor | None
 
 
 def _tensors(layer: CheckedLayer, inputs: list[Tensor], output: object, call: NamedTensors) -> CallTensors | None:
-    """The tensors of a call; ``None`` if the reference's call does not have the same shapes."""
+    """The tensors of a call; ``None`` if the reference's call has other shapes."""
     kept = [tensor for _path, tensor in call]
     reference_inputs = kept[: len(layer.type.inputs)]
     if [x.shape for x in reference_inputs] != [x.shape for x in inputs]:
         return None
     weight, bias = weight_and_bias(layer.type, layer.module, is_running=True)
-    # Under FSDP2 a layer that runs may have its weights in another precision than one that does not.
-    reference_weight, reference_bias = (
-        one if one is None else one.to(weight.dtype) for one in weight_and_bias(layer.type, layer.reference, is_running=False)
-    )
-    assert reference_weight is not None
+    # Under FSDP2 a running layer may have its weights in another precision.
+    reference_parameters = [
+        None if parameter is None else parameter.to(weight.dtype)
+        for parameter in weight_and_bias(layer.type, layer.reference, is_running=False)
+    ]
     function, module = layer.type.function, layer.module
-    own: object
-    if layer.type.gives_output:
-        own, reference = output, kept[-1]
-    else:
-        own, reference = function(*inputs, weight, bias, module), function(*reference_inputs, reference_weight, reference_bias, module)
-    if not is_plain(own) or own.shape != reference.shape:
+    reference_output = kept[-1] if layer.type.gives_output else function(*reference_inputs, *reference_parameters, module)
+    if not layer.type.gives_output:
+        output = function(*inputs, weight, bias, module)
+    if not is_plain(output) or output.shape != reference_output.shape:
         return None
-    # torch selects kernels by requires_grad, of inputs and weights. There is no graph under no_grad.
-    for own_one, one in zip(layer.type.parameters(module), (reference_weight, reference_bias), strict=True):
-        if own_one is not None and one is not None:
-            one.requires_grad_(own_one.requires_grad)
-    # The module's constants, and not the reference's: running statistics of a BatchNorm in eval mode move in the model alone.
-    again = function(*inputs, reference_weight, reference_bias, module)
-    biases = (_like_output(layer, one, again) for one in (bias, reference_bias))
-    return CallTensors([x.detach() for x in inputs], reference_inputs, own.detach(), again, reference, *biases)
+    # torch selects kernels by requires_grad of inputs and weights. There is no graph under no_grad.
+    for parameter, reference_parameter in zip(layer.type.parameters(module), reference_parameters, strict=True):
+        if parameter is not None and reference_parameter is not None:
+            reference_parameter.requires_grad_(parameter.requires_grad)
+    # The model's module gives constants, because running statistics of a BatchNorm in eval mode change in the model alone.
+    mixed_output = function(*inputs, *reference_parameters, module)
+    biases = (_like_output(layer, each, mixed_output) for each in (bias, reference_parameters[1]))
+    return CallTensors([x.detach() for x in inputs], reference_inputs, output.detach(), mixed_output, reference_output, *biases)
 
 
 def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> NamedTensors:
-    """The inputs and then the output of a call of the reference's layer; nothing where the call cannot be compared."""
+    """The inputs and then the output of a call of the reference's layer; nothing if the call cannot be compared."""
     inputs = layer.type.bind(layer.reference, args, kwargs)
     if inputs is None or (layer.type.gives_output and not is_plain(output)):
         return []
@@ -320,31 +314,33 @@ def _output_terms(layer: CheckedLayer, call: CallTensors) -> Iterator[_Observed]
     bias_change = None if bias is None or reference_bias is None else Difference(bias, reference_bias).computed()
     yield from _output_term(layer, OUTPUT, Difference(call.output), bias)
     yield from _output_term(layer, REFERENCE_OUTPUT, Difference(call.reference_output), reference_bias)
-    yield from _output_term(layer, EFFECTIVE, Difference(call.output, call.again), bias_change, layer.alignments.get("effective"))
-    # The bias of the reference is in both parts.
-    yield from _output_term(layer, PROPAGATING, Difference(call.again, call.reference_output), None, layer.alignments.get("propagating"))
+    yield from _output_term(layer, EFFECTIVE, Difference(call.output, call.mixed_output), bias_change, layer.alignments.get("effective"))
+    # Both outputs have the bias of the reference.
+    yield from _output_term(
+        layer, PROPAGATING, Difference(call.mixed_output, call.reference_output), None, layer.alignments.get("propagating")
+    )
 
 
 def _output_term(
     layer: CheckedLayer, kind: str, term: Difference, bias: Tensor | None, alignment: Stream | None = None
 ) -> Iterator[_Observed]:
-    """A term, which the site of the weight alone, and the alignment, have without the bias in it."""
-    rows, of_weight = _rows(kind, layer.streams), _rows(kind, layer.of_weight)
+    """A term for the layer's site, and without the bias for the weight's site and the alignment."""
+    rows, weight_rows = _rows(kind, layer.streams), _rows(kind, layer.weight_streams)
     if alignment is not None:
-        of_weight.append((alignment, OWN))
+        weight_rows.append((alignment, OWN))
     if bias is None:
-        rows, of_weight = rows + of_weight, []
+        rows, weight_rows = rows + weight_rows, []
     yield from _with_features_last(layer, term, rows)
-    yield from _with_features_last(layer, Difference(term.tensor, term.other, bias), of_weight)
+    yield from _with_features_last(layer, Difference(term.tensor, term.other, bias), weight_rows)
 
 
 def _terms_of_input(
-    layer: CheckedLayer, own: Tensor, reference: Tensor, alignments: Mapping[str, Stream], *streams: Mapping[str, Stream]
+    layer: CheckedLayer, value: Tensor, reference: Tensor, alignments: Mapping[str, Stream], *streams: Mapping[str, Stream]
 ) -> Iterator[_Observed]:
-    """The terms of one input, for the streams of each mapping by kind; the alignments get the norms of all vectors."""
+    """The terms of an input, for the streams of each mapping by kind; alignments get the norms of all vectors."""
     for kind, alignment, term in (
-        (INPUT, "effective", Difference(own)),
-        (INPUT_CHANGE, "propagating", Difference(own, reference)),
+        (INPUT, "effective", Difference(value)),
+        (INPUT_CHANGE, "propagating", Difference(value, reference)),
     ):
         rows = _rows(kind, *streams)
         aligned = [(alignments[alignment], BASE)] if alignment in alignments else []
@@ -358,7 +354,7 @@ def _terms_of_input(
 
 
 def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[tuple[Stream, int]]) -> Iterator[_Observed]:
-    """A term, if it goes anywhere, with its features as the last dimension where that matters."""
+    """A term that is recorded anywhere, with its features as the last dimension if a stream depends on it."""
     if any(stream.looks_at_features for stream, _row in rows):
         tensor = difference.written()
         difference = Difference(tensor.movedim(layer.type.features(layer.module, tensor), -1))
@@ -371,7 +367,7 @@ def _rows(kind: str, *streams: Mapping[str, Stream]) -> list[tuple[Stream, int]]
 
 
 def _like_output(layer: CheckedLayer, bias: Tensor | None, output: Tensor) -> Tensor | None:
-    """A bias in a shape in which it is added to the output."""
+    """A bias in a shape that broadcasts to the output."""
     if bias is None or bias.dim() > 1:
         return bias
     return bias.reshape(-1, *[1] * (output.dim() - 1 - layer.type.features(layer.module, output)))
@@ -383,5 +379,5 @@ def _matrices(layer: CheckedLayer, module: nn.Module) -> Tensor:
 
 
 def _full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """What the monitor itself computes is not computed in half precision."""
+    """Computations of the monitor itself do not use half precision."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

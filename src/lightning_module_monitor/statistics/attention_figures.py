@@ -16,25 +16,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MAX_QUERIES = 2048
-"""Query tokens of a call that are measured; of more, evenly spaced ones, the same in every step."""
+"""Limit of query tokens measured in a call. From longer calls evenly spaced tokens are measured, the same in every step."""
 
 HIDING_BIAS = -1e4
 """An additive mask of this or less hides its key, as minus infinity does: -10000, -1e9 and the dtype's minimum are in use."""
 
 CPU_BLOCK_LOGITS = 1 << 18
-"""Logits of a block on a CPU: they and their weights stay in the second-level cache."""
+"""Logits in a block on a CPU: they and their weights fit in the second-level cache."""
 
 BLOCK_LOGITS = 1 << 24
-"""Logits of a block on an accelerator: enough to outweigh the launches."""
+"""Logits in a block on an accelerator: enough to outweigh the cost of the launches."""
 
 CAUSAL_PARTS = 4
-"""Parts that the queries of causal attention are cut into: it saves three eighths of the logits."""
+"""Number of parts into which the queries of causal attention are cut, which saves three eighths of the logits."""
 
 HIDDEN = 1e30
-"""The logit of a hidden key is lowered by this. It is finite, so that the weight zero times it is zero, and not NaN."""
+"""Subtracted from the logit of a hidden key. It is finite, so that its product with the weight zero is zero and not NaN."""
 
 LOWEST_EXPONENT = -87.0
-"""A share ``exp(-87)`` of the largest weight is negligible, and near the smallest float32: below it ``exp`` is slow."""
+"""``exp(-87)`` times the largest weight is negligible, and near the smallest float32, below which ``exp`` is slow."""
 
 NO_WEIGHT = 1.001 * math.exp(LOWEST_EXPONENT)
 
@@ -46,7 +46,7 @@ class AttentionFigures(NamedTuple):
     """
 
     entropy: Tensor
-    """Of the weights, in nats: 0 if all weight is on one key, ``log(visible)`` if it is uniform."""
+    """Entropy of the weights in nats: 0 if all weight is on one key, ``log(visible)`` if it is uniform."""
     relative_entropy: Tensor
     """Entropy over ``log(visible)``: 0 to 1."""
     max_logit: Tensor
@@ -54,13 +54,13 @@ class AttentionFigures(NamedTuple):
     sink: Tensor
     """Weight on the first key, 0 to 1."""
     visible: Tensor
-    """Number of keys that the token attends to."""
+    """Number of keys to which the token attends."""
 
 
-def stride_of(num_queries: int) -> int:
-    """The distance of measured query tokens.
+def query_stride(num_queries: int) -> int:
+    """The distance between measured query tokens.
 
-    >>> stride_of(MAX_QUERIES), stride_of(MAX_QUERIES + 1)
+    >>> query_stride(MAX_QUERIES), query_stride(MAX_QUERIES + 1)
     (1, 2)
     """
     return max(1, math.ceil(num_queries / MAX_QUERIES))
@@ -73,22 +73,22 @@ def attention_figures(
     r"""Figures of the softmax of scaled dot product attention, per query token.
 
     With logits :math:`l_j = s\, q \cdot k_j + m_j` of the visible keys, :math:`d_j = l_j - \max l` and
-    :math:`Z = \sum_j e^{d_j}`, the entropy is :math:`\ln Z - \sum_j e^{d_j} d_j / Z`: two terms that are never negative, so
-    that nothing cancels, and a weight near one has an entropy near zero.
+    :math:`Z = \sum_j e^{d_j}`, the entropy is :math:`\ln Z - \sum_j e^{d_j} d_j / Z`. Neither term is negative, so
+    nothing cancels, and a weight near 1 gives an entropy near 0.
 
     Args:
-        query: Shape ``(batch, heads, queries, features)``, any real floating dtype; half precision is computed in float32. Of
-            more than ``MAX_QUERIES`` query tokens evenly spaced ones are measured.
+        query: Shape ``(batch, heads, queries, features)``, any real floating dtype; half precision is computed in float32. If
+            there are more than ``MAX_QUERIES`` query tokens, evenly spaced tokens are measured.
         key: Shape ``(batch, heads, keys, features)``, at least one key.
-        masks: Each of four dimensions, of the size of ``(batch, heads, queries, keys)`` or of size 1. Of booleans, true is a
-            visible key; others are added to the logits, and hide a key that they lower by 10,000 or more.
+        masks: Four dimensions each, of the size of ``(batch, heads, queries, keys)`` or of size 1. A boolean mask is true for
+            visible keys. Any other mask is added to the logits, and hides keys whose logits it lowers by 10,000 or more.
         is_causal: Whether query token i attends to keys 0 to i only, as in torch for any number of keys.
-        scale: Factor of the logits; ``None`` is one over the square root of ``features``.
+        scale: Factor of the logits; ``None`` stands for ``1 / sqrt(features)``.
 
     Returns:
-        Figures of the measured query tokens. Non-finite where a logit is, also that of a hidden key.
+        Figures of the measured query tokens. They are non-finite where any logit is, including those of hidden keys.
     """
-    stride = stride_of(query.shape[2])
+    stride = query_stride(query.shape[2])
     positions = range(stride // 2, query.shape[2], stride)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
@@ -100,33 +100,32 @@ def attention_figures(
     visible = query.new_full((batch, heads, num_queries), num_keys)
     if is_causal:
         visible.copy_(torch.arange(positions.start, positions.stop, stride, device=query.device).add_(1).clamp_(max=num_keys))
-    most = max(num_keys, CPU_BLOCK_LOGITS if query.is_cpu else BLOCK_LOGITS)
-    scratch = query.new_empty((2, min(most, batch * heads * num_queries * num_keys)))
-    # Causal blocks are cut by queries first: the early ones have fewer visible keys.
-    parts = min(CAUSAL_PARTS, math.ceil(batch * heads * num_queries * num_keys / most)) if is_causal else 1
-    for queries in _slices(num_queries, min(most // num_keys, math.ceil(num_queries / parts))):
+    max_logits = max(num_keys, CPU_BLOCK_LOGITS if query.is_cpu else BLOCK_LOGITS)
+    scratch = query.new_empty((2, min(max_logits, batch * heads * num_queries * num_keys)))
+    # Causal blocks are cut by queries first: early queries have fewer visible keys.
+    parts = min(CAUSAL_PARTS, math.ceil(batch * heads * num_queries * num_keys / max_logits)) if is_causal else 1
+    for queries in _slices(num_queries, min(max_logits // num_keys, math.ceil(num_queries / parts))):
         measured = positions[queries]
         end = min(num_keys, measured[-1] + 1) if is_causal else num_keys
         causal = [_causal_mask(measured, end, query.device)] if is_causal else []
         per_head = len(measured) * num_keys
-        for samples, some_heads in itertools.product(_slices(batch, most // (heads * per_head)), _slices(heads, most // per_head)):
-            block = (samples, some_heads, queries)
-            of_block = query[block]
-            shape = (*of_block.shape[:3], end)
-            logits, weights = (one[: math.prod(shape)].view(shape) for one in scratch)
+        for block in itertools.product(_slices(batch, max_logits // (heads * per_head)), _slices(heads, max_logits // per_head), [queries]):
+            query_block, key_block = query[block], key[block[:2]][..., :end]
+            shape = (*query_block.shape[:3], end)
+            logits, weights = (buffer[: math.prod(shape)].view(shape) for buffer in scratch)
             flat = logits.flatten(0, 1)
-            # Into a buffer, whose dtype autocast keeps: it would round the logits.
-            torch.baddbmm(flat, of_block.flatten(0, 1), key[samples, some_heads, :, :end].flatten(0, 1), beta=0, alpha=scale, out=flat)
-            of_masks = causal + [_of_block(mask, block, end) for mask in masks]
-            if of_masks:
-                logits += functools.reduce(torch.add, [_bias(mask, dtype) for mask in of_masks])
+            # Written into a buffer: autocast would round the logits, but keeps the dtype of a buffer.
+            torch.baddbmm(flat, query_block.flatten(0, 1), key_block.flatten(0, 1), beta=0, alpha=scale, out=flat)
+            block_masks = causal + [_mask_of_block(mask, block, end) for mask in masks]
+            if block_masks:
+                logits += functools.reduce(torch.add, [_bias(mask, dtype) for mask in block_masks])
             if masks:
-                hidden = functools.reduce(torch.logical_or, map(_hidden, of_masks))
+                hidden = functools.reduce(torch.logical_or, map(_hidden, block_masks))
                 visible[block] = end - hidden.expand(-1, -1, -1, end).sum(3)
-            sums[:, samples, some_heads, queries] = _softmax_sums(logits, weights)
+            sums[:, block[0], block[1], queries] = _softmax_sums(logits, weights)
     max_logit, total, below, first = sums
     entropy = total.log() - below / total
-    # Rounding may give more than 1.
+    # Rounding can give more than 1.
     relative = (entropy / visible.log()).clamp(max=1.0)
     return AttentionFigures(entropy, relative, max_logit, F.threshold(first, NO_WEIGHT, 0.0) / total, visible)
 
@@ -148,11 +147,11 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _softmax_sums(logits: Tensor, weights: Tensor) -> Tensor:
-    """The sums that figures are computed from, of logits of shape ``(batch, heads, queries, keys)``; overwrites both arguments.
+    """Sums over the keys of logits of shape ``(batch, heads, queries, keys)``, for the figures; overwrites both arguments.
 
     Returns:
-        Shape ``(4, batch, heads, queries)``: the largest logit; the sum of weights, of which the largest is 1; the sum of weights times
-        logits minus the largest; the weight on the first key.
+        Shape ``(4, batch, heads, queries)``: the largest logit; the sum of the weights, scaled so that the largest is 1; the sum of
+        weight times difference from the largest logit; the weight on the first key.
     """
     max_logit = logits.amax(3, keepdim=True)
     below = logits.sub_(max_logit).clamp_(min=LOWEST_EXPONENT)
@@ -162,13 +161,10 @@ def _softmax_sums(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def _slices(size: int, step: int) -> list[slice]:
-    """Cut a dimension into parts of ``step``, at least of 1."""
+    """Cut a dimension into slices of length ``step``, or of 1 if that is 0."""
     return [slice(start, start + max(1, step)) for start in range(0, size, max(1, step))]
 
 
-def _of_block(mask: Tensor, block: tuple[slice, slice, slice], end: int) -> Tensor:
-    """The part of a mask for a block; a dimension of size 1 is the same for all blocks."""
-    batch, heads, queries, keys = (
-        slice(None) if size == 1 else of_size for size, of_size in zip(mask.shape, (*block, slice(end)), strict=True)
-    )
-    return mask[batch, heads, queries, keys]
+def _mask_of_block(mask: Tensor, block: tuple[slice, slice, slice], end: int) -> Tensor:
+    """The part of a mask for a block; a dimension of size 1 applies to all blocks."""
+    return mask[tuple(slice(None) if size == 1 else part for size, part in zip(mask.shape, (*block, slice(end)), strict=True))]
