@@ -29,8 +29,8 @@ class SetClock(HostClock):
     def now(self) -> float:
         return self.time
 
-    def has_come(self, moment: float) -> bool:
-        return moment <= self.done
+    def has_passed(self, timestamp: float) -> bool:
+        return timestamp <= self.done
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
@@ -56,9 +56,8 @@ def run(overhead: Overhead, clock: SetClock, num_steps: int, cost: float, num_ba
                 fraction = overhead.fraction()
                 if fraction is not None:
                     overhead.decide(fraction)
-            overhead.end_batch()
-            clock.time += 1  # loading the next one is nobody's
-        overhead.end_step()
+            overhead.end_batch(ends_step=batch == num_batches - 1)
+            clock.time += 1  # the time between batches does not count
     return monitored
 
 
@@ -95,8 +94,7 @@ def test_the_limit_holds_where_only_some_monitored_steps_cost(period: int) -> No
         fraction = overhead.fraction() if is_monitored else None
         if fraction is not None:
             overhead.decide(fraction)
-        overhead.end_batch()
-        overhead.end_step()
+        overhead.end_batch(ends_step=True)
     assert spent / (spent + num_steps) == pytest.approx(0.1, rel=0.1)
 
 
@@ -131,8 +129,7 @@ def test_steps_that_take_no_time_have_no_share() -> None:
     for step in range(6):
         overhead.begin_batch()
         overhead.begin_step(step, is_monitored=step % 2 == 0)
-        overhead.end_batch()
-        overhead.end_step()
+        overhead.end_batch(ends_step=True)
     assert overhead.fraction() == 0.0
 
 
@@ -214,7 +211,7 @@ def test_the_device_tells_its_own_time() -> None:
     start = clock.now()
     torch.cuda._sleep(200_000_000)
     end = clock.now()
-    assert not clock.has_come(end)
+    assert not clock.has_passed(end)
     torch.cuda.synchronize()
-    assert clock.has_come(end)
+    assert clock.has_passed(end)
     assert clock.seconds(start, end) > 0.01

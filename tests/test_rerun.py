@@ -19,16 +19,13 @@ from lightning_module_monitor.trainer.rerun import StepRerun
 
 
 def alive(batches: list[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Which batches are still there when the last micro-batch runs, if nobody else keeps them."""
+    """Whether each batch still exists when the last micro-batch runs, without other references to it."""
     monkeypatch.setattr(rerun, "MAX_EARLIER_BYTES", limit)
-    again, kept = StepRerun(Classifier("mlp"), []), []
+    step, tensors = StepRerun(Classifier("mlp"), [], []), []
     for number in range(len(batches)):
-        kept.append(weakref.ref(batches[0][0]))
-        again.keep(batches.pop(0), number, is_first=number == 0, is_whole=True)
-    found = [one() is not None for one in kept]
-    again.forget()
-    assert not any(one() is not None for one in kept)
-    return found
+        tensors.append(weakref.ref(batches[0][0]))
+        step.keep(batches.pop(0), number)
+    return [tensor() is not None for tensor in tensors]
 
 
 def test_what_is_kept_of_a_step_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +56,7 @@ def test_a_model_whose_weights_were_given_back_is_not_copied() -> None:
     model = Classifier("mlp")
     next(model.parameters()).untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="its memory was given back"):
-        StepRerun(model, [])._sibling()
+        StepRerun(model, [], [])._sibling()
 
 
 NOTES: list[tuple[int, nn.Parameter]] = []

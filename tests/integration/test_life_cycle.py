@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback, Record, Rule, load_store
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.trainer import reference as trainer_reference
+from lightning_module_monitor.trainer import reference_controller
 
 IS_OLD = not hasattr(callbacks, "EMAWeightAveraging")
 """Whether Lightning is older than 2.6."""
@@ -480,7 +480,7 @@ def test_a_reference_that_runs_is_refused_where_the_model_is_laid_out_over_ranks
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """Whatever the layout; that parameters are compared, and how, is among the tests of several ranks."""
-    monkeypatch.setattr(trainer_reference, "is_laid_out", lambda _module: True)
+    monkeypatch.setattr(reference_controller, "is_laid_out", lambda _module: True)
     with pytest.raises(ConfigError, match="needs a reference that runs, and the model is laid out over ranks") as error:
         trainer(tmp_path, [ModuleMonitorCallback(1, rcc=True)]).fit(Classifier("mlp"), loader(), loader(8))
     record_property("refusal", str(error.value))
