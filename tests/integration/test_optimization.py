@@ -209,7 +209,7 @@ def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) ->
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.shows("manual optimization with a GradScaler", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_a_scaler_under_manual_optimization(fused: bool, tmp_path: Path) -> None:
-    """Gradients of the loss without its scale, which changes between the two optimizers of a batch; also if an optimizer unscales by itself."""
+    """Gradients of the loss without its scale, which changes between the optimizers of a batch; also if an optimizer unscales."""
 
     class Scaled(Pair):
         def configure_optimizers(self) -> Any:

@@ -165,7 +165,7 @@ class Meddles(Callback):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.shows("16-mixed, a skipped step", "gradients", "updates")
 def test_a_skipped_step_is_no_update(fused: bool, tmp_path: Path) -> None:
-    """The first step overflows: ``step_skipped`` 1, update 0 even if other code moves weights, gradients unchanged; the next step counts."""
+    """The first step overflows: ``step_skipped`` 1, update 0 even if other code moves weights, gradients unchanged."""
     rules = [Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES), Rule(kinds="update", statistics="ratio")]
     callback = ModuleMonitorCallback(every_n_steps=1, rules=rules, callback_metrics="run1/monitor/step_skipped", prefix="run1")
     records, truth = KeepRecords(callback), Truth()

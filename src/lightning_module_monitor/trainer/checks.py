@@ -23,11 +23,6 @@ from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAG
 def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_every_step: bool) -> None:
     """Check a model under ``compiled: uncompiled``, and log that monitored steps run it uncompiled.
 
-    Args:
-        pl_module: The model.
-        reporter: Logs the message.
-        at_every_step: Whether non-finite values are searched for at every step.
-
     Raises:
         ConfigError: If the model is compiled, and either every step needs hooks or this version of torch cannot run it uncompiled.
     """
@@ -51,13 +46,7 @@ def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_ev
 def check_manual_optimization(pl_module: LightningModule, planner: Planner, reference: str) -> None:
     """Under manual optimization refuse a reference that runs its own ``training_step``, and gradients before clipping.
 
-    Args:
-        pl_module: The model.
-        planner: Its rules may record gradients before clipping.
-        reference: Name of the option that requests such a reference; empty if none does.
-
-    Raises:
-        ConfigError: If either is requested.
+    ``reference`` is the name of the option that requests such a reference, or empty.
     """
     if pl_module.automatic_optimization:
         return
@@ -90,14 +79,7 @@ def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequ
 
 
 def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Sequence[str], histograms: Sequence[str]) -> bool:
-    """Check that a pattern matches a planned key of a number, or may match a later key.
-
-    Args:
-        planner: Plans the keys.
-        pattern: The pattern.
-        label: The option that has the pattern, for messages.
-        keys: The planned keys of numbers.
-        histograms: The planned keys of histograms.
+    """Check that the pattern of an option (``label``) matches a planned key of a number (``keys``), or may match a later key.
 
     Returns:
         Whether it matches a planned key.

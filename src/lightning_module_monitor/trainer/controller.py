@@ -65,8 +65,8 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
     return Prepared(options, monitor, ErrorReporter(messages, parsed["on_error"], is_first_process))
 
 
-class _Observed(NamedTuple):
-    """The controllers of a run whose model exists."""
+class Observed(NamedTuple):
+    """The controllers of a run whose model exists and is about to run."""
 
     health: HealthController
     steps: StepController
@@ -89,13 +89,7 @@ class RunController:
         self._sinks = SinksController(run)
         self._origin: ReferenceOrigin | None = None
         """Makes the reference, if the run has one."""
-        self._observed: _Observed | None = None
-        """From when the model exists and is about to run."""
-
-    @property
-    def steps(self) -> StepController | None:
-        """The controller of the steps, from when the model exists and is about to run."""
-        return None if self._observed is None else self._observed.steps
+        self.observed: Observed | None = None
 
     # From setup to the end
 
@@ -123,7 +117,7 @@ class RunController:
     def observe(self) -> None:
         """The model is about to run: every layer exists now, and parameters are those that will be trained."""
         run, options = self._run, self._run.options
-        if self._observed is not None:
+        if self.observed is not None:
             return
         if run.monitor.module is None:
             self._check_compiled()  # layers that were created since setup may be compiled
@@ -141,7 +135,7 @@ class RunController:
                 print(dry_run(run.planner, options.every_n_steps, run.trainer.max_steps))
             elif run.trainer.is_global_zero:
                 run.reporter.log_once(summary(run.planner, options.every_n_steps, self._sinks.roll_ups_in_words()))
-        self._observed = _Observed(health, StepController(run, health, self._sinks, reference), reference)
+        self.observed = Observed(health, StepController(run, health, self._sinks, reference), reference)
 
     def _check_compiled(self) -> None:
         run = self._run
@@ -202,9 +196,9 @@ class RunController:
         reference: dict[str, Any] = {}
         if not self._run.is_fit:
             state |= self._run.results.state
-        elif self._observed is not None:
-            state["health"] = self._observed.health.state()
-            reference = {} if self._observed.reference is None else self._observed.reference.state()
+        elif self.observed is not None:
+            state["health"] = self.observed.health.state()
+            reference = {} if self.observed.reference is None else self.observed.reference.state()
         return state | self._sinks.state() | reference
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -215,15 +209,15 @@ class RunController:
         self._sinks.resume(state)
         if self._origin is not None:
             self._origin.load(state)
-        if self._observed is not None:
-            self._observed.health.load(state.get("health", {}))
-            if self._observed.reference is not None:
-                self._observed.reference.load(state)
+        if self.observed is not None:
+            self.observed.health.load(state.get("health", {}))
+            if self.observed.reference is not None:
+                self.observed.reference.load(state)
 
     def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The weights of a checkpoint were loaded."""
         # A checkpoint from before the first step resumes nothing: a finder of learning rates loads such a checkpoint.
-        reference = self._origin if self._observed is None else self._observed.reference
+        reference = self._origin if self.observed is None else self.observed.reference
         if reference is not None and checkpoint.get("global_step", 0) > 0:
             reference.note_checkpoint()
 
@@ -233,7 +227,7 @@ class RunController:
         Args:
             leaves_device: Whether the model leaves the device, and the reference with it.
         """
-        observed, findings = self._observed, []
+        observed, findings = self.observed, []
         with ExitStack() as stack:
             stack.callback(self._sinks.close)
             stack.callback(self._run.monitor.close)

@@ -39,9 +39,7 @@ class HealthController:
         self._details: dict[str, list[int]] = {}
         """Steps in which a site is recorded in detail, by site."""
         self._pending: list[Finding] = []
-        """Findings for the next record."""
         self._actions: list[tuple[Action, Finding]] = []
-        """Actions to perform when the record is written."""
 
     # The run
 
@@ -59,11 +57,7 @@ class HealthController:
         return {"alerts": self._judge.state(), "is_reported": is_reported, "details": self._details}
 
     def finish(self) -> list[Finding]:
-        """Judge the fit as a whole, and log the diagnoses and the verdict.
-
-        Returns:
-            The findings about the whole fit.
-        """
+        """The findings about the whole fit; logs the diagnoses and the verdict."""
         if not self._run.is_fit:
             return []
         findings = [] if self.options.is_off else [alarm.finding for alarm in self._judge.finish()]
@@ -91,11 +85,7 @@ class HealthController:
             self._pending.append(finding)
 
     def examined(self, step: int, record: Record | None) -> Record | None:
-        """Judge the record of a step, if it has one.
-
-        Returns:
-            The record with its findings and the noted findings; ``None`` without a record and findings.
-        """
+        """The record of a step, with the findings about it and the noted findings; ``None`` if there is nothing to record."""
         findings, self._pending = [*(() if record is None else record.findings), *self._pending], []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
         if record is not None:

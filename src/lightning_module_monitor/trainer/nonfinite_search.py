@@ -43,6 +43,8 @@ class _StepSearch:
     """Whether the probe observes the step itself."""
     rerun: StepRerun | None
     """Runs the first non-finite micro-batch again, with the probe; ``None`` if no second run is possible or needed."""
+    has_flag: bool
+    """Whether losses and gradients raise the flag."""
     batch_indices: list[int] = field(default_factory=list)
     """``batch_idx`` of each micro-batch."""
     was_finite: bool | None = None
@@ -90,10 +92,23 @@ class NonfiniteSearch:
         self.end_search()
         self._probe.close()
 
-    def begin_micro_batch(self, batch: object, batch_idx: int, *, is_first: bool, is_monitored: bool) -> None:
+    def begin_step(self, step: int, *, is_monitored: bool) -> None:
+        """A step begins. The record of a monitored step gets the flag of the steps before, and shares its transfer and reduction."""
+        self.end_search()
+        is_light = not (is_monitored or self._options.is_at_every_step)
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        has_probe = not is_light and (self._marks_steps or not (self._runs_again and is_automatic))
+        has_rerun = is_automatic and not (has_probe or self._marks_steps)
+        rerun = StepRerun(self._module, self._all_sites, None if is_light else self._weights) if has_rerun else None
+        self._search = _StepSearch(is_light, has_probe, rerun, has_flag=is_light or not self._marks_steps)
+        if has_probe and not self._probe.is_attached():
+            self._probe.attach()
+        steps_since = self._flag.steps_since(step) if is_monitored else None
+        if steps_since is not None:
+            self._monitor.monitor_figure(STEPS_SINCE_NONFINITE, steps_since)
+
+    def begin_micro_batch(self, batch: object, batch_idx: int) -> None:
         """A micro-batch is about to be run."""
-        if is_first:
-            self._begin_step(is_monitored=is_monitored)
         search = self._search
         if search is None:
             return
@@ -104,21 +119,9 @@ class NonfiniteSearch:
         elif search.rerun is not None:
             search.rerun.keep(batch, batch_idx)
 
-    def _begin_step(self, *, is_monitored: bool) -> None:
-        self.end_search()
-        is_light = not (is_monitored or self._options.is_at_every_step)
-        is_automatic = self._trainer.lightning_module.automatic_optimization
-        has_probe = not is_light and (self._marks_steps or not (self._runs_again and is_automatic))
-        rerun = None
-        if is_automatic and not (has_probe or self._marks_steps):
-            rerun = StepRerun(self._module, self._all_sites, None if is_light else self._weights)
-        self._search = _StepSearch(is_light, has_probe, rerun)
-        if has_probe and not self._probe.is_attached():
-            self._probe.attach()
-
     def begin_backward(self, loss: Tensor) -> None:
         """The loss of a backward pass exists."""
-        if self._search is not None and (self._search.is_light or not self._marks_steps):
+        if self._search is not None and self._search.has_flag:
             self._flag.observe_loss(loss)
         self._probe.begin_backward(loss)
         if self._is_scaled:
@@ -126,7 +129,7 @@ class NonfiniteSearch:
 
     def end_backward(self) -> None:
         """The gradients exist."""
-        if self._search is not None and (self._search.is_light or not self._marks_steps) and not self._is_scaled:
+        if self._search is not None and self._search.has_flag and not self._is_scaled:
             self._flag.observe_gradients(lightly=self._search.is_light)
         self._probe.end_backward()
 
@@ -155,12 +158,6 @@ class NonfiniteSearch:
             return None
         with self._monitor.no_monitor():
             return self._find(step, first, is_here=first_here == first)
-
-    def report_marked_steps(self, step: int) -> None:
-        """Add the flag of the steps before to the record of a monitored step, whose transfer and reduction it shares."""
-        steps_since = self._flag.steps_since(step)
-        if steps_since is not None:
-            self._monitor.monitor_figure(STEPS_SINCE_NONFINITE, steps_since)
 
     def end_micro_batch(self) -> None:
         """The micro-batch is over."""

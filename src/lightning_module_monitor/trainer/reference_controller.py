@@ -26,54 +26,49 @@ _NEW_VALUES = "a new initialization, which is the first run's only if the seed i
 
 
 @dataclass
-class _Made:
-    """A new reference."""
-
-    module: nn.Module
-    wrapper: nn.Module | None = None
-    """The unit that runs it under FSDP1."""
-    is_laid_out: bool = False
-    """Whether each rank has parts of it, as of the model."""
-
-
 class ReferenceController:
     """The reference of a fit, which is set in the monitor."""
 
-    def __init__(self, run: Run, made: _Made, origin: str, *, is_restored: bool) -> None:
-        self._run = run
-        self._made = made
-        self._origin = origin
-        self._is_restored = is_restored
+    run: Run
+    source: str
+    """``init``, ``module`` or the path of a checkpoint."""
+    module: nn.Module
+    is_restored: bool
+    """Whether the checkpoint of the resumed run held it."""
+    is_laid_out: bool = False
+    """Whether each rank has parts of it, as of the model."""
+    wrapper: nn.Module | None = None
+    """The unit that runs it under FSDP1."""
 
-    def run(self, batch: object, batch_idx: int) -> None:
+    def run_on(self, batch: object, batch_idx: int) -> None:
         """Run the reference on a batch, before the model gets it."""
-        module, wrapper = cast(LightningModule, self._made.module), self._made.wrapper  # it has a training_step
-        self._run.monitor.run_reference(lambda: run_training_step(module, self._run.trainer, batch, batch_idx, wrapper))
+        module = cast(LightningModule, self.module)  # it has a training_step
+        self.run.monitor.run_reference(lambda: run_training_step(module, self.run.trainer, batch, batch_idx, self.wrapper))
 
     def state(self) -> dict[str, Any]:
         """The entries of a checkpoint: the reference, as tensors only, if the checkpoint holds it."""
         # One rank writes the checkpoint, and has only a part of a sharded reference.
-        if not self._run.options.save_reference or self._made.is_laid_out:
+        if not self.run.options.save_reference or self.is_laid_out:
             return {}
         # For a reference from a file, the path is enough.
-        tensors = copies.tensors_of(self._made.module) if self._origin in (INIT, MODULE) else {}
-        return {"reference": {"source": self._origin, "tensors": tensors}}
+        tensors = copies.tensors_of(self.module) if self.source in (INIT, MODULE) else {}
+        return {"reference": {"source": self.source, "tensors": tensors}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Note whether a checkpoint of this callback that was loaded after the start of the fit holds a reference."""
-        self._is_restored |= "reference" in state
+        self.is_restored |= "reference" in state
 
     def note_checkpoint(self) -> None:
         """A checkpoint's weights were loaded after the start of the fit, as strategies do that lay parameters out."""
-        if self._origin == INIT and not self._is_restored:
+        if self.source == INIT and not self.is_restored:
             _warn_of_new_values(_NEW_VALUES)
 
     def leave_device(self) -> None:
         """Move the reference to the CPU, as Lightning does with the model; FSDP1 cannot move it, so the monitor releases it."""
-        if self._made.wrapper is not None:
-            self._run.monitor.remove_reference_module()
+        if self.wrapper is not None:
+            self.run.monitor.remove_reference_module()
         else:
-            self._made.module.cpu()
+            self.module.cpu()
 
 
 class ReferenceOrigin:
@@ -126,23 +121,25 @@ class ReferenceOrigin:
         Raises:
             ConfigError: If it cannot be made, or does not have the model's structure.
         """
-        run, trainer = self._run, self._run.trainer
-        made = self._made_of_shards() if is_laid_out(run.planner.index.within) else self._made_of_model()
-        if not made.is_laid_out:
-            made.module = trainer.precision_plugin.convert_module(made.module).to(run.module.device)
-        values = self._earlier_values(made.module)
+        run, trainer, wrapper = self._run, self._run.trainer, None
+        has_shards = is_laid_out(run.planner.index.within)
+        if has_shards:
+            reference, wrapper = self._made_of_shards()
+        else:
+            reference = trainer.precision_plugin.convert_module(self._copied()).to(run.module.device)
+        values = self._earlier_values(reference)
         try:
             if values:
-                copies.set_tensors(made.module, values)
-            if trainer.world_size > 1 and not made.is_laid_out:
+                copies.set_tensors(reference, values)
+            if trainer.world_size > 1 and not has_shards:
                 # A module of the user's, or a new initialization, may have another seed on each rank.
-                share_values_of_first(copies.tensors_of(made.module).values())
-            run.monitor.set_reference_module(made.module, follows=self._within is not None, wrapper=made.wrapper)
+                share_values_of_first(copies.tensors_of(reference).values())
+            run.monitor.set_reference_module(reference, follows=self._within is not None, wrapper=wrapper)
         except ValueError as error:
             raise ConfigError(f"reference: {error}") from error
-        return ReferenceController(run, made, self._name, is_restored=bool(self._saved))
+        return ReferenceController(run, self._name, reference, bool(self._saved), has_shards, wrapper)
 
-    def _made_of_model(self) -> _Made:
+    def _copied(self) -> nn.Module:
         """A copy of the model, of the user's module, or of the weights of a file."""
         # The user's module is copied too, and stays as it is.
         live = self._source if isinstance(self._source, nn.Module) else self._run.planner.index.within
@@ -154,10 +151,10 @@ class ReferenceOrigin:
         if isinstance(self._source, str) and self._source != INIT:
             copies.load_weights(reference, self._source, self._within)
         silence(reference)
-        return _Made(reference)
+        return reference
 
-    def _made_of_shards(self) -> _Made:
-        """The reference of a model that is laid out over ranks: laid out likewise, or only its parameters, if it does not have to run.
+    def _made_of_shards(self) -> tuple[nn.Module, nn.Module | None]:
+        """The reference of a model that is laid out over ranks, and its unit of FSDP1; only its parameters, if it does not have to run.
 
         Raises:
             ConfigError: If it cannot be made.
@@ -167,7 +164,7 @@ class ReferenceOrigin:
             raise ConfigError(f"reference is {self._name!r}, and {reason}; expected reference: init.")
         needed_by = self._run.planner.first_of_reference(running=True)
         if needed_by is None:
-            return _Made(copies.parameter_copy(live), is_laid_out=True)
+            return copies.parameter_copy(live), None
         laid_out = self._unconfigured
         if laid_out is None or self._run.planner.shares_input:
             expected = "expected a model that FSDP alone lays out, and not before this fit"
@@ -181,7 +178,7 @@ class ReferenceOrigin:
         except ValueError as error:
             expected = "expected a configure_model and an auto_wrap_policy that do the same with a copy"
             raise ConfigError(f"reference: the copy is not laid out as the model is ({error}); {expected}.") from error
-        return _Made(reference, laid_out.wrapper, is_laid_out=True)
+        return reference, laid_out.wrapper
 
     def _earlier_values(self, reference: nn.Module) -> Mapping[str, Tensor]:
         """The values that replace the present values of the reference; may be empty. Warns if a resumed run had another reference."""

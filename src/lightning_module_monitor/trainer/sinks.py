@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.record import (
@@ -29,40 +29,12 @@ from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.run import Run
 
 
-class _OpenSinks:
+class _OpenSinks(NamedTuple):
     """The files and loggers of a run that has a record."""
 
-    def __init__(self, loggers: Sequence[Any], logger_sink: LoggerSink, files: RunFiles | None) -> None:
-        self._loggers = logger_sink
-        self._heat_maps = HeatMaps(loggers, messages)
-        self.files = files
-        self._last_step = 0
-
-    def write(self, record: Record) -> None:
-        """Write a record to the store and the loggers."""
-        if self.files is not None:
-            self.files.write(record)
-        self._loggers.write(record)
-
-    def draw_if_due(self, step: int) -> None:
-        """Draw the heat maps of the loggers, if they are due after the record of a step."""
-        self._last_step = step
-        if self.files is not None and self.files.has_begun:
-            self._heat_maps.draw_if_due(self.files.path, step)
-
-    def close(self) -> Path | None:
-        """Close the files.
-
-        Returns:
-            The path of the store, if anything was written.
-        """
-        if self.files is None:
-            return None
-        self.files.close()
-        if not self.files.has_begun:
-            return None
-        self._heat_maps.draw(self.files.path, self._last_step)
-        return self.files.path
+    files: RunFiles | None
+    loggers: LoggerSink
+    heat_maps: HeatMaps
 
 
 class SinksController:
@@ -81,6 +53,7 @@ class SinksController:
         """From the first record to :meth:`close`."""
         self._runs_steps_again = False
         self._first_step = sys.maxsize
+        self._last_step = 0
 
     # The run
 
@@ -108,10 +81,13 @@ class SinksController:
     def close(self) -> None:
         """Close the files, write the page about them, and log their paths; a second call does nothing."""
         sinks, self._open = self._open, None
-        path = None if sinks is None else sinks.close()
-        if path is None:
+        if sinks is None or sinks.files is None:
             return
-        page = None
+        sinks.files.close()
+        if not sinks.files.has_begun:
+            return
+        path, page = sinks.files.path, None
+        sinks.heat_maps.draw(path, self._last_step)
         if self._options.report:
             try:
                 page = write_report(path)
@@ -157,8 +133,8 @@ class SinksController:
         if self._trainer.is_global_zero:
             if self._open is None:
                 self._open = self._opened(record)
+            self._last_step = record.step
             self.write(record)
-            self._open.draw_if_due(record.step)
         if self._patterns:
             # On every rank, because other callbacks have to decide the same on all ranks.
             log_callback_metrics(record, self._run.module, self._patterns, self._options.progress_bar)
@@ -167,18 +143,22 @@ class SinksController:
         """Write a record to the store and the loggers, if they are open."""
         if self._open is None:
             return
-        self._open.write(record)
-        if self._open.files is not None:
-            self._store_path = str(self._open.files.path)
+        files = self._open.files
+        if files is not None:
+            files.write(record)
+            self._store_path = str(files.path)
             self._run.results.note_store(self._trainer, self._store_path)
+        self._open.loggers.write(record)
+        if files is not None and files.has_begun:
+            self._open.heat_maps.draw_if_due(files.path, self._last_step)
 
     def _opened(self, record: Record) -> _OpenSinks:
         # Keys of attention's heads are not planned; the first record has as many as any later record.
         rolls_up = self._rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
-        loggers = self._trainer.loggers
+        loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, self.planned_keys())
         path = self._new_store_path() if self._options.store else None
         files = None if path is None else self._open_files(path.resolve())
-        return _OpenSinks(loggers, LoggerSink(loggers, rolls_up, self._patterns, messages, self.planned_keys()), files)
+        return _OpenSinks(files, loggers, HeatMaps(self._trainer.loggers, messages))
 
     def _open_files(self, path: Path) -> RunFiles:
         """The store of this run, and the file of raw tensors beside it.

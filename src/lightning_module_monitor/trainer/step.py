@@ -76,12 +76,11 @@ class StepController:
         if self._monitored is not None:
             self._monitored.begin_batch(batch)
         if self._reference is not None and self._monitor.awaits_reference():
-            self._reference.run(batch, batch_idx)
+            self._reference.run_on(batch, batch_idx)
         if self._nonfinite is not None:
-            is_monitored = self._monitor.is_monitoring()
-            self._nonfinite.begin_micro_batch(batch, batch_idx, is_first=is_first, is_monitored=is_monitored)
-            if is_first and is_monitored:
-                self._nonfinite.report_marked_steps(step)
+            if is_first:
+                self._nonfinite.begin_step(step, is_monitored=self._monitor.is_monitoring())
+            self._nonfinite.begin_micro_batch(batch, batch_idx)
 
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of the loss begins."""
