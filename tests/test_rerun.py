@@ -148,7 +148,7 @@ def test_the_finding_names_a_micro_batch_that_was_not_kept(tmp_path: Path, monke
     finding = found_in(tmp_path, Classifier(model()), bad_sample(3))
     assert finding.site == "_root_"
     assert finding.words.startswith(
-        "The first value that is not finite came in micro-batch 3, and the module that made it is not known: its batch was not"
+        "The first non-finite value occurred in micro-batch 3, and the module that made it is not known: its batch was not"
     )
     assert finding.words.endswith("those before it hold 1 MiB, or would with it. In micro-batch 7, run again instead, all was finite.")
 

@@ -186,7 +186,7 @@ def test_dry_run_prints_the_plan_and_records_nothing(tmp_path: Path, capsys: pyt
     assert not list(tmp_path.rglob("*.h5"))
     # _root_, model, model.layers and four layers; two weights and two biases of 6*16 + 16 + 16*3 + 3 = 163 floats.
     assert capsys.readouterr().out.splitlines() == [
-        "Dry run: nothing is watched. With these rules a monitored step has",
+        "Dry run: nothing is recorded. With these rules a monitored step has",
         "  activation: 7 sites x 2 (mean, std)",
         "  gradient: 4 sites x 2 (mean, std)",
         "  update: 4 sites x 1 (ratio)",

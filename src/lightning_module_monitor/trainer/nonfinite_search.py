@@ -230,7 +230,7 @@ class NonfiniteSearch:
     def _finding(self, step: int, rank: int, source: Producer) -> Finding:
         self.is_reported = True
         if str(self._trainer.precision).startswith("16"):
-            words = f"The run computes in float16 (precision: {self._trainer.precision}): what is above 65504 is infinite in it."
+            words = f"The run computes in float16 (precision: {self._trainer.precision}), in which values above 65504 are infinite."
             source = replace(source, words=f"{source.words} {words}", cause=source.cause if source.cause == "data" else "overflow")
         where = f"micro-batch {source.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
         direction = f"the {'forward' if source.is_forward else 'backward'} pass of "
@@ -241,14 +241,14 @@ class NonfiniteSearch:
         kind = "NaN" if source.value == "NaN" else "Infinity"
         words = f"{kind} in {source.place_in_words}, {direction}{where} ({when}). " if source.value else ""
         if not source.is_known:
-            words = f"The first value that is not finite came in {where}, and the module that made it is not known: "
+            words = f"The first non-finite value occurred in {where}, and the module that made it is not known: "
         return Finding(step, "nonfinite", source.site, "", f"{words}{source.words}", "error", cause=source.cause)
 
     def _report_hook_error(self, error: Exception) -> None:
-        message = f"Looking for values that are not finite failed ({type(error).__name__}: {error})"
+        message = f"The search for non-finite values failed ({type(error).__name__}: {error})"
         if self._on_error == "raise":
             raise MonitorError(f"{message}.") from error
-        messages.warning("%s; in this step it is not done.", message)
+        messages.warning("%s; this step is not searched.", message)
 
 
 def _first_of_all_ranks(micro_batch: int | None, ranks: Ranks | None) -> int | None:

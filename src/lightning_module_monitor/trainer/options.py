@@ -146,8 +146,8 @@ def _parse_store(value: object, name: str) -> bool | str:
     path = Path(value).expanduser()
     blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
     if not value or path.is_dir() or blocking is not None:
-        why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if value else "that is no path"
-        raise ConfigError(f"{name} is {value!r}, and {why}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
+        reason = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if value else "that is no path"
+        raise ConfigError(f"{name} is {value!r}, and {reason}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
     return os.fspath(value)
 
 

@@ -116,8 +116,8 @@ class StepRerun:
             source = replace(source, words=f"{source.words} {batch}", cause=cause, place_in_words=location)
         if not obstacle:
             return None if source is None else replace(source, micro_batch=number)
-        how = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
-        words = f"{obstacle}. {how}, {'all was finite.' if source is None else f'it was in {source.place_in_words}: {source.words}'}"
+        prefix = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
+        words = f"{obstacle}. {prefix}, {'all was finite.' if source is None else f'it was in {source.place_in_words}: {source.words}'}"
         # If two ranks have the same micro-batch, the rank that knows the module comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if source is None else source.cause)
 

@@ -33,7 +33,9 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise RuntimeError("the reference has no optimizers; give module, the submodule to watch, whose sibling is then called alone")
+    raise RuntimeError(
+        "the reference has no optimizers; give module, the name of a submodule: then the reference of that submodule is called instead"
+    )
 
 
 _SILENT = {

@@ -142,11 +142,11 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
 def left_out_in_words(trainer: Trainer, kinds: list[str]) -> str:
     """A message: the kinds that are not recorded under a strategy, the reason, and the ranks whose values are recorded."""
     name = type(trainer.strategy).__name__
-    what = f"{', '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} left out" if kinds else "nothing of parameters is recorded"
+    left_out = f"{', '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} left out" if kinds else "nothing of parameters is recorded"
     if is_a(trainer.strategy, "DeepSpeedStrategy"):
-        return f"{name} clips gradients within its step, and has no copy of the model: {what}. gradient_before_clip is there."
+        return f"{name} clips gradients within its step, and has no copy of the model: {left_out}. gradient_before_clip is there."
     if is_known(trainer):
-        return f"{name} with use_orig_params=False makes flat parameters without names: {what}. use_orig_params=True gives all kinds."
+        return f"{name} with use_orig_params=False makes flat parameters without names: {left_out}. use_orig_params=True gives all kinds."
     ranks = "; values are those of rank 0 alone" if trainer.world_size > 1 else ""
     works = "DDPStrategy, FSDPStrategy, ModelParallelStrategy and their subclasses give all kinds"
-    return f"{name} keeps parameters in a way that is not known: {what}{ranks}. {works}."
+    return f"{name} keeps parameters in a way that is not known: {left_out}{ranks}. {works}."

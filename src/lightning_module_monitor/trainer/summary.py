@@ -36,7 +36,7 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     plan, captured = planner.plan(), planner.capture_plan()
     keys, histograms = planner.planned_keys(), planner.planned_histograms()
     streams = plan.expected()
-    lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
+    lines = ["Dry run: nothing is recorded. With these rules a monitored step has"]
     for kind in dict.fromkeys(stream.kind for stream in streams):
         streams_of_kind = [stream for stream in streams if stream.kind == kind]
         names = dict.fromkeys(name for stream in streams_of_kind for name in stream.outputs)
