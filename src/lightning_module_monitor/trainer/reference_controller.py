@@ -25,7 +25,7 @@ MODULE = "module"
 _NEW_VALUES = "a new initialization, which is the first run's only if the seed is the same"
 
 
-@dataclass
+@dataclass(eq=False)
 class ReferenceController:
     """The reference of a fit, which is set in the monitor."""
 
