@@ -186,7 +186,7 @@ def test_a_checkpoint_without_its_key_is_reported(tmp_path: Path, caplog: pytest
     assert all(f"expected callback_metrics: ['{KEY}']" in message for message in messages)
 
 
-@pytest.mark.parametrize(("pattern", "is_told"), [("zzz", True), ("mine/.*", False)])
+@pytest.mark.parametrize(("pattern", "is_logged"), [("zzz", True), ("mine/.*", False)])
 def test_a_pattern_of_no_key_is_logged_with_the_first_record(
     pattern: str, is_logged: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
