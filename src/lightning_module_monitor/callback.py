@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from lightning_module_monitor.model.compiled import KEEP
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.controller import Prepared, RunController, prepare
-from lightning_module_monitor.trainer.run import Results, Run
+from lightning_module_monitor.trainer.run import Run, RunResults
 from lightning_module_monitor.trainer.step import StepController
 from lightning_module_monitor.trainer.summary import described
 
@@ -32,12 +33,12 @@ P = ParamSpec("P")
 def _event(
     event: Callable[Concatenate[ModuleMonitorCallback, StepController, P], None],
 ) -> Callable[Concatenate[ModuleMonitorCallback, P], None]:
-    """An event in a run, with the controller of its steps; an error of the monitor ends the monitoring of this step, and not the run."""
+    """An event of a run, which gets the controller of its steps. An error of the monitor ends the monitoring of this step, not the run."""
 
     def guarded(self: ModuleMonitorCallback, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        steps = None if self._run is None else self._run.steps
-        if steps is None:
+        if self._run is None or self._run.observed is None:
             return
+        steps = self._run.observed.steps
         try:
             event(self, steps, *args, **kwargs)
         except Exception as error:
@@ -47,6 +48,13 @@ def _event(
     return guarded
 
 
+@dataclass
+class _Latest:
+    """The results of the latest run of a callback or of its deep copies: some libraries train with copies of their callbacks."""
+
+    results: RunResults
+
+
 class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Callback
     """Shows the inside of a model while it trains: in the Trainer's loggers, and in one HDF5 file.
 
@@ -54,26 +62,26 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     output, and the ``norm`` of every parameter and gradient. Several in one Trainer need a prefix each.
 
     Args:
-        every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list of steps, ``log`` (1, 2, 5, 10, ...), one every so
-            many minutes (``{minutes: 5}``), or a function of the step. Values that modules log themselves are recorded in these steps, even
-            if no rule is due. With ``minutes`` a run begins with the steps 0, 1, 11, 111, ..., until they are as far apart as asked. Each
-            monitored step chooses the next one from the time of a step since the last (``monitor/seconds_per_step``, the largest of all
-            ranks), so that all ranks monitor the same steps.
+        every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list of steps, ``log`` (1, 2, 5, 10, ...), one step
+            every so many minutes (``{minutes: 5}``), or a function of the step. Values that modules log themselves are recorded in these
+            steps, even if no rule is due. With ``minutes``, the first monitored steps are 0, 1, 11, 111, ... until the interval is reached.
+            Each monitored step chooses the next one from the time of a step since the last (``monitor/seconds_per_step``, the largest of
+            all ranks), so that all ranks monitor the same steps.
         module: Name of the submodule to monitor. Keys keep the names of the whole model.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are not monitored, with everything inside.
         rules: What to record, instead of the default.
-        reference: What activations and parameters are compared with: ``init``, a copy of the model at the start of the run; the path of a
+        reference: The model that activations and parameters are compared with: ``init``, a copy at the start of the run; the path of a
             checkpoint; or, in Python, a module of the same structure. In monitored steps the reference runs its own ``training_step`` on
             the batch before the model does; with ``module`` it is called whenever that submodule is, with copies of its arguments. If no
             rule records a difference, ``ratio`` of both kinds of differences is recorded.
         rcc: Whether to run the refined coordinate check. Its reference is ``init`` unless another one is given.
-        save_reference: Whether checkpoints hold the reference (one more set of weights), so that a resumed run compares with the same one.
+        save_reference: Whether checkpoints hold the reference (one more set of weights), so that a resumed run has the same reference.
         attention: Whether to record attention head by head: the means of its entropy and of the weight of the first key, and the largest
             logit, of every call of ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
         gradient_flow: Blocks between which the gain of the gradient is recorded: ``{blocks: model.blocks}``.
         capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
-        health: What to look for: the module that made the first NaN or infinity, and the conditions of the built-in detectors, e.g.
-            ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, as far as they are cheap. ``false``: nothing.
+        health: Checks while training: the module that made the first NaN or infinity, and the conditions of the built-in detectors, e.g.
+            ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, as far as they are cheap. ``false``: no check.
         alerts: Rules on recorded values: ``[{keys: "gradient/.*/norm", above: 100, for_steps: 3, then: stop}]``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
         report: Whether to write a page about the run, ``monitor.html`` beside the store, when it ends, also by an exception.
@@ -84,11 +92,11 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         prefix: Put before every key: ``run1`` gives ``run1/...``.
         max_logged_keys: If there are more keys, loggers get minimum, median and maximum over the sites, and one histogram of all sites
             together; the store gets everything.
-        max_overhead: Largest share of the training time that monitoring may take, e.g. 0.02. Beyond it steps are left out, the same ones on
-            all ranks; ``monitor/overhead_fraction`` is the measured share. At most every other step is monitored then, because the others
-            show what a plain step takes.
-        compiled: ``keep``: what ``torch.compile`` has compiled runs as without the callback, and what is inside of it is not observed; its
-            output, parameters and gradients are. ``uncompiled``: monitored steps run uncompiled, and everything is observed.
+        max_overhead: Largest share of the training time that monitoring may take, e.g. 0.02. Beyond it steps are left out, the same on all
+            ranks; ``monitor/overhead_fraction`` is the measured share. Then at most every second step is monitored, because the
+            unmonitored steps are the baseline for the cost.
+        compiled: ``keep``: code that ``torch.compile`` has compiled runs as without the callback; its output, parameters and gradients are
+            observed, and modules inside of it are not. ``uncompiled``: monitored steps run uncompiled, and everything is observed.
         on_error: ``warn``: a value that cannot be computed is logged once and recorded as NaN. ``raise``: it is an error.
         dry_run: Print what would be recorded and what it would cost, and record nothing.
     """
@@ -123,10 +131,9 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
         self._prepared: Prepared | ConfigError
-        """The parsed options and the monitor, or the error in the options.
+        """The parsed options and the monitor, or the error in the options, which ``setup`` raises.
 
-        It is raised in ``setup``, before the first batch. Raised here, LightningCLI would bury it in ninety lines of its own: it tries
-        every type that a callback may have, and prints what was wrong with each.
+        If it was raised here, LightningCLI would try every other type of a callback, and print ninety lines of errors.
         """
         try:
             self._prepared = prepare(arguments)
@@ -134,11 +141,10 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             self._prepared = error
         self._run: RunController | None = None
         """The run in progress, from ``setup`` to its end."""
-        self._results = Results()
-        self._shown = self._results
-        """The results of the latest run of this callback or of a deep copy of it: some libraries train with copies of their callbacks."""
-        self._original: ModuleMonitorCallback | None = None
-        """The callback that this one is a deep copy of."""
+        self._results = RunResults()
+        self._latest = _Latest(self._results)
+        self._shared: tuple[_Latest, ...] = ()
+        """Those of the callbacks that this callback is a deep copy of."""
 
     @property
     def monitor(self) -> ModuleMonitor:
@@ -154,31 +160,34 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     @property
     def last_record(self) -> Record | None:
         """The newest record, without its raw tensors."""
-        return self._shown.last_record
+        return self._latest.results.last_record
 
     @property
     def store_path(self) -> str | None:
-        """Where the latest store is, once something was recorded; it stays until another store is written."""
-        return self._shown.store_path
+        """Path of the latest store that a record was written to."""
+        return self._latest.results.store_path
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings of this run, in their order; a notebook shows them as a table."""
-        return Findings(self._shown.findings)
+        """The findings of this run, in order; a notebook shows them as a table."""
+        return Findings(self._latest.results.findings)
 
     def diagnose(self) -> Diagnoses:
         """At most three diagnoses of this run: the causes of its findings, each with evidence, first step and advice."""
-        return self._shown.diagnoses()
+        return self._latest.results.diagnoses()
 
     def planned_keys(self) -> list[str]:
-        """Every key of the run in progress that is known before its first step; none where the model does not exist yet."""
+        """Every key of the run in progress that is known before its first step; none before the model exists."""
         return [] if self._run is None else self._run.planned_keys()
 
     def _describe(self) -> Description:
         if isinstance(self._prepared, ConfigError):
             return Description(f"refused: {self._prepared}", (), ())
-        shown = described(self._prepared.options, self._prepared.monitor, self._shown)
-        return shown if self._shown is self._results else shown._replace(title=f"{shown.title}, of a copy that was trained with")
+        results = self._latest.results
+        description = described(self._prepared.options, self._prepared.monitor, results)
+        if results is self._results:
+            return description
+        return description._replace(title=f"{description.title}, of a copy that was trained with")
 
     # The life of a run
 
@@ -188,7 +197,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         return f"{type(self).__name__}[{self._identity}]" if self._identity else type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs: the path of the store with the steps so far, that of the alerts, and the reference."""
+        """The state that a resumed run needs: the path of the store, the state of the alerts, and the reference."""
         return self._results.state if self._run is None else self._run.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -197,22 +206,22 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             self._run.resume(state_dict)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The model has the weights of a checkpoint, also of one without this callback."""
+        """The model has the weights of a checkpoint, possibly of a run without this callback."""
         if self._run is not None:
             self._run.note_checkpoint(checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the run, without what Lightning binds to a callback, which refers to the whole model, and without other copies."""
+        """Without the run, without the methods that Lightning binds to a callback (they refer to the model), and without other copies."""
         state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
         results = self._results.copied(self.state_dict())
-        return state | {"_run": None, "_original": None, "_results": results, "_shown": results}
+        return state | {"_run": None, "_shared": (), "_results": results, "_latest": _Latest(results)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleMonitorCallback:
         """A copy that trains; this callback then shows the results of the copy."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
-        copied._original = self
+        copied._shared = (self._latest, *self._shared)
         return copied
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -226,16 +235,13 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._close()
         if not self._prepared.options.observes_run(stage):
             return
-        self._show(self._results)
-        others = [one for one in trainer.callbacks if isinstance(one, ModuleMonitorCallback) and one is not self]  # type: ignore[union-attr]  # set by a connector, where mypy does not look
-        self._run = RunController(Run(*self._prepared, self._results, trainer, pl_module, stage), [one.planned_keys for one in others])
+        for latest in (self._latest, *self._shared):
+            latest.results = self._results
+        callbacks = trainer.callbacks  # type: ignore[union-attr]  # set by a connector, where mypy does not look
+        others = [callback for callback in callbacks if isinstance(callback, ModuleMonitorCallback) and callback is not self]
+        run = Run(*self._prepared, self._results, trainer, pl_module, stage)
+        self._run = RunController(run, [other.planned_keys for other in others])
         self._run.begin()
-
-    def _show(self, results: Results) -> None:
-        """Show results here, and in the callback that this one is a copy of."""
-        self._shown = results
-        if self._original is not None:
-            self._original._show(results)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All layers exist now; parameters are those that will be trained."""
@@ -256,18 +262,18 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             self._run.close(leaves_device=leaves_device)
         self._run = None
 
-    # A training step: once it is known that nothing is to be done in it, every further event returns after one test
+    # A training step; in an idle step every event returns after one test
 
     @_event
     def on_train_batch_start(
         self, steps: StepController, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """The first micro-batch of a step begins it; the hooks go on."""
+        """The first micro-batch of a step begins the step, and registers the hooks."""
         steps.begin_batch(batch, batch_idx)
 
     @_event
     def on_before_backward(self, steps: StepController, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """The gradients that arrive at outputs from now on are those of the loss."""
+        """Gradients that arrive at outputs from now on are gradients of the loss."""
         if not steps.is_idle:
             steps.begin_backward(loss)
 
@@ -279,7 +285,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     @_event
     def on_before_optimizer_step(self, steps: StepController, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Gradients are complete, unscaled (unless by the optimizer itself) and not clipped; parameters have not moved."""
+        """Gradients are complete, not clipped, and unscaled unless the optimizer unscales them itself; parameters have not moved."""
         if not steps.is_idle:
             steps.before_clipping(optimizer)
 
@@ -287,16 +293,16 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     def on_train_batch_end(  # noqa: PLR0917  # the arguments that Lightning gives
         self, steps: StepController, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """The micro-batch is over, and with the last one of a step the step is."""
+        """The micro-batch is over; the last micro-batch of a step ends the step."""
         if not steps.is_idle:
             steps.end_batch()
 
-    # Loops without training: of validation, test and predict
+    # Validation, test and predict loops
 
     def _loop_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training's hooks observe nothing meanwhile, also in the middle of an accumulated step."""
+        """Training's hooks observe nothing until the loop ends, also within an accumulated step."""
         if self._run is not None:
-            self._run.observe()  # outside of fit this is the first event after `configure_model`
+            self._run.observe()  # outside of fit this is the first event after configure_model
         self._begin_loop(trainer, pl_module)
 
     @_event
@@ -305,12 +311,12 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     @_event
     def _loop_epoch_end(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The last moment of a loop at which values may be logged."""
+        """The last event of a loop in which values may be logged."""
         steps.end_loop()
 
     @_event
     def _loop_end(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training goes on."""
+        """Training continues."""
         steps.continue_step()
 
     on_validation_start = on_test_start = on_predict_start = _loop_start
@@ -318,7 +324,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     on_validation_end = on_test_end = on_predict_end = _loop_end
 
 
-# LightningCLI checks values by the annotations, and buries an error in a hundred lines of its own. With Any as a last resort, which type
-# checkers do not see, it passes every value on to the checks of `Options`. It refuses an unknown option all the same.
+# LightningCLI checks values by the annotations, and adds a hundred lines to every error. With `Any` in each annotation, which type checkers
+# do not see, it leaves the values to the checks of `Options`. It still refuses an unknown option.
 _ANNOTATIONS = ModuleMonitorCallback.__init__.__annotations__
-_ANNOTATIONS.update({name: f"{one} | Any" for name, one in _ANNOTATIONS.items()})
+_ANNOTATIONS.update({name: f"{annotation} | Any" for name, annotation in _ANNOTATIONS.items()})

@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 LightningModule: TypeAlias = "lightning.pytorch.LightningModule | pytorch_lightning.LightningModule"
 LightningDataModule: TypeAlias = "lightning.pytorch.LightningDataModule | pytorch_lightning.LightningDataModule"
 Logger: TypeAlias = Any
-"""A logger, of which each has methods of its own."""
+"""A logger of either package; each class has further methods."""
 Trainer: TypeAlias = "lightning.pytorch.Trainer | pytorch_lightning.Trainer"
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 _ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
-"""Names of the top packages that Lightning's classes are in."""
+"""Names of the top-level packages with Lightning's classes."""
 
 
 def _installed() -> list[ModuleType]:
-    """The packages that can be imported: after the first, the second takes 0.1 s.
+    """The packages that can be imported; after the first package, the second takes 0.1 s.
 
     Raises:
         ImportError: If there is none.
     """
     packages, errors = [], []
-    # The last package to be imported makes its logger that of both; the one that the program has imported keeps it.
+    # The last imported package replaces the logger of both; the package that the program has imported keeps its logger.
     log = rank_zero.log if any(name in sys.modules for name in NAMES) else None
     for name in NAMES:
         try:
             packages.append(importlib.import_module(name))
-        except Exception as error:  # a package that fails, e.g. one that is too old for this torch, runs no Trainer
+        except Exception as error:  # a package that cannot be imported, e.g. too old for this torch, runs no Trainer
             errors.append(f"{name}: {type(error).__name__}: {error}")
     if log is not None:
         rank_zero.log = log
@@ -58,30 +58,30 @@ else:
 
 
 def is_a(value: object, *names: str) -> bool:
-    """Whether the class of an object is, or extends, a class of Lightning with one of these names, in either package."""
+    """Whether an object is an instance of a class of Lightning with one of these names, in either package."""
     return any(base.__name__ in names and base.__module__.partition(".")[0] in _ROOTS for base in type(value).__mro__)
 
 
 def is_overridden(value: object, name: str) -> bool:
-    """Whether a method of an object is not Lightning's own."""
+    """Whether a method of an object is defined outside of Lightning."""
     return getattr(getattr(value, name), "__module__", "").partition(".")[0] not in _ROOTS
 
 
 def package_of(value: object) -> ModuleType:
-    """The package whose class an object's class is or extends; the first installed one if there is none."""
+    """The package of Lightning whose class an object is an instance of; without such a class the first installed package."""
     roots = [base.__module__.partition(".")[0] for base in type(value).__mro__]
     return next((package for root in roots for package in PACKAGES if package.__name__.partition(".")[0] == root), PACKAGES[0])
 
 
 class _Messages(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10 takes no argument here
-    """Logs below the logger of the package whose Trainer runs: shown, and silenced, with Lightning's own messages."""
+    """Logs below the logger of the package whose Trainer runs, so that Lightning's settings apply."""
 
     def follow(self, trainer: Trainer) -> None:
-        """A run of a Trainer begins; a process runs one at a time."""
+        """Log below the logger of the package of a Trainer, whose run begins; a process has one run at a time."""
         self.logger = _logger_of(package_of(trainer))
 
     def __reduce__(self) -> str:
-        """A copy of what logs here logs here, too."""
+        """Pickle by name: copies log here, too."""
         return "messages"
 
 

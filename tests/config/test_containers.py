@@ -175,14 +175,14 @@ def test_an_option_is_the_same_in_any_container(name: str, container: str) -> No
     given = callback({**others, name: CONTAINERS[container](OPTIONS[name])})
     expected = callback(OPTIONS)
     options = parsed(given)
-    assert options.given == parsed(expected).given
+    assert options.arguments == parsed(expected).arguments
     assert options.described() == parsed(expected).described()
-    assert type(options.given[name]) is type(OPTIONS[name])
+    assert type(options.arguments[name]) is type(OPTIONS[name])
     pickled = pickle.dumps(given)
     assert b"omegaconf" not in pickled
     assert b"jsonargparse" not in pickled
     assert parsed(pickle.loads(pickled)).described() == parsed(expected).described()
-    assert parsed(copy.deepcopy(given)).given == parsed(expected).given
+    assert parsed(copy.deepcopy(given)).arguments == parsed(expected).arguments
 
 
 @pytest.mark.parametrize("container", CONTAINERS)

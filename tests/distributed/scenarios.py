@@ -62,7 +62,7 @@ from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.trainer import nonfinite
+from lightning_module_monitor.trainer import nonfinite_search
 from lightning_module_monitor.trainer.optimizers import OptimizerTracker
 from lightning_module_monitor.trainer.overhead import HostClock
 
@@ -328,7 +328,7 @@ def counting_transfers() -> Iterator[list[int]]:
         for module in (elements, magnitudes):
             stack.enter_context(patch.object(module, "transfer", transfer))
             stack.enter_context(patch.object(module, "is_on_host", lambda _tensor: False))
-        stack.enter_context(patch.object(nonfinite, "marks_steps", lambda run: run.options.health.nonfinite == "warn"))
+        stack.enter_context(patch.object(nonfinite_search, "marks_steps", lambda run: run.options.health.nonfinite == "warn"))
         yield sizes
 
 

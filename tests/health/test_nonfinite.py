@@ -23,9 +23,8 @@ from lightning_module_monitor.errors import ConfigError, NonfiniteError
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.probes.nonfinite import FiniteStep
 from lightning_module_monitor.statistics import magnitudes
-from lightning_module_monitor.trainer import nonfinite
+from lightning_module_monitor.trainer import nonfinite_search
 from lightning_module_monitor.trainer.health import HealthController
-from lightning_module_monitor.trainer.rerun import StepRerun
 from lightning_module_monitor.trainer.run import step_of
 
 
@@ -248,9 +247,8 @@ def test_on_an_accelerator_the_next_record_has_the_first_step(
     bad_step: int, record_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the flag stays on the device: no step is run again, and the finding comes with the next record."""
-    monkeypatch.setattr(nonfinite, "marks_steps", lambda *_: True)
-    keep = StepRerun.keep
-    monkeypatch.setattr(StepRerun, "keep", lambda *args, is_whole, **options: keep(*args, is_whole=is_whole or 1 / 0, **options))
+    monkeypatch.setattr(nonfinite_search, "marks_steps", lambda *_: True)
+    monkeypatch.setattr(nonfinite_search, "StepRerun", None)
     x = torch.randn(48, 6)
     x[bad_step * 4] = math.nan
     data = DataLoader(TensorDataset(x, torch.zeros(48, dtype=torch.long)), batch_size=4)
@@ -421,7 +419,7 @@ def test_records_show_it_where_a_read_would_wait(option: str, device: str, world
         options=SimpleNamespace(health=SimpleNamespace(nonfinite=option)),
         trainer=SimpleNamespace(world_size=world_size, strategy=strategy),
     )
-    assert nonfinite.marks_steps(run) == expected
+    assert nonfinite_search.marks_steps(run) == expected
 
 
 def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -433,7 +431,7 @@ def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         reads.append(tensor.numel())
         return transfer(tensor)
 
-    monkeypatch.setattr(nonfinite, "marks_steps", lambda run: run.options.health.nonfinite == "warn")
+    monkeypatch.setattr(nonfinite_search, "marks_steps", lambda run: run.options.health.nonfinite == "warn")
     monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
     monkeypatch.setattr(magnitudes, "transfer", count)
     return reads

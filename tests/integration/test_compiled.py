@@ -68,21 +68,21 @@ def run(how: str, folder: Path, monitored: bool = True, backend: str = "eager", 
     counter = CompileCounterWithBackend(backend)
     seed()
     module = Quiet("cnn", torch.optim.SGD, lr=0.1)
-    given: Any = module
+    model: Any = module
     callback = ModuleMonitorCallback(
         4, rules=RULES, reference="init", rcc=True, on_error="raise", store=False, compiled="uncompiled", **options
     )
     records, losses = KeepRecords(callback), KeepLosses()
     callbacks: list[Callback] = [callback, records, losses] if monitored else [losses]
     if how == "whole":
-        given = torch.compile(module, backend=counter)
+        model = torch.compile(module, backend=counter)
     elif how == "part":
         module.model.stem = torch.compile(module.model.stem, backend=counter)
     elif how == "in place":
         module.model.compile(backend=counter)
     elif how == "late":
         callbacks.append(CompileLate(counter))
-    trainer(folder, callbacks, max_steps=12, max_epochs=-1).fit(given, loader(num_samples=32))
+    trainer(folder, callbacks, max_steps=12, max_epochs=-1).fit(model, loader(num_samples=32))
     weights = {name.replace("_orig_mod.", ""): value.clone() for name, value in module.state_dict().items()}
     return Run(records.records, weights, losses.losses, counter.frame_count)
 
@@ -97,22 +97,22 @@ def _fresh_compiler() -> Any:
 @pytest.mark.parametrize("how", ["whole", "part", "in place", "late"])
 @pytest.mark.shows("compiled: uncompiled, {how}", *TENSORS, "differences", "RCC", "training unchanged")
 def test_values_are_those_of_the_model_as_it_was_written(how: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Every key and every value, the reference and the coordinate check too; and the compiler makes no graph more."""
+    """Every key and every value is the same, also of the reference and the coordinate check; the compiler makes no further graph."""
     eager, compiled = run("eager", tmp_path, **options), run(how, tmp_path, **options)
     assert [record.step for record in compiled.records] == [0, 4, 8]
-    for one, other in zip(eager.records, compiled.records, strict=True):
-        assert one.values.keys() == other.values.keys()
-        assert all(other.values[key] == value or math.isnan(value) for key, value in one.values.items())
+    for first, other in zip(eager.records, compiled.records, strict=True):
+        assert first.values.keys() == other.values.keys()
+        assert all(other.values[key] == value or math.isnan(value) for key, value in first.values.items())
     # The backend runs the graph as it is, so that nothing is rounded otherwise.
     assert all(torch.equal(compiled.weights[name], value) for name, value in eager.weights.items())
     plain = run(how, tmp_path, monitored=False)
     assert 1 <= compiled.num_graphs <= plain.num_graphs + 2
-    assert all(torch.equal(one, other) for one, other in zip(plain.losses, compiled.losses, strict=True))
+    assert all(torch.equal(first, other) for first, other in zip(plain.losses, compiled.losses, strict=True))
 
 
 @pytest.mark.parametrize(("how", "name"), [("whole", "The model"), ("part", "model.stem"), ("eager", None)])
-def test_what_a_monitored_step_takes_is_announced(how: str, name: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A compiled model may fit on a device where the uncompiled one does not; one that is not compiled has nothing to announce."""
+def test_the_cost_of_a_monitored_step_is_announced(how: str, name: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A compiled model may fit on a device where the uncompiled one does not; without compiled code nothing is announced."""
     with caplog.at_level(logging.INFO):
         run(how, tmp_path)
     announced = [record.getMessage() for record in caplog.records if "uncompiled" in record.getMessage()]
@@ -122,10 +122,10 @@ def test_what_a_monitored_step_takes_is_announced(how: str, name: str | None, tm
 
 @pytest.mark.shows("compiled: uncompiled, in place", *TENSORS)
 def test_within_the_compiler_s_own_rounding(tmp_path: Path) -> None:
-    """With a backend that takes the graph apart: steps that are monitored round as eager ones do, the others as compiled ones."""
+    """With a backend that decomposes the graph: monitored steps round like eager steps, other steps like compiled steps."""
     eager, compiled = run("eager", tmp_path), run("in place", tmp_path, backend="aot_eager")
-    for one, other in zip(eager.records, compiled.records, strict=True):
-        for key, value in one.values.items():
+    for first, other in zip(eager.records, compiled.records, strict=True):
+        for key, value in first.values.items():
             if "difference" not in key and "rcc" not in key:
                 assert other.values[key] == pytest.approx(value, rel=1e-3, abs=1e-6, nan_ok=True), key
 
@@ -134,41 +134,41 @@ def is_compiling() -> Callable[[], bool]:
     """Tells whether what is compiled runs compiled now."""
     counter = CompileCounter()
 
-    def tell() -> bool:
+    def is_compiled() -> bool:
         before = counter.frame_count
         torch._dynamo.reset()
         torch.compile(lambda x: x + 1, backend=counter)(torch.ones(2))
         return bool(counter.frame_count > before)
 
-    return tell
+    return is_compiled
 
 
 def test_overlapping_monitors_leave_the_compiler_as_it_was() -> None:
-    """Two that begin one after the other and end in the same order: compiled code runs again when the last has ended."""
-    tell = is_compiling()
-    one, other = Uncompiled(), Uncompiled()
-    seen = [tell()]
-    for call in (one.begin, one.begin, other.begin, one.end, one.end, other.end):
+    """Two monitors begin one after the other and end in the same order: compiled code runs again when the last has ended."""
+    is_compiled = is_compiling()
+    first, second = Uncompiled(), Uncompiled()
+    states = [is_compiled()]
+    for call in (first.begin, first.begin, second.begin, first.end, first.end, second.end):
         call()
-        seen.append(tell())
-    assert seen == [True, False, False, False, False, False, True]
+        states.append(is_compiled())
+    assert states == [True, False, False, False, False, False, True]
 
 
 def test_an_error_in_a_monitored_step_leaves_the_compiler_as_it_was() -> None:
     """Also a step that is never ended."""
-    tell = is_compiling()
+    is_compiled = is_compiling()
     model = torch.nn.Linear(2, 2)
     monitor = ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")], compiled="uncompiled")
     monitor.set_module(model)
     monitor.begin_step(0)
-    assert not tell()
+    assert not is_compiled()
     monitor.close()
-    assert tell()
+    assert is_compiled()
 
 
 @pytest.mark.shows("compiled: uncompiled, a function around the model", "activations")
-def test_a_function_that_is_compiled_around_the_model_is_seen_into() -> None:
-    """Nobody can find it: compiled code is gone around wherever it is."""
+def test_a_function_that_is_compiled_around_the_model_is_observed_inside() -> None:
+    """No module holds the function: all compiled code runs uncompiled."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
     step = torch.compile(lambda x: model(x).sum(), backend="eager")
     x = torch.randn(5, 4)
@@ -200,5 +200,5 @@ def test_the_module_that_made_a_nan_is_named(tmp_path: Path) -> None:
     callback = ModuleMonitorCallback()
     data = DataLoader(TensorDataset(x, torch.zeros(40, dtype=torch.long)), batch_size=4)
     trainer(tmp_path, [callback], limit_val_batches=0, logger=False).fit(module, data)
-    [found] = callback.findings
-    assert (found.name, found.step, found.site) == ("nonfinite", 5, "model.1")
+    [finding] = callback.findings
+    assert (finding.name, finding.step, finding.site) == ("nonfinite", 5, "model.1")

@@ -65,14 +65,14 @@ def run(how: str, folder: Path, options: dict[str, Any] | None, *, fullgraph: bo
     torch._dynamo.reset()
     backend, counts, losses = CountingBackend(), [], KeepLosses()
     seed()
-    module, given = compiled(how, backend, fullgraph=fullgraph)
+    module, model = compiled(how, backend, fullgraph=fullgraph)
     callback = None if options is None else ModuleMonitorCallback(**({"every_n_steps": 2, "on_error": "raise", "store": False} | options))
     records = None if callback is None else KeepRecords(callback)
     callbacks: list[Callback] = [losses] if callback is None or records is None else [callback, records, losses]
     limits: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1, "num_sanity_val_steps": 1} | of_trainer
     for number, resumed in enumerate((None, None, folder / "0.ckpt")):
         fit = trainer(folder, callbacks, **(limits | ({"max_epochs": 3} if resumed else {})))
-        fit.fit(given, loader(), loader(8), ckpt_path=resumed, weights_only=False)
+        fit.fit(model, loader(), loader(8), ckpt_path=resumed, weights_only=False)
         fit.save_checkpoint(folder / f"{number}.ckpt")
         counts.append(backend.counts)
     return Run(counts, losses.losses, losses.random_states, plain_state(module), [] if records is None else records.records, callback)
@@ -112,7 +112,7 @@ def test_as_many_compilations_and_runs_as_without_the_callback(how: str, which: 
     monitored = run(how, tmp_path, options[which], fullgraph=fullgraph)
     assert plain.counts[0][0] >= 1
     assert monitored.counts == plain.counts
-    assert all(torch.equal(one, other) for one, other in zip(plain.losses, monitored.losses, strict=True))
+    assert all(torch.equal(first, other) for first, other in zip(plain.losses, monitored.losses, strict=True))
     assert monitored.random_states == plain.random_states
     assert all(torch.equal(monitored.weights[name], value) for name, value in plain.weights.items())
     recorded = [record.step for record in monitored.records if "gradient/model.head.weight/norm" in record.values]
@@ -229,7 +229,7 @@ class SetsStance(Trained):
 def test_no_copy_runs_compiled_under_a_stance_of_the_user(how: str, stance: str, options: dict[str, Any], tmp_path: Path) -> None:
     """A reference, and the copy that searches for a non-finite value, run uncompiled, and none fails the run."""
     counts = []
-    for given in (None, options):
+    for arguments in (None, options):
         torch._dynamo.reset()
         seed()
         backend, module = CountingBackend(), SetsStance()
@@ -237,7 +237,7 @@ def test_no_copy_runs_compiled_under_a_stance_of_the_user(how: str, stance: str,
         module, trained = compiled(how, backend, module)
         rules = [Rule(kinds=["parameter_difference", "activation_difference"], statistics="ratio")] if "reference" in options else [RMS]
         rules = rules if how not in WITHOUT_OUTSIDE else [Rule(kinds="parameter", statistics="norm")]
-        callbacks = [] if given is None else [ModuleMonitorCallback(2, store=False, on_error="raise", rules=rules, **given)]
+        callbacks = [] if arguments is None else [ModuleMonitorCallback(2, store=False, on_error="raise", rules=rules, **arguments)]
         trainer(tmp_path, callbacks, max_steps=6, limit_val_batches=0).fit(trained, loader(), loader(8))
         counts.append(backend.counts)
     assert counts[1] == counts[0]
@@ -268,17 +268,17 @@ class StepsCompiled(Trained):
 def test_nothing_of_ours_is_compiled_with_an_optimizer(options: dict[str, Any], tmp_path: Path) -> None:
     """A compiled function that steps: as many compilations and runs, the same training, and no function of the package is compiled."""
     runs = []
-    for given in (None, options):
+    for arguments in (None, options):
         torch._dynamo.reset()
         torch._dynamo.utils.clear_compilation_metrics()
         seed()
         backend = CountingBackend()
         module = StepsCompiled(backend)
-        callbacks = [] if given is None else [ModuleMonitorCallback(2, store=False, on_error="raise", **given)]
+        callbacks = [] if arguments is None else [ModuleMonitorCallback(2, store=False, on_error="raise", **arguments)]
         trainer(tmp_path, callbacks, max_steps=6, limit_val_batches=0).fit(module, loader(), loader(8))
         runs.append((backend.counts, {name: value.tolist() for name, value in plain_state(module).items()}))
     assert runs[0] == runs[1]
-    names = [one.co_filename for one in torch._dynamo.utils.get_compilation_metrics()]
+    names = [metric.co_filename for metric in torch._dynamo.utils.get_compilation_metrics()]
     assert names
     assert not [name for name in names if name and "lightning_module_monitor" in name]
 
@@ -302,21 +302,21 @@ INSIDE = r"compiled: keep observes nothing inside compiled code \(model\.blocks\
 )
 def test_what_is_inside_alone_is_refused_by_a_line_that_names_the_option(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     """Rules, capture, gradient flow and alerts; a wrong name is refused as ever."""
-    _module, given = compiled("blocks", CountingBackend())
+    _module, model = compiled("blocks", CountingBackend())
     with pytest.raises(ConfigError, match=message):
-        trainer(tmp_path, [ModuleMonitorCallback(**options)], fast_dev_run=1).fit(given, loader(), loader(8))
+        trainer(tmp_path, [ModuleMonitorCallback(**options)], fast_dev_run=1).fit(model, loader(), loader(8))
     wrong = ModuleMonitorCallback(rules=[RMS | {"sites": "model.blocks.0.fcc"}])
     with pytest.raises(ConfigError, match=r"matches none of .* module names.*model\.blocks\.0\.fc"):
-        trainer(tmp_path, [wrong], fast_dev_run=1).fit(given, loader(), loader(8))
+        trainer(tmp_path, [wrong], fast_dev_run=1).fit(model, loader(), loader(8))
 
 
 @pytest.mark.parametrize("option", ["attention", "rcc"])
 @pytest.mark.parametrize("how", ["whole", "part", "in place"])
 def test_options_that_need_insides_are_refused_where_nothing_is_outside(how: str, option: str, tmp_path: Path) -> None:
     """By name, before the first batch."""
-    _module, given = compiled(how, CountingBackend())
+    _module, model = compiled(how, CountingBackend())
     with pytest.raises(ConfigError, match=rf"{option}.*compiled: keep observes nothing inside compiled code"):
-        trainer(tmp_path, [ModuleMonitorCallback(**{option: True})], fast_dev_run=1).fit(given, loader(), loader(8))
+        trainer(tmp_path, [ModuleMonitorCallback(**{option: True})], fast_dev_run=1).fit(model, loader(), loader(8))
 
 
 def test_attention_inside_of_compiled_blocks_is_refused(tmp_path: Path) -> None:
@@ -337,10 +337,10 @@ def test_one_line_says_what_is_compiled_and_how_many_modules_of_the_rules_that_l
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before the first batch, or, of a function that nothing in the model holds, after the first step."""
-    _module, given = compiled(how, CountingBackend())
+    _module, model = compiled(how, CountingBackend())
     callback = ModuleMonitorCallback(1, store=False)
     with caplog.at_level(logging.INFO):
-        trainer(tmp_path, [callback], max_steps=3).fit(given, loader(), loader(8))
+        trainer(tmp_path, [callback], max_steps=3).fit(model, loader(), loader(8))
     lines = [record.getMessage() for record in caplog.records if "compiled: uncompiled" in record.getMessage()]
     names = {
         "whole": r"_root_, training_step, validation_step and 2 more",
@@ -378,13 +378,13 @@ def test_values_are_those_of_the_model_that_is_not_compiled(value: str, how: str
         options: dict[str, Any] = {"rules": RULES, "gradient_flow": flow if compiled_how == how else {"blocks": "model.blocks"}}
         callback = ModuleMonitorCallback(2, compiled=value, store=False, on_error="raise", **options)
         records, module = KeepRecords(callback), Trained()
-        given = module if compiled_how == "none" else compiled(how, CountingBackend(), module)[1]
-        trainer(tmp_path, [callback, records], max_steps=6).fit(given, loader(), loader(8))
+        model = module if compiled_how == "none" else compiled(how, CountingBackend(), module)[1]
+        trainer(tmp_path, [callback, records], max_steps=6).fit(model, loader(), loader(8))
         runs.append([(record.step, dict(record.values.items())) for record in records.records])
-    for (step, plain), (other_step, found) in zip(*runs, strict=True):
+    for (step, plain), (other_step, kept) in zip(*runs, strict=True):
         assert step == other_step
-        assert all(plain[key] == one for key, one in found.items())
-        missing = {key for key in plain if key not in found}
+        assert all(plain[key] == value for key, value in kept.items())
+        missing = {key for key in plain if key not in kept}
         inside = r"(activation|activation_gradient)/(model\.blocks\.\d\..*|{})/.*".format(WHERE.get(how, "none"))
         assert (
             not missing if value == "uncompiled" else all(re.match(inside, key) or (not flow and "gradient_flow" in key) for key in missing)
@@ -394,27 +394,27 @@ def test_values_are_those_of_the_model_that_is_not_compiled(value: str, how: str
 
 def test_classes_are_those_of_what_is_compiled(tmp_path: Path) -> None:
     """In ``types``, and in the table of modules: not those of torch's wrapper."""
-    _module, given = compiled("blocks", CountingBackend())
+    _module, model = compiled("blocks", CountingBackend())
     callback = ModuleMonitorCallback(1, rules=[RMS | {"types": ["Block"]}], store=False)
-    trainer(tmp_path, [callback], max_steps=1).fit(given, loader(), loader(8))
+    trainer(tmp_path, [callback], max_steps=1).fit(model, loader(), loader(8))
     record = callback.last_record
     assert record is not None
     assert [key for key in record.values if key.startswith("activation")] == [
         "activation/model.blocks.0/rms",
         "activation/model.blocks.1/rms",
     ]
-    assert {one.type for one in record.modules if one.name == "model.blocks.0"} == {"Block"}
+    assert {module.type for module in record.modules if module.name == "model.blocks.0"} == {"Block"}
 
 
 def test_a_reference_runs_uncompiled_and_the_log_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where the backend does not round at all, the differences of the first step are zero."""
     backend = CountingBackend()
-    _module, given = compiled("blocks", backend, Trained(Net(dropout=0.0)))
+    _module, model = compiled("blocks", backend, Trained(Net(dropout=0.0)))
     rules = [Rule(kinds="activation_difference", statistics="ratio")]
     callback = ModuleMonitorCallback(1, rules=rules, reference="init", store=False, rcc=True, on_error="raise")
     records = KeepRecords(callback)
     with caplog.at_level(logging.INFO):
-        trainer(tmp_path, [callback, records], max_steps=2, limit_val_batches=0).fit(given, loader(), loader(8))
+        trainer(tmp_path, [callback, records], max_steps=2, limit_val_batches=0).fit(model, loader(), loader(8))
     assert sum("The reference runs uncompiled" in record.getMessage() for record in caplog.records) == 1
     first = records.records[0].values
     assert first["activation_difference/model.blocks.1/ratio"] == 0.0
@@ -466,15 +466,15 @@ def test_the_module_inside_that_made_a_nan_is_named(how: str, nonfinite: str, tm
     with torch.no_grad():
         module.model.blocks[1].fc.weight.fill_(1e30)
         module.model.blocks[1].norm.weight.fill_(1e30)
-    _module, given = compiled(how, backend, module)
+    _module, model = compiled(how, backend, module)
     callback = ModuleMonitorCallback(50, health={"nonfinite": nonfinite}, store=False)
     fit = trainer(tmp_path, [callback], max_steps=2, limit_val_batches=0)
     if nonfinite == "stop":
         with pytest.raises(NonfiniteError, match=r"model\.blocks\.1\.fc"):
-            fit.fit(given, loader(), loader(8))
+            fit.fit(model, loader(), loader(8))
     else:
-        fit.fit(given, loader(), loader(8))
-    assert [(one.step, one.site) for one in callback.findings if one.name == "nonfinite"] == [(0, "model.blocks.1.fc")]
+        fit.fit(model, loader(), loader(8))
+    assert [(finding.step, finding.site) for finding in callback.findings if finding.name == "nonfinite"] == [(0, "model.blocks.1.fc")]
     assert backend.num_compilations <= 2
 
 
@@ -490,15 +490,15 @@ def test_bit_by_bit_with_inductor_in_bf16_mixed(how: str, tmp_path: Path) -> Non
     for value in (None, "keep", "uncompiled"):
         torch._dynamo.reset()
         seed()
-        module, given = compiled(how, "inductor", Trained(Net(width=64, dropout=0.0)))
+        module, model = compiled(how, "inductor", Trained(Net(width=64, dropout=0.0)))
         kinds = ["gradient", "parameter", *([] if how in WITHOUT_OUTSIDE else ["activation", "activation_gradient"])]
         options: dict[str, Any] = {"rules": [Rule(kinds=kinds, statistics="norm")], "store": False, "on_error": "raise"}
         losses = KeepLosses()
         callbacks: list[Callback] = [losses] if value is None else [ModuleMonitorCallback(2, compiled=value, **options), losses]
         fit = trainer(tmp_path, callbacks, max_steps=6, precision="bf16-mixed", limit_val_batches=1)
-        fit.fit(given, loader(), loader(8))
+        fit.fit(model, loader(), loader(8))
         runs.append((losses.losses, plain_state(module)))
     (losses_of_plain, weights_of_plain), (kept, weights_kept), (_uncompiled, weights_uncompiled) = runs
-    assert all(torch.equal(one, other) for one, other in zip(losses_of_plain, kept, strict=True))
+    assert all(torch.equal(first, other) for first, other in zip(losses_of_plain, kept, strict=True))
     assert all(torch.equal(weights_kept[name], value) for name, value in weights_of_plain.items())
     assert not all(torch.equal(weights_uncompiled[name], value) for name, value in weights_of_plain.items())

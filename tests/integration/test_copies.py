@@ -89,10 +89,10 @@ def fit(callback: ModuleMonitorCallback, folder: Path, *more: Callback, model: s
 
 def assert_same(records: list[Record], expected: list[Record]) -> None:
     """Steps, values and histograms."""
-    assert [one.step for one in records] == [one.step for one in expected]
-    for one, other in zip(records, expected, strict=True):
-        assert dict(one.values) == pytest.approx(dict(other.values), rel=0, abs=0, nan_ok=True)
-        assert one.histograms == other.histograms
+    assert [record.step for record in records] == [record.step for record in expected]
+    for first, other in zip(records, expected, strict=True):
+        assert dict(first.values) == pytest.approx(dict(other.values), rel=0, abs=0, nan_ok=True)
+        assert first.histograms == other.histograms
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_in_the_middle_of_a_run_works_and_changes_nothing(how: str, tmp_path: Path, expected: list[Record]) -> None:
-    """At every event, with the store open, in a step that is monitored; each copy records in a run of its own what the original does."""
+    """Copies at every event, with the store open, in a monitored step; a run of each copy records the same as the original."""
     callback = everything()
     copies = Copies(callback, how)
     assert_same(fit(callback, tmp_path / "original", copies), expected)
@@ -116,8 +116,8 @@ def test_a_copy_in_the_middle_of_a_run_works_and_changes_nothing(how: str, tmp_p
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_to_close_a_copy_takes_nothing_from_the_original(how: str, tmp_path: Path, expected: list[Record]) -> None:
-    """Hooks, modes, files and the place among the monitors of a module are the original's."""
+def test_closing_a_copy_changes_nothing_of_the_original(how: str, tmp_path: Path, expected: list[Record]) -> None:
+    """Hooks, modes, files and the entry among the monitors of a module belong to the original."""
 
     class ClosesCopies(Copies):
         def on_before_backward(self, *args: Any, **options: Any) -> None:
@@ -129,7 +129,7 @@ def test_to_close_a_copy_takes_nothing_from_the_original(how: str, tmp_path: Pat
 
 
 def test_a_pickle_of_a_running_callback_holds_no_weights(tmp_path: Path) -> None:
-    """Neither the model's nor those of the reference, nor tensors of the step."""
+    """Neither weights of the model or the reference, nor tensors of the step."""
     sizes = []
 
     class Sizes(Callback):
@@ -148,7 +148,7 @@ def test_a_pickle_of_a_running_callback_holds_no_weights(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_of_a_monitor_in_the_middle_of_a_step(how: str) -> None:
-    """In a loop of one's own: the original goes on, also when the copy is closed; the copy takes another module."""
+    """In a plain loop the original continues, also when the copy is closed; the copy takes another module."""
     net, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with ModuleMonitor(rules=[Rule(kinds=["activation", "activation_gradient"], statistics="norm")]) as monitor:
         monitor.set_module(net)

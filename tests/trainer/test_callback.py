@@ -21,7 +21,7 @@ from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
 
 
 class Truth(Callback):
-    """Keeps raw tensors of every step, in its own way: copies of parameters and gradients, and outputs of one layer."""
+    """Keeps raw tensors of every step independently: copies of parameters and gradients, and outputs of a layer."""
 
     def __init__(self, layer: str) -> None:
         self.layer = layer
@@ -89,7 +89,7 @@ def test_values_are_those_of_raw_tensors_under_accumulation_and_clipping(
 
 
 def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No argument: leaf modules' activations, parameters, gradients; said once at the start."""
+    """No argument: leaf modules' activations, parameters, gradients; logged once at the start."""
     callback = ModuleMonitorCallback()
     with caplog.at_level(logging.INFO):
         trainer(tmp_path, [callback], max_steps=3).fit(Classifier("cnn"), loader(), loader(8))
@@ -104,7 +104,7 @@ def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogC
     expected |= {"activation/model.stem.2/dead_fraction", *(f"gradient/{name}/rms" for name in parameters if name.endswith("weight"))}
     context = {
         f"context/{name}" for name in ("loss", "lr", "batch_size", "loss_2", "input_abs_max", "input_is_constant", "stale_gradients")
-    }  # the last one is what the module logs as "loss"
+    }  # the last key is what the module logs as "loss"
     assert set(record.values) == expected | context | {"monitor/errors"}
     assert [m for m in caplog.messages if "Watching" in m] == ["Watching 5 modules, 8 parameters: 37 keys a step, every 50 steps."]
 
@@ -123,7 +123,7 @@ def test_which_steps_are_monitored_is_counted_in_optimizer_steps(tmp_path: Path)
 @pytest.mark.shows("validate, test, predict", "activations")
 @pytest.mark.shows("accumulation", "activations")
 def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tmp_path: Path) -> None:
-    """Sanity check and validation in the middle of an accumulated step: silent, or, with ``stages``, one record a loop."""
+    """Sanity check and validation in the middle of an accumulated step: no record, or, with ``stages``, a record for each loop."""
 
     class Scaled(Classifier):
         def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -162,7 +162,7 @@ def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tm
 @pytest.mark.parametrize("stage", ["test", "predict", "validate"])
 @pytest.mark.shows("validate, test, predict", "activations")
 def test_loops_outside_of_fit(stage: str, tmp_path: Path) -> None:
-    """``trainer.test``, ``predict`` and ``validate`` give a record when asked for, and nothing otherwise."""
+    """``trainer.test``, ``predict`` and ``validate`` give a record only if ``stages`` has them."""
     name = {"test": "test", "predict": "predict", "validate": "validation"}[stage]
     for stages in ([stage], ["train"]):
         callback = ModuleMonitorCallback(rules=[Rule(kinds="activation", sites="model", statistics="rms")], stages=stages)
@@ -177,8 +177,8 @@ def test_loops_outside_of_fit(stage: str, tmp_path: Path) -> None:
         assert not any(part._forward_hooks for part in module.modules())
 
 
-def test_dry_run_prints_the_plan_and_watches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sites x statistics, keys, bytes of the table and of the store."""
+def test_dry_run_prints_the_plan_and_records_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints sites x statistics, keys, bytes of the table and of the store."""
     rules = [Rule(kinds=["activation", "gradient"], statistics=["mean", "std"]), Rule(kinds="update", statistics="ratio")]
     callback = ModuleMonitorCallback(every_n_steps=4, rules=rules, dry_run=True)
     trainer(tmp_path, [callback], max_steps=9).fit(Classifier("mlp"), loader(), loader(8))
@@ -186,7 +186,7 @@ def test_dry_run_prints_the_plan_and_watches_nothing(tmp_path: Path, capsys: pyt
     assert not list(tmp_path.rglob("*.h5"))
     # _root_, model, model.layers and four layers; two weights and two biases of 6*16 + 16 + 16*3 + 3 = 163 floats.
     assert capsys.readouterr().out.splitlines() == [
-        "Dry run: nothing is watched. With these rules a monitored step has",
+        "Dry run: nothing is recorded. With these rules a monitored step has",
         "  activation: 7 sites x 2 (mean, std)",
         "  gradient: 4 sites x 2 (mean, std)",
         "  update: 4 sites x 1 (ratio)",
@@ -198,7 +198,7 @@ def test_dry_run_prints_the_plan_and_watches_nothing(tmp_path: Path, capsys: pyt
 
 @pytest.mark.shows("Trainer, one device", "store and loggers")
 def test_the_store_holds_every_record(tmp_path: Path) -> None:
-    """What the callback recorded is what the file gives back, with the configuration."""
+    """The file returns what the callback recorded, with the configuration."""
     callback = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics=NAMES)], store=str(tmp_path / "new" / "run.h5"))
     records = KeepRecords(callback)
     trainer(tmp_path, [callback, records]).fit(Classifier("cnn"), loader(), loader(8))
@@ -221,7 +221,7 @@ def checkpointing(folder: Path, every: int) -> ModelCheckpoint:
 
 @pytest.mark.shows("resume at a step", "activations", "parameters", "gradients", "store and loggers")
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
-    """Steps that are run again are taken out; the file is that of an uninterrupted run, to the last bit."""
+    """Repeated steps are removed; the file equals that of an uninterrupted run, to the last bit."""
     rules = [Rule(kinds=["parameter", "gradient", "activation"], statistics=["norm", "std"])]
 
     def run(folder: Path, steps: int, resume: Path | None = None) -> ModuleMonitorCallback:
@@ -244,12 +244,12 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert resumed.keys() == keys
     for key in keys:
         np.testing.assert_array_equal(resumed.series(key), expected.series(key), err_msg=key)
-    assert [one["first_step"] for one in resumed.attributes["configurations"]] == [0, 10]
+    assert [configuration["first_step"] for configuration in resumed.attributes["configurations"]] == [0, 10]
 
 
 @pytest.mark.shows("two fits", "store and loggers")
 def test_a_second_fit_of_the_same_callback_is_a_second_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first run's file is not touched; a numbered name is taken, and said."""
+    """The first run's file is not touched; the new file gets a numbered name, which is logged."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="parameter", statistics="norm")])
     trainer(tmp_path, [callback], max_steps=3).fit(Classifier("mlp"), loader(), loader(8))
     first = Path(callback.store_path or "").read_bytes()
@@ -263,7 +263,7 @@ def test_a_second_fit_of_the_same_callback_is_a_second_run(tmp_path: Path, caplo
 
 @pytest.mark.shows("validate, test, predict", "store and loggers")
 def test_a_test_after_the_fit_goes_on_in_the_same_file(tmp_path: Path) -> None:
-    """One file a run: training's rows stay, and the test loop's record has its own group."""
+    """A run has one file: training's rows stay, and the test loop's record has another group."""
     rule = Rule(kinds="activation", sites="model", statistics="rms")
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[rule], stages=["train", "test"])
     run = trainer(tmp_path, [callback], max_steps=4)
@@ -277,8 +277,8 @@ def test_a_test_after_the_fit_goes_on_in_the_same_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("validate, test, predict", "store and loggers")
-def test_a_validation_before_the_fit_is_not_taken_out_by_it(tmp_path: Path) -> None:
-    """Step 0 of the fit is no step that is run again."""
+def test_a_validation_before_the_fit_keeps_its_rows(tmp_path: Path) -> None:
+    """Step 0 of the fit is not a repeated step."""
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", sites="model", statistics="rms")], stages=["train", "validate"])
     run = trainer(tmp_path, [callback], max_steps=3, limit_val_batches=2)
     module = Classifier("mlp")
@@ -306,20 +306,20 @@ def test_validating_a_checkpoint_does_not_write_into_the_file_of_its_run(tmp_pat
 
 @pytest.mark.shows("several callbacks", "activations", "activation gradients", "parameters", "gradients", "updates", "store and loggers")
 def test_two_callbacks_in_one_trainer_work_side_by_side(tmp_path: Path) -> None:
-    """Each has its keys, its cadence, its store and its place in the checkpoint."""
-    one = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="a")
-    other = ModuleMonitorCallback(every_n_steps=3, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="b")
-    records = KeepRecords(one), KeepRecords(other)
-    run = trainer(tmp_path, [one, other, *records], max_steps=7, enable_checkpointing=True)
+    """Each has its keys, its cadence, its store and its entry in the checkpoint."""
+    first = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="a")
+    second = ModuleMonitorCallback(every_n_steps=3, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="b")
+    records = KeepRecords(first), KeepRecords(second)
+    run = trainer(tmp_path, [first, second, *records], max_steps=7, enable_checkpointing=True)
     run.fit(Classifier("mlp"), loader(), loader(8))
     run.save_checkpoint(tmp_path / "both.ckpt")
-    assert [[r.step for r in one.records] for one in records] == [[0, 2, 4, 6], [0, 3, 6]]
-    at_six = [{key[2:]: value for key, value in one.records[-1].values.items()} for one in records]
+    assert [[r.step for r in record.records] for record in records] == [[0, 2, 4, 6], [0, 3, 6]]
+    at_six = [{key[2:]: value for key, value in record.records[-1].values.items()} for record in records]
     assert at_six[0] == at_six[1]
-    assert {one.store_path, other.store_path} == {str(tmp_path / "monitor.h5"), str(tmp_path / "monitor-2.h5")}
+    assert {first.store_path, second.store_path} == {str(tmp_path / "monitor.h5"), str(tmp_path / "monitor-2.h5")}
     states = torch.load(tmp_path / "both.ckpt")["callbacks"]
-    assert states["ModuleMonitorCallback[prefix=a]"]["store"] == one.store_path
-    assert states["ModuleMonitorCallback[prefix=b]"]["store"] == other.store_path
+    assert states["ModuleMonitorCallback[prefix=a]"]["store"] == first.store_path
+    assert states["ModuleMonitorCallback[prefix=b]"]["store"] == second.store_path
 
 
 def test_a_branch_that_first_runs_late_gets_its_keys_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -354,12 +354,12 @@ def test_a_branch_that_first_runs_late_gets_its_keys_once(tmp_path: Path, caplog
 
 @pytest.mark.shows("LBFGS", "activations", "gradients")
 def test_lbfgs_counts_its_first_closure_call(tmp_path: Path) -> None:
-    """Five closure calls a step: values are those of the first."""
-    seen: list[int] = []
+    """Five closure calls a step: values are those of the first call."""
+    steps: list[int] = []
 
     class Counting(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            seen.append(self.trainer.global_step)
+            steps.append(self.trainer.global_step)
             return super().training_step(batch, batch_idx)
 
     rules = [Rule(kinds=["activation", "gradient"], functions={"calls": lambda x: torch.ones(())}, aggregate="sum")]
@@ -368,7 +368,7 @@ def test_lbfgs_counts_its_first_closure_call(tmp_path: Path) -> None:
     seed()
     module = Counting(nn.Linear(6, 3), torch.optim.LBFGS, lr=0.1, max_iter=5)
     trainer(tmp_path, [callback, records], max_steps=2, limit_val_batches=0).fit(module, loader(), loader(8))
-    assert seen.count(0) > 1
+    assert steps.count(0) > 1
     for record in records.records:
         assert record.values["activation/model/calls"] == 1
         assert record.values["gradient/model.weight/calls"] == 1
@@ -376,7 +376,7 @@ def test_lbfgs_counts_its_first_closure_call(tmp_path: Path) -> None:
 
 
 def test_an_error_inside_the_callback_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Promise 4, for errors of our own: said, this step is lost, the next is monitored."""
+    """Promise 4, for errors of the monitor: logged, this step is lost, the next step is monitored."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds="parameter", statistics="norm")])
     original = callback.monitor.monitor_parameters
     calls = iter(range(100))
@@ -420,7 +420,7 @@ def test_an_error_in_the_hook_of_an_optimizer_costs_one_step(
 
 @pytest.mark.shows("fast_dev_run", "store and loggers")
 def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
-    """As Lightning's own loggers and checkpoints."""
+    """As for Lightning's loggers and checkpoints."""
     callback = ModuleMonitorCallback(every_n_steps=1)
     trainer(tmp_path, [callback], fast_dev_run=True).fit(Classifier("mlp"), loader(), loader(8))
     assert callback.last_record is not None
@@ -428,8 +428,8 @@ def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["setup", "configure_model"])
-def test_layers_made_late_are_watched_and_checked(where: str, tmp_path: Path) -> None:
-    """They do not exist in the callback's ``setup``; the names are read when they do."""
+def test_layers_made_late_are_recorded_and_checked(where: str, tmp_path: Path) -> None:
+    """They do not exist in the callback's ``setup``; the names are read once they exist."""
 
     class Configured(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -449,7 +449,7 @@ def test_layers_made_late_are_watched_and_checked(where: str, tmp_path: Path) ->
 
 
 def test_nan_in_a_layer_is_recorded_and_not_hidden(tmp_path: Path) -> None:
-    """A model that goes bad: counts name how many, statistics are NaN, roll-ups too, training goes on."""
+    """The count of NaN is recorded, statistics and roll-ups are NaN, and training continues."""
 
     class Bad(nn.Module):
         def __init__(self) -> None:
@@ -470,7 +470,7 @@ def test_nan_in_a_layer_is_recorded_and_not_hidden(tmp_path: Path) -> None:
 
 
 def test_a_store_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tilde stands for it, as in a shell, and is no name of a folder."""
+    """A tilde stands for the home directory, as in a shell."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     callback = ModuleMonitorCallback(every_n_steps=1, store="~/runs/monitor.h5")

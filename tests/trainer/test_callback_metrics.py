@@ -45,7 +45,7 @@ def recorded(root: Path, key: str, epochs: int, **options: Any) -> dict[int, flo
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.shows("ModelCheckpoint, EarlyStopping", "parameters")
 def test_early_stopping_stops_on_a_monitored_key(is_first: bool, tmp_path: Path) -> None:
-    """Training ends after the epoch in which the value crossed the threshold, wherever EarlyStopping stands in the list."""
+    """Training ends after the epoch in which the value crossed the threshold, at any position of EarlyStopping in the list."""
     values = recorded(tmp_path, KEY, 2)
     threshold = (values[2 * BATCHES - 1] + values[BATCHES - 1]) / 2
     stopping = EarlyStopping(KEY, mode="min", stopping_threshold=threshold, patience=100, check_on_train_epoch_end=True)
@@ -58,7 +58,7 @@ def test_early_stopping_stops_on_a_monitored_key(is_first: bool, tmp_path: Path)
 
 
 def test_early_stopping_stops_on_a_key_of_validation(tmp_path: Path) -> None:
-    """With the stage on, values of the validation loop are there when EarlyStopping looks, at the loop's end."""
+    """With the stage on, values of the validation loop exist when EarlyStopping reads them, at the loop's end."""
     options: dict[str, Any] = {"stages": ["train", "validate"]}
     values = list(recorded(tmp_path, VALIDATION_KEY, 3, **options).values())
     assert values[1] < values[0]
@@ -69,7 +69,7 @@ def test_early_stopping_stops_on_a_key_of_validation(tmp_path: Path) -> None:
 
 
 def test_validation_alone_gives_its_keys(tmp_path: Path) -> None:
-    """Where only validation is monitored, its keys can be had, and those of training cannot."""
+    """If only validation is monitored, its keys are available, and keys of training are not."""
     trainer = fit(tmp_path, [monitor([VALIDATION_KEY], stages=["validate"])])
     assert VALIDATION_KEY in trainer.callback_metrics
     with pytest.raises(ConfigError, match="matches none of the"):
@@ -78,7 +78,7 @@ def test_validation_alone_gives_its_keys(tmp_path: Path) -> None:
 
 @pytest.mark.shows("ModelCheckpoint, EarlyStopping", "parameters")
 def test_model_checkpoint_picks_the_best_epoch(tmp_path: Path) -> None:
-    """The checkpoint that is kept is that of the epoch whose last value is the smallest."""
+    """The kept checkpoint is that of the epoch with the smallest last value."""
     checkpoint = ModelCheckpoint(tmp_path / "checkpoints", monitor=KEY, mode="min", save_top_k=1, save_on_train_epoch_end=True)
     callback = monitor([KEY])
     kept = KeepRecords(callback)
@@ -93,7 +93,7 @@ def test_model_checkpoint_picks_the_best_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.shows("ModelCheckpoint, EarlyStopping", "parameters")
 def test_model_checkpoint_picks_the_best_step(tmp_path: Path) -> None:
-    """A checkpoint of every step is judged by the value of that very step, not of the one before."""
+    """A checkpoint of every step is judged by the value of that step, not of the step before."""
     checkpoint = ModelCheckpoint(tmp_path / "checkpoints", monitor=KEY, mode="min", save_top_k=1, every_n_train_steps=1)
     callback = monitor([KEY])
     kept = KeepRecords(callback)
@@ -105,8 +105,8 @@ def test_model_checkpoint_picks_the_best_step(tmp_path: Path) -> None:
     assert saved["global_step"] == best + 1
 
 
-def test_values_of_a_sparse_schedule_are_there_at_the_end_of_the_epoch(tmp_path: Path) -> None:
-    """The newest value stays until there is a newer one, also if the last step of the epoch was not monitored."""
+def test_values_of_a_sparse_schedule_exist_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    """The newest value stays, also if the last step of the epoch was not monitored."""
     callback = monitor([KEY], every_n_steps=4)
     kept = KeepRecords(callback)
     stopping = EarlyStopping(KEY, check_on_train_epoch_end=True, patience=100)
@@ -115,37 +115,37 @@ def test_values_of_a_sparse_schedule_are_there_at_the_end_of_the_epoch(tmp_path:
     assert trainer.callback_metrics[KEY].item() == pytest.approx(kept.series()[KEY][8], rel=1e-6)
 
 
-def test_only_matching_keys_are_given_away(tmp_path: Path) -> None:
-    """A pattern takes the whole key (re.fullmatch); what it does not match is in loggers and store only."""
+def test_only_matching_keys_become_callback_metrics(tmp_path: Path) -> None:
+    """A pattern matches the whole key (re.fullmatch); other keys are in loggers and store only."""
     trainer = fit(tmp_path, [monitor(["parameter/.*weight/norm"])])
-    given = {key for key in trainer.callback_metrics if "/" in key}
-    assert given == {"parameter/model.0.weight/norm", "parameter/model.2.weight/norm"}
+    metrics = {key for key in trainer.callback_metrics if "/" in key}
+    assert metrics == {"parameter/model.0.weight/norm", "parameter/model.2.weight/norm"}
 
 
 class Bar(Callback):
-    """What a progress bar would show, step by step."""
+    """Keeps the values of the progress bar, step by step."""
 
     def __init__(self) -> None:
-        self.shown: list[dict[str, float]] = []
+        self.values: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: Trainer, *_args: Any) -> None:
-        self.shown.append(dict(trainer.progress_bar_metrics))
+        self.values.append(dict(trainer.progress_bar_metrics))
 
 
-def test_the_progress_bar_shows_them_if_wished(tmp_path: Path) -> None:
+def test_the_progress_bar_shows_them_on_request(tmp_path: Path) -> None:
     """With progress_bar the bar has each step's value; without it, none."""
     callback = monitor([KEY], progress_bar=True)
     kept, bar = KeepRecords(callback), Bar()
     fit(tmp_path, [callback, kept, bar])
-    assert [shown[KEY] for shown in bar.shown] == pytest.approx(list(kept.series()[KEY].values()), rel=1e-6)
-    assert {key for shown in bar.shown for key in shown if "/" in key} == {KEY}
+    assert [values[KEY] for values in bar.values] == pytest.approx(list(kept.series()[KEY].values()), rel=1e-6)
+    assert {key for values in bar.values for key in values if "/" in key} == {KEY}
     silent = Bar()
     fit(tmp_path, [monitor([KEY]), silent])
-    assert not any(KEY in shown for shown in silent.shown)
+    assert not any(KEY in values for values in silent.values)
 
 
 def test_a_pattern_that_matches_no_key_is_refused(tmp_path: Path) -> None:
-    """Before the first batch, with the nearest key, so that EarlyStopping does not wait for what never comes."""
+    """Before the first batch, with the nearest key, so that EarlyStopping does not wait for a key that never exists."""
     with pytest.raises(ConfigError) as refused:
         fit(tmp_path, [monitor(["parameter/model.0.weigth/norm"])])
     message = str(refused.value)
@@ -153,13 +153,13 @@ def test_a_pattern_that_matches_no_key_is_refused(tmp_path: Path) -> None:
 
 
 def test_keys_of_a_stage_that_is_off_are_refused(tmp_path: Path) -> None:
-    """validation/... without stages: [validate] would never come."""
+    """validation/... without stages: [validate] would never exist."""
     with pytest.raises(ConfigError, match=r"callback_metrics 'validation/activation/model\.2/rms' matches none of the"):
         fit(tmp_path, [monitor([VALIDATION_KEY])])
 
 
 def test_a_prefix_is_part_of_the_key(tmp_path: Path) -> None:
-    """With a prefix the patterns have it too."""
+    """With a prefix the patterns include it."""
     trainer = fit(tmp_path, [monitor([f"run1/{KEY}"], prefix="run1")])
     assert f"run1/{KEY}" in trainer.callback_metrics
     with pytest.raises(ConfigError, match=f"nearest: 'run1/{KEY}'"):
@@ -167,7 +167,7 @@ def test_a_prefix_is_part_of_the_key(tmp_path: Path) -> None:
 
 
 def test_early_stopping_without_its_key_is_refused_before_the_first_batch(tmp_path: Path) -> None:
-    """It would end the run by an error at the end of the first epoch; the message has the option, which then works."""
+    """It would end the run with an error after the first epoch; the message has the option, which then works."""
     with pytest.raises(ConfigError, match=rf"EarlyStopping monitors '{KEY}', and .* expected callback_metrics: \['{KEY}'\]"):
         fit(tmp_path, [monitor([VALIDATION_KEY], stages=["train", "validate"]), EarlyStopping(KEY)], max_steps=1)
     trainer = fit(tmp_path, [monitor([KEY]), EarlyStopping(KEY, check_on_train_epoch_end=True)], max_epochs=1)
@@ -181,14 +181,14 @@ def test_a_checkpoint_without_its_key_is_reported(tmp_path: Path, caplog: pytest
     callbacks: list[Callback] = [monitor([]), ModelCheckpoint(tmp_path, monitor=KEY), EarlyStopping(KEY, strict=False, verbose=False)]
     with caplog.at_level(logging.WARNING):
         fit(tmp_path, callbacks, max_epochs=1, enable_checkpointing=True, limit_val_batches=0)
-    found = [record.message for record in caplog.records if "callback_metrics does not match it" in record.message]
-    assert [message.split()[0] for message in found] == ["EarlyStopping", "ModelCheckpoint"]
-    assert all(f"expected callback_metrics: ['{KEY}']" in message for message in found)
+    messages = [record.message for record in caplog.records if "callback_metrics does not match it" in record.message]
+    assert [message.split()[0] for message in messages] == ["EarlyStopping", "ModelCheckpoint"]
+    assert all(f"expected callback_metrics: ['{KEY}']" in message for message in messages)
 
 
-@pytest.mark.parametrize(("pattern", "is_told"), [("zzz", True), ("mine/.*", False)])
-def test_a_pattern_of_no_key_is_told_with_the_first_record(
-    pattern: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("pattern", "is_logged"), [("zzz", True), ("mine/.*", False)])
+def test_a_pattern_of_no_key_is_logged_with_the_first_record(
+    pattern: str, is_logged: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may be of a key that the model logs itself; if the first record has none either, there may be a typo."""
 
@@ -198,6 +198,8 @@ def test_a_pattern_of_no_key_is_told_with_the_first_record(
 
     callback = monitor([pattern])
     fit(tmp_path, [callback, Logs()])
-    told = [record.getMessage() for record in caplog.records if "callback_metrics" in record.getMessage()]
-    assert len(told) == is_told
-    assert all(one.startswith(f"callback_metrics {pattern!r} matches none of the keys that are planned, nor of the") for one in told)
+    messages = [record.getMessage() for record in caplog.records if "callback_metrics" in record.getMessage()]
+    assert len(messages) == is_logged
+    assert all(
+        message.startswith(f"callback_metrics {pattern!r} matches none of the keys that are planned, nor of the") for message in messages
+    )

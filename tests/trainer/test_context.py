@@ -1,4 +1,4 @@
-"""The context of monitored steps: loss, learning rates, number of samples and logged metrics, against what the module has seen itself."""
+"""The context of monitored steps (loss, learning rates, samples, logged metrics) equals what the module itself has observed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def monitored(folder: Path, module: Any, every_n_steps: int = 1, **options: Any)
     ],
 )
 def test_the_loss_of_a_step_is_the_mean_of_what_training_step_returned(options: dict[str, Any], tmp_path: Path) -> None:
-    """Of its micro-batches, also where the last step of an epoch has fewer; without accumulation's 1/N and the scaler's factor."""
+    """The mean over its micro-batches, also for a shorter last step, without accumulation's 1/N and the scaler's factor."""
     module = Losses()
     keep = monitored(tmp_path, module, max_epochs=2, **options)
     assert len(keep.records) == len(module.losses) >= 4
@@ -62,7 +62,7 @@ def test_the_loss_of_a_step_is_the_mean_of_what_training_step_returned(options: 
 
 
 class TwoLosses(Losses):
-    """Manual optimization: two losses and two optimizers a step, the second of two groups with rates of their own."""
+    """Manual optimization: two losses and two optimizers a step, the second with two groups that have different rates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,18 +88,18 @@ class TwoLosses(Losses):
 
 
 def test_manual_optimization_has_the_losses_of_manual_backward_and_the_rates_of_all_groups(tmp_path: Path) -> None:
-    """The mean of both losses; the rates that the optimizers used, and not those that they have after it."""
+    """The mean of both losses; the rates that the optimizers used, not the rates after the step."""
     module = TwoLosses()
     keep = monitored(tmp_path, module, every_n_steps=2)
-    found = keep.series()
+    series = keep.series()
     assert [record.step for record in keep.records] == [0, 2, 4]
-    assert found["context/loss"] == pytest.approx({step: sum(module.losses[step]) / 2 for step in (0, 2, 4)}, rel=1e-6)
+    assert series["context/loss"] == pytest.approx({step: sum(module.losses[step]) / 2 for step in (0, 2, 4)}, rel=1e-6)
     for number, name in enumerate(["lr", "lr_1", "lr_2"]):
-        assert found[f"context/{name}"] == {step: module.rates[step][number] for step in (0, 2, 4)}
-    assert "context/lr_3" not in found
+        assert series[f"context/{name}"] == {step: module.rates[step][number] for step in (0, 2, 4)}
+    assert "context/lr_3" not in series
 
 
-def test_the_learning_rate_is_the_one_that_the_step_used(tmp_path: Path) -> None:
+def test_the_learning_rate_is_the_rate_that_the_step_used(tmp_path: Path) -> None:
     """A scheduler has already changed it when the batch ends."""
 
     class Scheduled(Losses):
@@ -112,12 +112,12 @@ def test_the_learning_rate_is_the_one_that_the_step_used(tmp_path: Path) -> None
 
 
 def test_the_batch_size_counts_all_samples_of_a_step(tmp_path: Path) -> None:
-    """Six batches of five; with four of them in a step two are left for the last one."""
+    """Six batches of five samples: the first step has four batches, the last step two."""
     assert monitored(tmp_path, Losses(), accumulate_grad_batches=4).series()["context/batch_size"] == {0: 20.0, 1: 10.0}
 
 
 class Logging(Losses):
-    """Logs in the ways that there are."""
+    """Logs in every way that Lightning offers."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -129,22 +129,22 @@ class Logging(Losses):
         self.log("val_loss", torch.tensor(7.0 + self.current_epoch))
 
 
-def test_what_was_logged_is_recorded_by_its_name(tmp_path: Path) -> None:
-    """As callback metrics are at the end of the step; names are made fit, and none takes the place of the loss."""
+def test_a_logged_metric_is_recorded_by_its_name(tmp_path: Path) -> None:
+    """Values are those of callback metrics at the end of the step; names are made valid, and none replaces the loss."""
     module = Logging()
-    found = monitored(tmp_path, module, max_epochs=2).series()
+    series = monitored(tmp_path, module, max_epochs=2).series()
     losses = {step: losses[0] for step, losses in module.losses.items()}
-    assert found["context/loss"] == pytest.approx(losses)
-    assert found["context/loss_2"] == pytest.approx({step: 2 * loss for step, loss in losses.items()})
-    assert found["context/train_loss"] == pytest.approx({step: 3 * loss for step, loss in losses.items()})
+    assert series["context/loss"] == pytest.approx(losses)
+    assert series["context/loss_2"] == pytest.approx({step: 2 * loss for step, loss in losses.items()})
+    assert series["context/train_loss"] == pytest.approx({step: 3 * loss for step, loss in losses.items()})
     first = 3 * sum(losses[step] for step in range(6)) / 6
-    assert found["context/train_loss_epoch"] == pytest.approx(dict.fromkeys(range(6, 12), first))
-    assert found["context/val_loss"] == dict.fromkeys(range(6, 12), 7.0)
-    assert not any("train_loss_step" in key for key in found)
+    assert series["context/train_loss_epoch"] == pytest.approx(dict.fromkeys(range(6, 12), first))
+    assert series["context/val_loss"] == dict.fromkeys(range(6, 12), 7.0)
+    assert not any("train_loss_step" in key for key in series)
 
 
 def test_loggers_get_no_context_and_it_counts_for_no_limit(tmp_path: Path) -> None:
-    """Lightning logs these itself. The four norms and the number of errors are five keys, so that there are no roll-ups."""
+    """Lightning logs the context itself. The four norms and the number of errors are five keys: no roll-ups."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=NORMS, max_logged_keys=5)
     fit(tmp_path, [callback], logger=CSVLogger(tmp_path))
     [file] = tmp_path.rglob("metrics.csv")
@@ -153,15 +153,15 @@ def test_loggers_get_no_context_and_it_counts_for_no_limit(tmp_path: Path) -> No
     assert not any("context" in name for name in header)
 
 
-def test_callback_metrics_have_the_context_only_where_it_is_named(tmp_path: Path) -> None:
-    """A pattern that matches everything is not about it; one that names it is."""
+def test_callback_metrics_have_the_context_only_if_a_pattern_names_it(tmp_path: Path) -> None:
+    """A pattern that matches everything gives no context; a pattern that names the context does."""
     names = {}
     for patterns in (".*", "context/(loss|lr)"):
         callback = ModuleMonitorCallback(every_n_steps=1, rules=NORMS, callback_metrics=patterns)
         stopping = EarlyStopping("context/loss" if "context" in patterns else "monitor/errors", check_on_train_epoch_end=True)
         run = fit(tmp_path, [callback, stopping])
         names[patterns] = {name for name in run.callback_metrics if "/" in name}
-        # What was given to Lightning does not come back as something that was logged.
+        # Metrics that the monitor passed to Lightning are not recorded as logged metrics.
         assert callback.last_record is not None
         assert not any("norm" in key for key in callback.last_record.values if key.startswith("context/") and "own" not in key)
     assert not any("context" in name for name in names[".*"])
@@ -169,7 +169,7 @@ def test_callback_metrics_have_the_context_only_where_it_is_named(tmp_path: Path
 
 
 def test_there_is_no_context_without_a_loss(tmp_path: Path) -> None:
-    """Validation, and a monitor without a Trainer; and the key is not one for a value of one's own."""
+    """In validation, and without a Trainer; and users cannot log a value under its key."""
     callback = ModuleMonitorCallback(every_n_steps=1, stages=["validate"])
     trainer(tmp_path, [callback]).validate(Tiny(), loader(), verbose=False)
     assert callback.last_record is not None
@@ -180,14 +180,14 @@ def test_there_is_no_context_without_a_loss(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="'context/loss' is one that the monitor records itself"):
             monitor.log_scalar("context/loss", 1.0)
         assert not any("context" in key for key in monitor.end_step().values)  # type: ignore[union-attr]
-        # In a loop of one's own it can be given.
+        # A loop without a Trainer can pass the context.
         monitor.begin_step(1)
         monitor.monitor_context("loss", module.model(torch.ones(1, 4)).mean())
         assert monitor.end_step().values["context/loss"] == pytest.approx(module.model(torch.ones(1, 4)).mean().item())  # type: ignore[union-attr]
 
 
-def test_the_context_is_not_read_on_the_host_and_has_no_transfer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the one transfer at the end of the step nothing is read, whatever is logged, where a read would wait for a device."""
+def test_the_context_is_not_read_on_the_host_and_needs_no_further_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the transfer at the end of the step nothing is read, whatever is logged: a read would wait for the device."""
     monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
     transfers: list[int] = []
     original = elements.transfer
@@ -232,6 +232,6 @@ def test_the_context_is_not_read_on_the_host_and_has_no_transfer_of_its_own(tmp_
     ],
 )
 def test_keys_of_the_context_have_no_site(key: str, parts: Key) -> None:
-    """Also behind a prefix; a module may be called the same."""
+    """Also with a prefix; a module may have the same name."""
     assert Key.parse(key) == parts
     assert parts.format() == key

@@ -112,24 +112,28 @@ def moments(lines: Sequence[tuple[str, int]], every_line_of: tuple[str, ...], nu
         every_line_of: How the paths of those files end.
         num_others: How many of the other files' lines, evenly spread.
     """
-    places: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    for place, line in enumerate(lines):
-        places[line].append(place)
-    chosen = {number for (path, _), numbers in places.items() if path.endswith(every_line_of) for number in (numbers[0], numbers[-1])}
-    others = [numbers[len(numbers) // 2] for (path, _), numbers in places.items() if not path.endswith(every_line_of)]
+    indices: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, line in enumerate(lines):
+        indices[line].append(index)
+    chosen = {number for (path, _), numbers in indices.items() if path.endswith(every_line_of) for number in (numbers[0], numbers[-1])}
+    others = [numbers[len(numbers) // 2] for (path, _), numbers in indices.items() if not path.endswith(every_line_of)]
     return sorted(chosen.union(others[:: max(1, len(others) // num_others)]))
 
 
 def state_of(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """All that a monitor may have changed: hooks, attributes, modes and random states."""
-    parts = [(place, name, part) for place, module in enumerate(modules) for name, part in module.named_modules()]
-    parameters = [one for module in modules for one in module.parameters()]
+    parts = [(index, name, part) for index, module in enumerate(modules) for name, part in module.named_modules()]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
     return {
-        "hooks": {(place, name, kind): len(getattr(part, kind)) for place, name, part in parts for kind in KIND_OF_HOOKS},
-        "hooks of parameters": [len(one._backward_hooks or ()) + len(one._post_accumulate_grad_hooks or ()) for one in parameters],
-        "hooks of optimizers": [len(one._optimizer_step_pre_hooks) + len(one._optimizer_step_post_hooks) for one in optimizers],
-        "attributes": {(place, name): sorted(vars(part)) for place, name, part in parts},
-        "flags": [one.requires_grad for one in parameters],
+        "hooks": {(index, name, kind): len(getattr(part, kind)) for index, name, part in parts for kind in KIND_OF_HOOKS},
+        "hooks of parameters": [
+            len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ()) for parameter in parameters
+        ],
+        "hooks of optimizers": [
+            len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks) for optimizer in optimizers
+        ],
+        "attributes": {(index, name): sorted(vars(part)) for index, name, part in parts},
+        "flags": [parameter.requires_grad for parameter in parameters],
         "modes": _get_current_function_mode_stack(),
         "grad mode": torch.is_grad_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
@@ -149,7 +153,7 @@ def num_hooks(state: dict[str, Any]) -> int:
 
 
 class Loop:
-    """A loop with every probe on, whose step is ended in some way; then the monitor is closed."""
+    """A loop with every probe on, whose step is ended in one of several ways; then the monitor is closed."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -193,7 +197,7 @@ class Loop:
 
 
 def test_an_interrupt_at_any_line_of_the_end_of_a_step_leaves_nothing() -> None:
-    """In a loop of one's own, with every probe on; the step after all of them records what the first did."""
+    """In a plain loop with every probe on; the step after all interrupts records the same as the first step."""
     loop, whole = Loop(), Interrupted()
     loop.step(lambda end: end())
     loop.step(whole.run)
@@ -251,7 +255,7 @@ def use_a_store(folder: Path, name: str) -> None:
 # An interrupt at the end of a "with" block keeps a file of Python's from being closed, until it is collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_of_the_store_reaches_the_user(tmp_path: Path) -> None:
-    """Nothing makes another exception of it, and no line of the store takes it for trouble with a file."""
+    """Nothing turns it into another exception, and the store does not report it as an error of a file."""
     steps = [Record(step, {"activation/fc/rms": 1.0}, tensors=[RawTensor("activation", "fc", 0, torch.ones(2))]) for step in (0, 1)]
     (tmp_path / "before").mkdir()
     files = RunFiles(tmp_path / "before" / "m.h5", configuration={}, logger=logging.getLogger("test"))
@@ -266,9 +270,9 @@ def test_an_interrupt_at_any_line_of_the_store_reaches_the_user(tmp_path: Path) 
 
     whole = interrupted()
     whole.run(lambda: use_a_store(tmp_path / "now", "m.h5"))
-    places = {line: place for place, line in enumerate(whole.lines)}
-    inner = [place for (path, _line), place in places.items() if path.endswith(FILES_THAT_READ)]
-    points = inner + [place for place in places.values() if place not in inner][::20]
+    indices = {line: index for index, line in enumerate(whole.lines)}
+    inner = [index for (path, _line), index in indices.items() if path.endswith(FILES_THAT_READ)]
+    points = inner + [index for index in indices.values() if index not in inner][::20]
     assert len(points) > 80
     for point in points:
         with pytest.raises(KeyboardInterrupt):
@@ -331,7 +335,7 @@ class Attacks(Callback):
 
 
 def test_an_interrupt_at_the_end_of_a_step_of_the_callback_leaves_nothing(tmp_path: Path) -> None:
-    """As Lightning handles it, by ``on_exception``; with all that the callback has besides."""
+    """Lightning handles it by ``on_exception``; every option of the callback is on."""
     callback = ModuleMonitorCallback(
         1,
         rules=RULES,

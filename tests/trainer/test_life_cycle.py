@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback, Record, Rule, load_store
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.trainer import reference as trainer_reference
+from lightning_module_monitor.trainer import reference_controller
 
 IS_OLD = not hasattr(callbacks, "EMAWeightAveraging")
 """Whether Lightning is older than 2.6."""
@@ -56,7 +56,7 @@ def everything(**options: Any) -> ModuleMonitorCallback:
 
 
 def of_the_model(record: Record) -> dict[str, float]:
-    """A record's values, without the monitor's own, the loss of validation, and operator norms, which go on from where they were."""
+    """A record's values, without the monitor's figures, the loss of validation, and operator norms, which continue an earlier estimate."""
     others = ("monitor/", "context/validation_loss", "rcc_operator_norm", "rcc_alignment")
     return {key: value for key, value in record.values.items() if not key.startswith(others)}
 
@@ -64,19 +64,19 @@ def of_the_model(record: Record) -> dict[str, float]:
 def assert_same_records(records: list[Record], expected: list[Record]) -> None:
     """The same steps, and at each of them the same values to the last bit."""
     assert [record.step for record in records] == [record.step for record in expected]
-    for one, other in zip(records, expected, strict=True):
-        np.testing.assert_equal(of_the_model(one), of_the_model(other), err_msg=f"step {one.step}")
-        assert one.histograms == other.histograms
+    for first, other in zip(records, expected, strict=True):
+        np.testing.assert_equal(of_the_model(first), of_the_model(other), err_msg=f"step {first.step}")
+        assert first.histograms == other.histograms
 
 
-def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
     """To the last bit."""
-    assert one.state_dict().keys() == other.state_dict().keys()
-    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    assert model.state_dict().keys() == other.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 class KeepSteps(Callback):
-    """Keeps the weights that each step began with, and its micro-batches: what its values can be computed from once more."""
+    """Keeps the weights at the begin of each step, and its micro-batches, from which its values can be computed again."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]] = []
@@ -108,30 +108,30 @@ class Steady(Classifier):
 
 
 class Resumable:
-    """Batches whose place a checkpoint keeps, as torchdata's loader does."""
+    """Batches whose position a checkpoint keeps, as torchdata's loader does."""
 
     def __init__(self, num_batches: int) -> None:
         self.batches = list(loader(4 * num_batches))
-        self.place = 0
+        self.index = 0
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        self.place %= len(self.batches)  # after the last one the next epoch begins
-        while self.place < len(self.batches):
-            self.place += 1
-            yield self.batches[self.place - 1]
+        self.index %= len(self.batches)  # after the last one the next epoch begins
+        while self.index < len(self.batches):
+            self.index += 1
+            yield self.batches[self.index - 1]
 
     def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
+        return {"place": self.index}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
+        self.index = state["place"]
 
 
 class SaveInTheMiddle(Callback):
-    """Saves a checkpoint after some batch, whatever is accumulated by then."""
+    """Saves a checkpoint after a batch, also within an accumulated step."""
 
     def __init__(self, path: Path, batch_idx: int) -> None:
         self.path, self.batch_idx = path, batch_idx
@@ -158,17 +158,17 @@ def run_steady(folder: Path, save_at: int, resume: Path | None = None, **options
 def series(path: str | None) -> dict[str, dict[int, float]]:
     """Value by step, by key, of a store, in which every step is once."""
     assert path is not None
-    found: dict[str, dict[int, float]] = {}
+    series: dict[str, dict[int, float]] = {}
     for row in load_store(path).to_frame().itertuples():
-        of_key = found.setdefault(f"{row.kind}/{row.site}/{row.statistic}", {})
+        of_key = series.setdefault(f"{row.kind}/{row.site}/{row.statistic}", {})
         assert row.step not in of_key
         of_key[row.step] = row.value
-    return found
+    return series
 
 
 @pytest.mark.shows("resume in mid-epoch", *TENSORS, "differences", "RCC", "histograms", "store and loggers")
 def test_a_run_resumed_in_the_middle_of_an_epoch_is_as_if_never_interrupted(tmp_path: Path) -> None:
-    """Every value of every step, and the store, in which the steps that run again are once."""
+    """Every value of every step is the same, also in the store, which holds repeated steps once."""
     whole = run_steady(tmp_path / "whole", 99)
     first = run_steady(tmp_path / "parts", 3, max_steps=6)
     assert len(whole[1].records) == 14
@@ -187,7 +187,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_is_as_if_never_interrupted(tmp_
 
 @pytest.mark.shows("resume in mid-accumulation", "activations", "activation gradients", "parameters", "gradients", "store and loggers")
 def test_a_run_resumed_in_the_middle_of_an_accumulated_step_records_what_it_does(tmp_path: Path) -> None:
-    """What was accumulated is lost: Lightning does not keep it. The step's values are those of the micro-batches that the run still has."""
+    """Lightning does not keep accumulated gradients: the step's values are those of the micro-batches that the resumed run has."""
     options: dict[str, Any] = {"accumulate_grad_batches": 3}
     first = run_steady(tmp_path, 4, max_steps=2, **options)
     second = run_steady(tmp_path, 99, tmp_path / "middle.ckpt", **options)
@@ -203,8 +203,8 @@ def test_a_run_resumed_in_the_middle_of_an_accumulated_step_records_what_it_does
 
 
 @pytest.mark.shows("resume with another configuration", "activations", "parameters", "functions", "store and loggers")
-def test_another_configuration_at_resume_is_told_and_not_mixed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Both are in the store, each with its first step; a key of one of them has rows of its own steps only."""
+def test_another_configuration_at_resume_is_logged_and_not_mixed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The store has both configurations, each with its first step; a key of one configuration has rows of its steps only."""
 
     def part(rules: list[Rule], every: int, resume: Path | None = None) -> ModuleMonitorCallback:
         seed()
@@ -221,19 +221,23 @@ def test_another_configuration_at_resume_is_told_and_not_mixed(tmp_path: Path, c
     assert not [message for message in caplog.messages if "another configuration" in message]
     other = part([common, Rule(kinds="activation", functions={"rms": torch.mean}, sites="model.inner")], 2, tmp_path / "middle.ckpt")
     assert other.store_path == same.store_path
-    (said,) = [message for message in caplog.messages if "another configuration" in message]
-    assert "every_n_steps was 1, is 2; rules was [{" in said
-    assert said.endswith("In the store, rows from step 4 on belong to the new one.")
-    found = series(other.store_path)
-    assert list(found["parameter/model.encoder.weight/norm"]) == [0, 1, 2, 3, 4, 6, 8]
-    assert list(found["activation/model/rms"]) == [0, 1, 2, 3]
-    assert list(found["activation/model.inner/rms"]) == [4, 6, 8]
+    (message,) = [message for message in caplog.messages if "another configuration" in message]
+    assert "every_n_steps was 1, is 2; rules was [{" in message
+    assert message.endswith("In the store, rows from step 4 on belong to the new one.")
+    recorded = series(other.store_path)
+    assert list(recorded["parameter/model.encoder.weight/norm"]) == [0, 1, 2, 3, 4, 6, 8]
+    assert list(recorded["activation/model/rms"]) == [0, 1, 2, 3]
+    assert list(recorded["activation/model.inner/rms"]) == [4, 6, 8]
     configurations = load_store(other.store_path or "").attributes["configurations"]
-    assert [(one["first_step"], one["configuration"]["every_n_steps"]) for one in configurations] == [(0, 1), (4, 1), (4, 2)]
+    assert [(configuration["first_step"], configuration["configuration"]["every_n_steps"]) for configuration in configurations] == [
+        (0, 1),
+        (4, 1),
+        (4, 2),
+    ]
 
 
 def with_and_without(folder: Path, more: Callable[[], list[Callback]], model: str = "cnn", **options: Any) -> KeepRecords:
-    """Train with the callback and without it, and compare losses, weights and random states; the records of the one with it."""
+    """Train with and without the callback, and compare losses, weights and random states; returns the records."""
     runs = []
     for monitored in (False, True):
         seed()
@@ -254,10 +258,10 @@ def with_and_without(folder: Path, more: Callable[[], list[Callback]], model: st
 @pytest.mark.skipif(IS_OLD, reason="Lightning before 2.6 has no EMAWeightAveraging")
 @pytest.mark.shows("EMA (WeightAveraging)", *TENSORS, "differences", "RCC", "histograms", "training unchanged")
 def test_an_average_of_weights_beside_the_monitor(tmp_path: Path) -> None:
-    """Training's values are those of a run without it; validation runs, and is watched, with the averaged weights."""
+    """Values of training equal those of a run without averaging; validation runs, and is recorded, with the averaged weights."""
     averaged = with_and_without(tmp_path / "ema", lambda: [callbacks.EMAWeightAveraging(decay=0.5)])
     plain = with_and_without(tmp_path / "plain", list)
-    of_training = [[one for one in records.records if "monitor/errors" in one.values] for records in (averaged, plain)]
+    of_training = [[record for record in records.records if "monitor/errors" in record.values] for records in (averaged, plain)]
     assert_same_records(*of_training)
     in_validation = [records.series()["validation/activation/model/norm"] for records in (averaged, plain)]
     assert in_validation[0].keys() == in_validation[1].keys() == {3, 7, 11}
@@ -266,7 +270,7 @@ def test_an_average_of_weights_beside_the_monitor(tmp_path: Path) -> None:
 
 @pytest.mark.shows("SWA", "gradients", "updates", "training unchanged")
 def test_stochastic_weight_averaging_beside_the_monitor(tmp_path: Path) -> None:
-    """Its last pass, which renews the statistics of BatchNorm, is one more step, without gradients, that moves no weight."""
+    """Its last pass, which updates the statistics of BatchNorm, is a further step without gradients and without an update."""
     rates: list[float] = []
 
     class KeepRates(Callback):
@@ -288,7 +292,7 @@ def test_stochastic_weight_averaging_beside_the_monitor(tmp_path: Path) -> None:
 
 @pytest.mark.shows("ModelCheckpoint, EarlyStopping", "training unchanged")
 def test_checkpoints_hold_what_they_would_hold_without_the_monitor(tmp_path: Path) -> None:
-    """And the monitor's own state beside it; they load without executing anything."""
+    """Checkpoints differ only by the monitor's state, and load without executing anything."""
     with_and_without(
         tmp_path, lambda: [ModelCheckpoint(filename="{step}", every_n_train_steps=5, save_top_k=-1)], enable_checkpointing=True
     )
@@ -298,26 +302,26 @@ def test_checkpoints_hold_what_they_would_hold_without_the_monitor(tmp_path: Pat
     assert plain.keys() == monitored.keys() == {"step=5.ckpt", "step=10.ckpt"}
     for name, checkpoint in plain.items():
         assert monitored[name]["callbacks"].pop("ModuleMonitorCallback")["store"] == str(tmp_path / "True" / "monitor.h5")
-        for one in (checkpoint, monitored[name]):
-            one.pop("callbacks")
+        for state in (checkpoint, monitored[name]):
+            state.pop("callbacks")
         assert_equal(checkpoint, monitored[name])
 
 
-def assert_equal(one: Any, other: Any) -> None:
+def assert_equal(first: Any, other: Any) -> None:
     """Nested containers with tensors."""
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
+    assert type(first) is type(other)
+    if isinstance(first, Tensor):
+        assert torch.equal(first, other)
+    elif isinstance(first, dict):
+        assert first.keys() == other.keys()
+        for key, value in first.items():
             assert_equal(value, other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(other)
+        for a, b in zip(first, other, strict=True):
             assert_equal(a, b)
     else:
-        assert one == other
+        assert first == other
 
 
 SHORT = {"fast_dev_run": ({"fast_dev_run": 2}, [0, 1]), "overfit_batches": ({"overfit_batches": 2}, [0, 1, 2, 3, 4, 5])}
@@ -326,7 +330,7 @@ SHORT = {"fast_dev_run": ({"fast_dev_run": 2}, [0, 1]), "overfit_batches": ({"ov
 @pytest.mark.parametrize("way", SHORT)
 @pytest.mark.shows("{way}", "training unchanged")
 def test_short_runs_of_the_trainer(way: str, tmp_path: Path) -> None:
-    """As without the monitor, and every step is recorded."""
+    """Training is the same as without the monitor, and every step is recorded."""
     options, steps = SHORT[way]
     records = with_and_without(tmp_path, list, **options)
     assert [record.step for record in records.records if "monitor/errors" in record.values] == steps
@@ -336,7 +340,7 @@ def test_short_runs_of_the_trainer(way: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
 @pytest.mark.shows("overfit_batches", "activations", "activation gradients", "parameters", "gradients", "store and loggers")
 def test_overfitted_batches_are_recorded_as_they_come_again(tmp_path: Path) -> None:
-    """The same two batches in every epoch, against raw tensors."""
+    """Values of the same two batches in every epoch equal those of raw tensors."""
     callback, steps = everything(), KeepSteps()
     records = KeepRecords(callback)
     trainer(tmp_path, [callback, records, steps], overfit_batches=2, max_epochs=3).fit(Steady(), loader(), loader(8))
@@ -389,9 +393,9 @@ TUNERS: dict[str, tuple[Callable[[Trainer, LightningModule], None], Callable[[],
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.shows("Tuner", "activations", "activation gradients", "parameters", "gradients", "store and loggers", "training unchanged")
-@pytest.mark.parametrize("how", ["lr_find", *(pytest.param(one, marks=needs_sound_tuners) for one in TUNERS if one != "lr_find")])
+@pytest.mark.parametrize("how", ["lr_find", *(pytest.param(tuner, marks=needs_sound_tuners) for tuner in TUNERS if tuner != "lr_find")])
 def test_what_the_tuner_tries_is_not_recorded(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run after it is as without the monitor; its values are those of the steps that count, from step 0 on; nothing stays behind."""
+    """The run after the trials is the same as without the monitor; its records begin at step 0, and no hook or file is left."""
     tune, callbacks = TUNERS[how]
     weights: list[LightningModule] = []
     for monitored in (False, True):
@@ -428,15 +432,15 @@ def fit_three_steps(callback: ModuleMonitorCallback, folder: Path) -> list[Recor
 
 @pytest.mark.shows("two fits", *TENSORS, "differences", "RCC", "attention", "histograms", "store and loggers")
 def test_a_second_fit_has_the_values_of_a_first(tmp_path: Path) -> None:
-    """Nothing of the run before is in them."""
+    """No value of the first run is in the second."""
     callback = everything()
     fit_three_steps(callback, tmp_path / "first")
     assert_same_records(fit_three_steps(callback, tmp_path / "second"), fit_three_steps(everything(), tmp_path / "other"))
 
 
 @pytest.mark.shows("pickled callback", *TENSORS, "differences", "RCC", "attention", "histograms", "store and loggers")
-def test_a_callback_that_was_pickled_before_and_after_a_run_works_as_one_that_was_not(tmp_path: Path) -> None:
-    """As launchers that start processes do with it."""
+def test_a_callback_that_was_pickled_works_before_and_after_a_run(tmp_path: Path) -> None:
+    """Launchers that start processes pickle it."""
     plain = fit_three_steps(everything(), tmp_path / "plain")
     once = pickle.loads(pickle.dumps(everything()))  # our own bytes
     assert_same_records(fit_three_steps(once, tmp_path / "once"), plain)
@@ -445,7 +449,7 @@ def test_a_callback_that_was_pickled_before_and_after_a_run_works_as_one_that_wa
 
 @pytest.mark.shows("Ctrl-C", "activations", "gradients", "store and loggers")
 def test_what_was_recorded_before_ctrl_c_is_in_the_store(tmp_path: Path) -> None:
-    """The rows of an uninterrupted run up to the step that was interrupted, and not that one; a file that any program opens."""
+    """The rows of an uninterrupted run before the interrupted step, in a file that any program opens."""
 
     class Interrupt(Callback):
         def on_before_optimizer_step(self, trainer: Trainer, *_args: Any) -> None:
@@ -471,7 +475,7 @@ def test_what_was_recorded_before_ctrl_c_is_in_the_store(tmp_path: Path) -> None
     whole, part = stores
     with h5py.File(tmp_path / "part" / "monitor.h5") as file:
         assert file["activation"]["steps"][:].tolist() == [0, 1, 2]
-    np.testing.assert_equal(part, {key: {step: one for step, one in of_key.items() if step < 3} for key, of_key in whole.items()})
+    np.testing.assert_equal(part, {key: {step: value for step, value in of_key.items() if step < 3} for key, of_key in whole.items()})
 
 
 @pytest.mark.refuses("{row}", "RCC")
@@ -479,7 +483,7 @@ def test_what_was_recorded_before_ctrl_c_is_in_the_store(tmp_path: Path) -> None
 def test_a_reference_that_runs_is_refused_where_the_model_is_laid_out_over_ranks(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the layout; that parameters are compared, and how, is among the tests of several ranks."""
-    monkeypatch.setattr(trainer_reference, "is_laid_out", lambda _module: True)
+    """For every layout; the comparison of parameters is among the tests of several ranks."""
+    monkeypatch.setattr(reference_controller, "is_laid_out", lambda _module: True)
     with pytest.raises(ConfigError, match="needs a reference that runs, and the model is laid out over ranks"):
         trainer(tmp_path, [ModuleMonitorCallback(1, rcc=True)]).fit(Classifier("mlp"), loader(), loader(8))

@@ -1,4 +1,4 @@
-"""Both packages of Lightning in one process, and either of them alone: what cannot be shown by running all tests with one of them."""
+"""Both packages of Lightning in one process, and each of them alone, which running all tests with one package cannot show."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def package(request: pytest.FixtureRequest) -> Any:
     return importlib.import_module(request.param)
 
 
-def test_the_callback_is_one_of_every_package(package: Any) -> None:
-    """As a class, for LightningCLI, and as an object, for a Trainer that gets no list."""
+def test_the_callback_is_a_callback_of_every_package(package: Any) -> None:
+    """Its class for LightningCLI, and its object for a Trainer that gets no list."""
     callback = ModuleMonitorCallback()
     assert issubclass(ModuleMonitorCallback, package.Callback)
     assert callback in package.Trainer(**QUIET, logger=False, callbacks=callback).callbacks
 
 
 def test_one_callback_serves_trainers_of_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """References, histograms and charts in TensorBoard are alike; each run's messages go to the logger of its own Trainer's package."""
+    """References, histograms and charts in TensorBoard are alike; each run's messages go to the logger of its Trainer's package."""
     values, tags, callback = (
         [],
         [],
@@ -85,7 +85,7 @@ def test_one_callback_serves_trainers_of_both(tmp_path: Path, caplog: pytest.Log
         accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
         events = accumulator.EventAccumulator(logger.log_dir)
         events.Reload()
-        tags.append({kind: found for kind, found in events.Tags().items() if isinstance(found, list)})
+        tags.append({kind: names for kind, names in events.Tags().items() if isinstance(names, list)})
     assert values[0] == values[1]
     assert values[0]["rcc_output/fc/rms"][0] == values[0]["rcc_reference_output/fc/rms"][0] != 0
     assert tags[0] == tags[1]
@@ -93,7 +93,7 @@ def test_one_callback_serves_trainers_of_both(tmp_path: Path, caplog: pytest.Log
 
 
 def test_the_width_check_trains_modules_of_either(package: Any) -> None:
-    """A module is trained by the Trainer of its own package."""
+    """The Trainer of a module's package trains it."""
     check = coordinate_check(lambda width: model_of(package, width), [8, 16], batches(), seeds=1, quiet=True, parametrization={".*": None})
     assert {row.module for row in check.rows} == {"fc", "head"}
 
@@ -123,18 +123,18 @@ def _run(*arguments: str) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_either_package_alone_is_enough(name: str, tmp_path: Path) -> None:
-    """Where the other one is not installed, the callback trains, and its reference and its check run."""
+    """Without the other package the callback trains, and its reference and its check run."""
     assert "rcc_output/fc/rms" in _run("alone", name, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_logger_of_lightning_stays_the_one_of_the_package_in_use(name: str, tmp_path: Path) -> None:
-    """A program that imports one of the packages, and then the callback, keeps its log: the import of the other one does not take it."""
+def test_the_logger_of_lightning_stays_that_of_the_package_in_use(name: str, tmp_path: Path) -> None:
+    """A program that imports a package and then the callback keeps its logger: the import of the other package does not replace it."""
     assert _run("logger", name, str(tmp_path)).split() == [f"{name}.utilities.rank_zero"]
 
 
 def test_without_lightning_the_error_names_both(tmp_path: Path) -> None:
-    """And what to install."""
+    """The error also says what to install."""
     printed = _run("none", "-", str(tmp_path))
     assert "Neither package of Lightning can be imported" in printed
     assert "pip install lightning" in printed

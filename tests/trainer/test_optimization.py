@@ -39,7 +39,7 @@ def assert_true(values: Any, truth: RawTensors) -> None:
 
 
 class Pair(LightningModule):
-    """An encoder and a decoder with an optimizer each, and a scale that neither has; keeps every tensor by the plainest means."""
+    """An encoder and a decoder with an optimizer each, and a scale without optimizer; keeps every tensor by the simplest means."""
 
     def __init__(self, way: Callable[[Pair, list[Tensor], int], None] | None = None) -> None:
         super().__init__()
@@ -63,28 +63,28 @@ class Pair(LightningModule):
         return hook
 
     def scale(self) -> float:
-        """What Lightning multiplies the loss by."""
+        """The factor of the loss."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else scaler.get_scale()
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        """Of both."""
+        """The optimizers of both."""
         return F.cross_entropy((self.decoder(torch.tanh(self.encoder(batch[0]))) * self.free).float(), batch[1])
 
     def keep(self, kind: str, optimizer: Any, of: Callable[[Tensor], Tensor]) -> None:
-        """Keep tensors of the optimizer's parameters, if it is its first step in this batch."""
-        ids = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        """Keep tensors of the optimizer's parameters at its first step in this batch."""
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.named_parameters():
             if id(parameter) in ids and not self.truth[-1][kind, name]:
                 self.truth[-1][kind, name] = [of(parameter).detach().double().clone()]
 
     def step(self, optimizer: Any, factor: float = 1.0) -> None:
-        """Step, and keep what there is before and after."""
-        before = {id(one): one.detach().double().clone() for one in self.parameters()}
-        self.keep("parameter", optimizer, lambda one: one)
-        self.keep("gradient", optimizer, lambda one: one.grad.double() / factor)  # type: ignore[union-attr]
+        """Step, and keep the tensors before and after."""
+        before = {id(parameter): parameter.detach().double().clone() for parameter in self.parameters()}
+        self.keep("parameter", optimizer, lambda parameter: parameter)
+        self.keep("gradient", optimizer, lambda parameter: parameter.grad.double() / factor)  # type: ignore[union-attr]
         optimizer.step()
-        self.keep("update", optimizer, lambda one: one.double() - before[id(one)])
+        self.keep("update", optimizer, lambda parameter: parameter.double() - before[id(parameter)])
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.truth.append(defaultdict(list))
@@ -106,7 +106,7 @@ def in_turn(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
 
 
 def toggled(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
-    """While one optimizer has its turn, the other's parameters are frozen."""
+    """While an optimizer has its turn, the other's parameters are frozen."""
     for optimizer in self.optimizers():
         self.toggle_optimizer(optimizer)
         self.manual_backward(self.loss(batch))
@@ -152,21 +152,21 @@ def closures(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
             optimizer.zero_grad()
             loss = self.loss(batch)
             self.manual_backward(loss)
-            self.keep("parameter", optimizer, lambda one: one)
-            self.keep("gradient", optimizer, lambda one: one.grad)  # type: ignore[arg-type,return-value]
+            self.keep("parameter", optimizer, lambda parameter: parameter)
+            self.keep("gradient", optimizer, lambda parameter: parameter.grad)  # type: ignore[arg-type,return-value]
             return loss
 
         optimizer.step(closure=closure)
-        self.keep("update", optimizer, lambda one, before=before: one.double() - before[id(one)])  # type: ignore[misc]
+        self.keep("update", optimizer, lambda parameter, before=before: parameter.double() - before[id(parameter)])  # type: ignore[misc]
 
 
-def run_pair(way: Any, folder: Path, options: dict[str, Any] | None = None, **wishes: Any) -> tuple[Pair, KeepRecords]:
+def run_pair(way: Any, folder: Path, options: dict[str, Any] | None = None, **monitoring: Any) -> tuple[Pair, KeepRecords]:
     """Train a pair for five batches; with the monitor if anything is wished for."""
-    callback = ModuleMonitorCallback(every_n_steps=1, store=str(folder / "monitor.h5"), **wishes)
+    callback = ModuleMonitorCallback(every_n_steps=1, store=str(folder / "monitor.h5"), **monitoring)
     records = KeepRecords(callback)
     seed()
     module = Pair(way)
-    trainer(folder, [callback, records] if wishes else [], limit_train_batches=5, limit_val_batches=0, **(options or {})).fit(
+    trainer(folder, [callback, records] if monitoring else [], limit_train_batches=5, limit_val_batches=0, **(options or {})).fit(
         module, loader()
     )
     return module, records
@@ -185,7 +185,7 @@ def run_pair(way: Any, folder: Path, options: dict[str, Any] | None = None, **wi
 )
 @pytest.mark.shows("manual optimization, two optimizers", *OF_EACH_OPTIMIZER)
 def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) -> None:
-    """One set of keys in every step, which is a batch; of the first step of each optimizer; all backward passes. Training is the same."""
+    """Every step (a batch) has the same keys, from the first step of each optimizer and all backward passes. Training is the same."""
     rules = [Rule(kinds=KINDS, sites=r"encoder.*|decoder.*", statistics=NAMES), Rule(kinds="parameter", sites="free", statistics=NAMES)]
     module, records = run_pair(way, tmp_path, rules=rules, capture=Capture(sites="decoder.weight", steps=2, kinds=["gradient", "update"]))
     assert [record.step for record in records.records] == [0, 1, 2, 3, 4]
@@ -209,7 +209,7 @@ def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) ->
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.shows("manual optimization with a GradScaler", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_a_scaler_under_manual_optimization(fused: bool, tmp_path: Path) -> None:
-    """Gradients of the loss without its scale, which changes between the two optimizers of a batch; also where one unscales by itself."""
+    """Gradients of the loss without its scale, which changes between the optimizers of a batch; also if an optimizer unscales."""
 
     class Scaled(Pair):
         def configure_optimizers(self) -> Any:
@@ -232,7 +232,7 @@ def test_a_scaler_under_manual_optimization(fused: bool, tmp_path: Path) -> None
 
 @pytest.mark.shows("manual optimization with a GradScaler", "gradients", "updates")
 def test_one_of_two_optimizers_skips(tmp_path: Path) -> None:
-    """The decoder's gradient overflows: its update is 0, the encoder's is not, and the step is one with a skip."""
+    """The decoder's gradient overflows: its update is 0, the encoder's is not, and the step counts as skipped."""
 
     def overflows(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
         encoder, decoder = self.optimizers()
@@ -255,7 +255,7 @@ def test_one_of_two_optimizers_skips(tmp_path: Path) -> None:
 
 @pytest.mark.shows("manual optimization with a GradScaler", "gradients", "updates")
 def test_the_first_of_two_steps_is_skipped(tmp_path: Path) -> None:
-    """It is the one that counts: its gradients, and an update of 0, though the second one moves the weights."""
+    """The first step counts: its gradients, and an update of 0, though the second step moves the weights."""
 
     def tries_again(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
         for optimizer in self.optimizers():
@@ -276,7 +276,7 @@ def test_the_first_of_two_steps_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.shows("manual optimization, accumulation by hand", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_accumulation_by_hand(tmp_path: Path) -> None:
-    """A batch in which an optimizer does not step has its parameters, updates of 0 and no gradients: those are not complete."""
+    """A batch without a step of an optimizer has its parameters, updates of 0 and no gradients, which are not complete."""
 
     def accumulates(self: Pair, batch: list[Tensor], batch_idx: int) -> None:
         encoder, decoder = self.optimizers()
@@ -301,7 +301,7 @@ def test_accumulation_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.shows("manual optimization, accumulation by hand", "parameters", "gradients", "updates")
 def test_one_optimizer_by_hand_that_does_not_always_step(tmp_path: Path) -> None:
-    """As with two; its parameters are those of the whole model."""
+    """As with two optimizers; its parameters are those of the whole model."""
 
     class Single(Classifier):
         automatic_optimization = False
@@ -332,8 +332,8 @@ def test_a_reference_under_manual_optimization_is_that_of_a_submodule(tmp_path: 
             optimizer.zero_grad()
 
     rules = [Rule(kinds=["activation_difference", "parameter_difference"], statistics="norm")]
-    wishes: dict[str, Any] = {"rules": rules, "reference": "init", "rcc": True, "module": "decoder"}
-    _module, records = run_pair(once, tmp_path, **wishes)
+    monitoring: dict[str, Any] = {"rules": rules, "reference": "init", "rcc": True, "module": "decoder"}
+    _module, records = run_pair(once, tmp_path, **monitoring)
     first, later = records.records[0].values, records.records[4].values
     keys = [key for key in first if "difference" in key or "effective_update" in key]
     assert len(keys) >= 4
@@ -343,8 +343,8 @@ def test_a_reference_under_manual_optimization_is_that_of_a_submodule(tmp_path: 
 
 
 @pytest.mark.shows("LBFGS", "activations", "activation gradients", "parameters", "gradients", "updates")
-def test_of_a_closure_that_is_called_many_times_the_first_call_counts(tmp_path: Path) -> None:
-    """LBFGS under automatic optimization: values of all kinds are those of the first call, which here is another loss than the rest."""
+def test_of_many_calls_of_a_closure_the_first_counts(tmp_path: Path) -> None:
+    """LBFGS under automatic optimization: values of all kinds are those of the first call, whose loss differs here."""
 
     class Counting(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -404,7 +404,7 @@ class ByHand(Classifier):
 )
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_monitoring_changes_nothing(model: str, way: str, tmp_path: Path) -> None:
-    """Promise 1, with all there is: losses, weights, buffers and random states."""
+    """Promise 1 with everything on: losses, weights, buffers and random states are the same."""
     runs = []
     for monitored in (False, True):
         rules = [
@@ -419,15 +419,15 @@ def test_monitoring_changes_nothing(model: str, way: str, tmp_path: Path) -> Non
         run = trainer(tmp_path, [callback, keep] if monitored else [keep], val_check_interval=3)
         run.fit(module, loader(shuffle=True), loader(8))
         runs.append((keep, module.state_dict()))
-    (one, weights), (other, monitored_weights) = runs
-    assert len(one.losses) == 10
-    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
-    assert one.random_states == other.random_states
+    (plain, weights), (monitored, monitored_weights) = runs
+    assert len(plain.losses) == 10
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, monitored.losses, strict=True))
+    assert plain.random_states == monitored.random_states
     assert all(torch.equal(weights[name], monitored_weights[name]) for name in weights)
 
 
 class Unfreezes(BaseFinetuning):
-    """The first layer is frozen for the first epoch, and then gets a parameter group of its own."""
+    """The first layer is frozen for the first epoch, and then gets a further parameter group."""
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.get_submodule("model.layers.0"))
@@ -440,7 +440,7 @@ class Unfreezes(BaseFinetuning):
 @pytest.mark.shows("parameters frozen and unfrozen", *PARAMETERS, "store and loggers", "training unchanged")
 @pytest.mark.shows("parameter groups added later", *PARAMETERS, "store and loggers", "training unchanged")
 def test_parameters_that_are_frozen_first(tmp_path: Path) -> None:
-    """While frozen: no gradient, update 0. From then on both, in columns of the store that turn up late. Training is the same."""
+    """While frozen: no gradient, update 0. Then both, in late columns of the store. Training is the same."""
     runs = []
     for monitored in (True, False):
         callback = ModuleMonitorCallback(1, rules=[Rule(kinds=["parameter", "gradient", "update"], statistics="norm")])
@@ -478,7 +478,7 @@ class Replaces(Callback):
             trainer.optimizers = [pl_module.configure_optimizers()]  # type: ignore[list-item]
 
 
-def test_a_module_that_is_replaced_has_no_more_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replaced_module_has_no_more_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Values of removed parameters are not recorded for their replacements; one message is logged, and all other values are recorded."""
     layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics="norm")], reference="init", rcc=True)
@@ -499,7 +499,7 @@ def test_a_module_that_is_replaced_has_no_more_values(tmp_path: Path, caplog: py
     "layers built late, {way}", "activations", "activation gradients", "parameters", "gradients", "updates", "training unchanged"
 )
 def test_layers_that_are_built_late(way: str, tmp_path: Path) -> None:
-    """A lazy layer gets its shape in the first forward pass, which is that of a monitored step; all its kinds are of that step."""
+    """A lazy layer gets its shape in the first forward pass; that step is monitored, and has all kinds of the layer."""
 
     class Late(Classifier):
         def configure_model(self) -> None:
@@ -519,11 +519,11 @@ def test_layers_that_are_built_late(way: str, tmp_path: Path) -> None:
         )
         runs.append((keep.losses, module.model.weight))
         if monitored:
-            found = records.records
+            kept = records.records
     assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
     assert torch.equal(runs[0][1], runs[1][1])
-    assert found[0].values.keys() == found[1].values.keys()
-    for record, (x, y) in zip(found, loader(), strict=False):
+    assert kept[0].values.keys() == kept[1].values.keys()
+    for record, (x, y) in zip(kept, loader(), strict=False):
         assert len(measured(record)) == len(NAMES) * (2 + 2 * 3) + 1
         norms = [record.values[f"{kind}/model.weight/norm"] for kind in ("gradient", "update")]
         assert norms[1] == pytest.approx(0.1 * norms[0], rel=1e-4)
@@ -531,8 +531,8 @@ def test_layers_that_are_built_late(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("plain loop", "parameters", "gradients", "updates")
-def test_a_loop_of_your_own_with_two_optimizers() -> None:
-    """``parameters`` tells whose turn it is; each is recorded once."""
+def test_a_plain_loop_with_two_optimizers() -> None:
+    """``parameters`` selects the optimizer's parameters; each parameter is recorded once."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
@@ -541,20 +541,20 @@ def test_a_loop_of_your_own_with_two_optimizers() -> None:
     with ModuleMonitor(rules=[Rule(kinds=["parameter", "gradient", "update"], statistics=NAMES)]) as monitor:
         monitor.set_module(model)
         monitor.begin_step(0)
-        for place, (part, optimizer) in enumerate(zip(model, optimizers, strict=True)):
+        for index, (part, optimizer) in enumerate(zip(model, optimizers, strict=True)):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             parameters = list(part.parameters())
             monitor.monitor_gradients(parameters=parameters)
             monitor.monitor_parameters(parameters)
-            before = {name: one.detach().clone() for name, one in part.named_parameters()}
+            before = {name: parameter.detach().clone() for name, parameter in part.named_parameters()}
             optimizer.step()
             monitor.monitor_updates(parameters)
-            for name, one in part.named_parameters():
-                assert one.grad is not None
-                truth["parameter", f"{place}.{name}"] = [before[name]]
-                truth["gradient", f"{place}.{name}"] = [one.grad.clone()]
-                truth["update", f"{place}.{name}"] = [one.detach() - before[name]]
+            for name, parameter in part.named_parameters():
+                assert parameter.grad is not None
+                truth["parameter", f"{index}.{name}"] = [before[name]]
+                truth["gradient", f"{index}.{name}"] = [parameter.grad.clone()]
+                truth["update", f"{index}.{name}"] = [parameter.detach() - before[name]]
         record = monitor.end_step()
     assert record is not None
     assert len(measured(record)) == len(NAMES) * 12 + 1

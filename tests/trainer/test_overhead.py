@@ -20,7 +20,7 @@ from lightning_module_monitor.trainer.overhead import CLOSEST, HostClock, Overhe
 
 
 class SetClock(HostClock):
-    """A clock that is set by hand. What was launched is done when :attr:`done` has come to it."""
+    """A clock that is set by hand. A timestamp is pending while it is later than :attr:`done`."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -29,18 +29,20 @@ class SetClock(HostClock):
     def now(self) -> float:
         return self.time
 
-    def has_come(self, moment: float) -> bool:
-        return moment <= self.done
+    def has_passed(self, timestamp: float) -> bool:
+        return timestamp <= self.done
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
 
 def run(overhead: Overhead, clock: SetClock, num_steps: int, cost: float, num_batches: int = 1) -> list[int]:
-    """Steps of one second a batch and what monitoring costs; the first monitored one takes a minute more. A second lies between batches.
+    """Run steps of a second a batch plus the cost of monitoring; the first monitored step takes a minute more.
+
+    A second lies between batches.
 
     Returns:
-        Those that were monitored.
+        The monitored steps.
     """
     monitored = []
     for step in range(num_steps):
@@ -56,9 +58,8 @@ def run(overhead: Overhead, clock: SetClock, num_steps: int, cost: float, num_ba
                 fraction = overhead.fraction()
                 if fraction is not None:
                     overhead.decide(fraction)
-            overhead.end_batch()
-            clock.time += 1  # loading the next one is nobody's
-        overhead.end_step()
+            overhead.end_batch(ends_step=batch == num_batches - 1)
+            clock.time += 1  # the time between batches does not count
     return monitored
 
 
@@ -73,7 +74,7 @@ def test_monitored_steps_are_as_far_apart_as_the_limit_asks(cost: float, limit: 
     gap = max(CLOSEST, math.ceil(cost * (1 - limit) / limit / num_batches - 1e-9))
     assert overhead.closest == gap
     assert {later - earlier for earlier, later in pairwise(monitored[3:])} == {gap}
-    # Those before it was known what one costs are every second.
+    # Before the cost is known, every second step is monitored.
     assert monitored[:3] == [0, CLOSEST, 2 * CLOSEST]
     fraction = overhead.fraction()
     assert fraction == pytest.approx(cost / (cost + gap * num_batches), abs=1e-9)
@@ -82,7 +83,7 @@ def test_monitored_steps_are_as_far_apart_as_the_limit_asks(cost: float, limit: 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 7])
 def test_the_limit_holds_where_only_some_monitored_steps_cost(period: int) -> None:
-    """A cheap rule is due in every step, one that takes ten times a step in few: their share of all the time is the limit."""
+    """A cheap rule is due in every step, an expensive rule in few steps: their share of all the time is the limit."""
     clock, spent, num_steps = SetClock(), 0, 4000
     overhead = Overhead(0.1, clock)
     for step in range(num_steps):
@@ -95,13 +96,12 @@ def test_the_limit_holds_where_only_some_monitored_steps_cost(period: int) -> No
         fraction = overhead.fraction() if is_monitored else None
         if fraction is not None:
             overhead.decide(fraction)
-        overhead.end_batch()
-        overhead.end_step()
+        overhead.end_batch(ends_step=True)
     assert spent / (spent + num_steps) == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_device_that_is_behind_is_not_waited_for() -> None:
-    """What it takes is known later."""
+    """Its times are known later."""
     clock = SetClock()
     overhead = Overhead(0.1, clock)
     clock.done = 0.0
@@ -111,8 +111,8 @@ def test_a_device_that_is_behind_is_not_waited_for() -> None:
     assert overhead.fraction() == pytest.approx(3 / (3 + CLOSEST))
 
 
-def test_a_figure_that_tells_nothing_changes_nothing() -> None:
-    """A step that an error has spoiled has none; and a step that comes again, after a resume, is allowed."""
+def test_a_missing_fraction_changes_nothing() -> None:
+    """A step with an error has none; and a step that is repeated after a resume is allowed."""
     clock = SetClock()
     overhead = Overhead(0.1, clock)
     run(overhead, clock, 20, cost=3.0)
@@ -125,26 +125,25 @@ def test_a_figure_that_tells_nothing_changes_nothing() -> None:
 
 
 def test_steps_that_take_no_time_have_no_share() -> None:
-    """A coarse clock may tell of none: 0, and no division by it."""
+    """A coarse clock may measure 0 seconds: the share is 0, without a division by it."""
     clock = SetClock()
     overhead = Overhead(0.1, clock)
     for step in range(6):
         overhead.begin_batch()
         overhead.begin_step(step, is_monitored=step % 2 == 0)
-        overhead.end_batch()
-        overhead.end_step()
+        overhead.end_batch(ends_step=True)
     assert overhead.fraction() == 0.0
 
 
 @pytest.fixture
 def virtual_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SetClock]:
-    """The process's clock stands still, unless somebody sets it."""
+    """The process's clock stands still until a test sets it."""
     clock = SetClock()
     monkeypatch.setattr(HostClock, "now", lambda _self: clock.time)
     return clock
 
 
-def test_in_a_run_steps_are_left_out_and_it_is_said(virtual_time: SetClock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_leaves_steps_out_and_logs_it(virtual_time: SetClock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A step takes a second, a metric half a second for each of the two micro-batches: 10 % allow it every ninth step."""
 
     class Slow(Tiny):
@@ -167,14 +166,14 @@ def test_in_a_run_steps_are_left_out_and_it_is_said(virtual_time: SetClock, tmp_
     assert [record.values.get(key) for record in keep.records[:2]] == [None, None]
     assert keep.records[2].values[key] == pytest.approx(1 / (1 + 2))
     assert [record.values[key] for record in keep.records[3:]] == pytest.approx([1 / (1 + 9)] * len(steps[3:]))
-    said = [message for message in caplog.messages if "max_overhead" in message]
-    assert said == ["max_overhead=0.1: at most one step in 2 is monitored, from step 1 on. This is logged once."]
+    messages = [message for message in caplog.messages if "max_overhead" in message]
+    assert messages == ["max_overhead=0.1: at most one step in 2 is monitored, from step 1 on. This is logged once."]
     assert callback.store_path is not None
     assert load_store(callback.store_path).series(key)[0].tolist() == steps[2:]
 
 
 def test_a_schedule_within_the_limit_is_left_as_it_is(virtual_time: SetClock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is said either."""
+    """Nothing is logged either."""
 
     class Slow(Tiny):
         def training_step(self, *args: Any) -> Tensor:
@@ -190,22 +189,24 @@ def test_a_schedule_within_the_limit_is_left_as_it_is(virtual_time: SetClock, tm
     assert not any("max_overhead" in message for message in caplog.messages)
 
 
-def test_raw_tensors_of_a_step_that_is_left_out_are_said(virtual_time: SetClock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever asked for a step by its number is told that it is not in the file; once."""
+def test_raw_tensors_of_a_step_that_is_left_out_are_logged(
+    virtual_time: SetClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names, once, a captured step that is not in the file."""
     capture = Capture(sites="model.2", steps=[4, 5, 7, 9])
     rule = Rule(kinds="activation", statistics="norm")
     callback = ModuleMonitorCallback(every_n_steps=4, rules=[rule], capture=capture, max_overhead=0.5)
     with caplog.at_level(logging.WARNING, LOGGER):
         fit(tmp_path, [callback], max_steps=12, max_epochs=-1)
-    [said] = [message for message in caplog.messages if "capture" in message]
-    assert said.startswith("max_overhead=0.5: capture has step 5, less than 2 steps after another that was monitored;")
+    [message] = [message for message in caplog.messages if "capture" in message]
+    assert message.startswith("max_overhead=0.5: capture has step 5, less than 2 steps after another that was monitored;")
     assert callback.store_path is not None
-    assert {one.step for one in load_store(callback.store_path).tensors()} == {4, 7, 9}
+    assert {tensor.step for tensor in load_store(callback.store_path).tensors()} == {4, 7, 9}
 
 
 @pytest.mark.gpu
-def test_the_device_tells_its_own_time() -> None:
-    """By events: nobody waits, and the time of what was launched in between is found."""
+def test_the_device_measures_its_time() -> None:
+    """By events, without waiting, the time of the kernels in between is measured."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     from lightning_module_monitor.trainer.overhead import clock_of
@@ -214,7 +215,7 @@ def test_the_device_tells_its_own_time() -> None:
     start = clock.now()
     torch.cuda._sleep(200_000_000)
     end = clock.now()
-    assert not clock.has_come(end)
+    assert not clock.has_passed(end)
     torch.cuda.synchronize()
-    assert clock.has_come(end)
+    assert clock.has_passed(end)
     assert clock.seconds(start, end) > 0.01

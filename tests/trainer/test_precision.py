@@ -32,7 +32,7 @@ def scaled(init_scale: float, **options: Any) -> MixedPrecision:
 
 
 class Truth(Callback):
-    """Raw tensors of every step, divided in float64 by the scale that the scaler had when they came."""
+    """Raw tensors of every step, divided in float64 by the scaler's scale at that time."""
 
     def __init__(self) -> None:
         self.now: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
@@ -49,9 +49,9 @@ class Truth(Callback):
             if module.training:
                 self.now["activation", site].append(output.detach().double())
             if output.requires_grad:
-                output.register_hook(seen)
+                output.register_hook(keep_gradient)
 
-        def seen(gradient: Tensor) -> None:
+        def keep_gradient(gradient: Tensor) -> None:
             self.dtypes.add(gradient.dtype)
             self.now["activation_gradient", site].append(gradient.double() / self.scale())
 
@@ -101,7 +101,7 @@ def assert_true(record: Record, truth: dict[tuple[str, str], list[Tensor]]) -> N
     "histograms",
     "raw tensors",
 )
-def test_values_are_of_the_loss_without_its_scale(init_scale: float, tmp_path: Path) -> None:
+def test_values_do_not_depend_on_the_scale_of_the_loss(init_scale: float, tmp_path: Path) -> None:
     """All kinds, histograms, gains and raw tensors, under accumulation and clipping; the scale doubles with every step."""
     rules = [
         Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES),
@@ -142,7 +142,7 @@ def test_values_are_of_the_loss_without_its_scale(init_scale: float, tmp_path: P
 @pytest.mark.parametrize("init_scale", [256.0, 300.0])
 @pytest.mark.shows("16-mixed, fused optimizers", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_optimizers_that_unscale_themselves(init_scale: float, tmp_path: Path) -> None:
-    """Fused ones get scaled gradients; both gradient kinds are what they make of them. Lightning allows no clipping then."""
+    """Fused optimizers get scaled gradients; both gradient kinds are unscaled. Lightning allows no clipping then."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES)])
     records, truth = KeepRecords(callback), Truth()
     run = trainer(tmp_path, [callback, records, truth], accumulate_grad_batches=2, plugins=[scaled(init_scale)], max_steps=4)
@@ -155,7 +155,7 @@ def test_optimizers_that_unscale_themselves(init_scale: float, tmp_path: Path) -
 
 
 class Meddles(Callback):
-    """Changes weights when the step is over, before the monitor hears of that."""
+    """Changes weights at the end of a step, before the monitor's event."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:
         with torch.no_grad():
@@ -165,7 +165,7 @@ class Meddles(Callback):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.shows("16-mixed, a skipped step", "gradients", "updates")
 def test_a_skipped_step_is_no_update(fused: bool, tmp_path: Path) -> None:
-    """The first step overflows: ``step_skipped`` 1, update 0 whoever else moves weights, gradients as they are; the next is a step."""
+    """The first step overflows: ``step_skipped`` 1, update 0 even if other code moves weights, gradients unchanged."""
     rules = [Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES), Rule(kinds="update", statistics="ratio")]
     callback = ModuleMonitorCallback(every_n_steps=1, rules=rules, callback_metrics="run1/monitor/step_skipped", prefix="run1")
     records, truth = KeepRecords(callback), Truth()
@@ -190,8 +190,8 @@ def test_a_skipped_step_is_no_update(fused: bool, tmp_path: Path) -> None:
     assert skipped.values[f"run1/parameter/{WEIGHT}/norm"] == pytest.approx(textbook("norm", parameter), rel=1e-6)
 
 
-def test_without_a_scaler_nothing_is_said_of_skipped_steps(tmp_path: Path) -> None:
-    """The key is there where a scaler is in use, and not elsewhere; also not with one that is switched off."""
+def test_without_a_scaler_there_is_no_key_of_skipped_steps(tmp_path: Path) -> None:
+    """The key exists only with an enabled scaler."""
     for options in ({"precision": "bf16-mixed"}, {"plugins": [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", enabled=False))]}):
         callback = ModuleMonitorCallback(every_n_steps=1)
         trainer(tmp_path, [callback], max_steps=1, **options).fit(Classifier("mlp"), loader(), loader(8))
@@ -202,7 +202,7 @@ def test_without_a_scaler_nothing_is_said_of_skipped_steps(tmp_path: Path) -> No
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 @pytest.mark.shows("16-mixed with a GradScaler", "training unchanged")
-def test_a_scaler_trains_as_if_nobody_looked(model: str, fused: bool, tmp_path: Path) -> None:
+def test_a_scaler_changes_nothing_of_the_training(model: str, fused: bool, tmp_path: Path) -> None:
     """Promise 1, with skipped steps and a scale that changes."""
     runs = []
     for monitored in (False, True):
@@ -215,22 +215,22 @@ def test_a_scaler_trains_as_if_nobody_looked(model: str, fused: bool, tmp_path: 
         run.fit(module, loader(shuffle=True), loader(8))
         assert plugin.scaler is not None
         runs.append((keep, module.state_dict(), plugin.scaler.state_dict()))
-    (one, weights, scale), (other, monitored_weights, monitored_scale) = runs
+    (plain, weights, scale), (monitored, monitored_weights, monitored_scale) = runs
     assert scale == monitored_scale
-    assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
-    assert one.random_states == other.random_states
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, monitored.losses, strict=True))
+    assert plain.random_states == monitored.random_states
     assert all(torch.equal(weights[name], monitored_weights[name]) for name in weights)
 
 
-def test_a_loop_of_your_own_tells_of_its_scale() -> None:
+def test_a_plain_loop_passes_its_scale() -> None:
     """As a tensor, without a host read in a hook, or a number: the statistics are, to the last digit, those without a scaler."""
     rules = [Rule(kinds=["activation_gradient", "gradient"], statistics=[*NAMES, "hist"])]
-    found = []
+    results = []
     for how in ("no scaler", "tensor", "number"):
         model = make("mlp").eval()
         scaler = GradScaler("cpu", init_scale=1024.0, enabled=how != "no scaler")
-        one = scaler.scale(torch.ones(()))
-        scale = {"no scaler": None, "tensor": one, "number": 1024.0}[how]
+        factor = scaler.scale(torch.ones(()))
+        scale = {"no scaler": None, "tensor": factor, "number": 1024.0}[how]
         with ModuleMonitor(rules=rules) as monitor:
             monitor.set_module(model)
             monitor.begin_step(0)
@@ -246,13 +246,13 @@ def test_a_loop_of_your_own_tells_of_its_scale() -> None:
             record = monitor.end_step()
         assert record is not None
         assert record.values["activation_gradient/layers.0/norm"] > 0
-        found.append((record.values, {key: one.counts.tolist() for key, one in record.histograms.items()}))
-    assert found[0] == found[1] == found[2]
+        results.append((record.values, {key: histogram.counts.tolist() for key, histogram in record.histograms.items()}))
+    assert results[0] == results[1] == results[2]
 
 
 def test_gains_of_backward_passes_with_different_scales() -> None:
-    """A step may have several, each with the scale of its time; gains are those of the losses themselves."""
-    found = []
+    """A step may have several backward passes, each with its scale; gains are those of the unscaled losses."""
+    results = []
     for scales in ((None, None), (4.0, 1024.0)):
         model = make("mlp").eval()
         with ModuleMonitor(gradient_flow=GradientFlow(blocks="layers")) as monitor:
@@ -265,6 +265,6 @@ def test_gains_of_backward_passes_with_different_scales() -> None:
                 monitor.after_micro_batch()
             record = monitor.end_step()
         assert record is not None
-        found.append(record.values)
-    assert found[0]["gradient_flow/layers.0-layers.1/gain"] > 0
-    assert found[0] == found[1]
+        results.append(record.values)
+    assert results[0]["gradient_flow/layers.0-layers.1/gain"] > 0
+    assert results[0] == results[1]

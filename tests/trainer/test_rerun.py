@@ -1,4 +1,4 @@
-"""A step that is run again: what is kept for that, how much of it, and what is said where it cannot be shown."""
+"""A step that is run again: the data that is kept, its limit, and the findings if the module cannot be shown."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ from lightning_module_monitor.trainer.rerun import StepRerun
 
 
 def alive(batches: list[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Which batches are still there when the last micro-batch runs, if nobody else keeps them."""
+    """Whether each batch still exists when the last micro-batch runs, without other references to it."""
     monkeypatch.setattr(rerun, "MAX_EARLIER_BYTES", limit)
-    again, kept = StepRerun(Classifier("mlp"), []), []
+    step, tensors = StepRerun(Classifier("mlp"), [], []), []
     for number in range(len(batches)):
-        kept.append(weakref.ref(batches[0][0]))
-        again.keep(batches.pop(0), number, is_first=number == 0, is_whole=True)
-    found = [one() is not None for one in kept]
-    again.forget()
-    assert not any(one() is not None for one in kept)
-    return found
+        tensors.append(weakref.ref(batches[0][0]))
+        step.keep(batches.pop(0), number)
+    return [tensor() is not None for tensor in tensors]
 
 
-def test_what_is_kept_of_a_step_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batches of micro-batches that are over hold so many bytes, and no more; the one that runs is held anyway."""
+def test_kept_batches_of_a_step_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of earlier micro-batches hold at most that many bytes; the running batch is held anyway."""
 
     def batches() -> list[Any]:
         return [[torch.zeros(64), {"y": torch.zeros(16, dtype=torch.int32)}] for _ in range(5)]  # 256 and 64 bytes
@@ -42,8 +39,8 @@ def test_what_is_kept_of_a_step_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
     assert alive(batches(), 0, monkeypatch) == [False] * 4 + [True]
 
 
-def test_what_lies_in_one_memory_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of one tensor hold all of it, once; and nothing more than the one that runs does, if that is a part too."""
+def test_shared_memory_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a tensor hold its whole storage, once; and no further memory if the running batch is a part, too."""
 
     def parts() -> list[Any]:
         whole = torch.zeros(4, 64)
@@ -55,11 +52,11 @@ def test_what_lies_in_one_memory_counts_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_model_whose_weights_were_given_back_is_not_copied() -> None:
-    """Torch would read on, and end the process."""
+    """Torch would read past the end, and crash."""
     model = Classifier("mlp")
     next(model.parameters()).untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="its memory was given back"):
-        StepRerun(model, [])._sibling()
+        StepRerun(model, [], [])._sibling()
 
 
 NOTES: list[tuple[int, nn.Parameter]] = []
@@ -75,17 +72,17 @@ class Noting(nn.Linear):
 
 
 def test_the_copy_that_is_run_shares_the_weights(tmp_path: Path) -> None:
-    """It takes no memory of theirs, nor for their gradients, which a device that is full does not have."""
+    """It takes no memory for weights or their gradients, which a full device does not have."""
     NOTES.clear()
     module = Classifier(nn.Sequential(nn.Linear(6, 6), Noting(6, 6), nn.Linear(6, 3)), torch.optim.SGD)
     callback = ModuleMonitorCallback(50, health=Health(nonfinite="always"), store=str(tmp_path / "monitor.h5"))
     trainer(tmp_path, [callback], max_steps=1, limit_val_batches=0).fit(module, loader(), loader(8))
-    assert [one.site for one in callback.findings] == ["model.1"]
-    [own, again] = NOTES
-    assert own[0] == again[0]
-    assert own[1] is not again[1]
-    assert again[1].requires_grad
-    assert again[1].grad is None
+    assert [finding.site for finding in callback.findings] == ["model.1"]
+    [first, second] = NOTES
+    assert first[0] == second[0]
+    assert first[1] is not second[1]
+    assert second[1].requires_grad
+    assert second[1].grad is None
 
 
 class Writing(nn.Linear):
@@ -144,20 +141,20 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
 
 
-def test_a_micro_batch_that_was_not_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its number and why; what another one shows is said as that."""
+def test_the_finding_names_a_micro_batch_that_was_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its number and the reason; the result of another micro-batch is labelled as such."""
     monkeypatch.setattr(rerun, "MAX_EARLIER_BYTES", 2**20)
     monkeypatch.setattr(rerun, "_memory", lambda tensor: (id(tensor), 2**20))  # each of two tensors
-    found = found_in(tmp_path, Classifier(model()), bad_sample(3))
-    assert found.site == "_root_"
-    assert found.words.startswith(
-        "The first value that is not finite came in micro-batch 3, and the module that made it is not known: its batch was not"
+    finding = found_in(tmp_path, Classifier(model()), bad_sample(3))
+    assert finding.site == "_root_"
+    assert finding.words.startswith(
+        "The first non-finite value occurred in micro-batch 3, and the module that made it is not known: its batch was not"
     )
-    assert found.words.endswith("those before it hold 1 MiB, or would with it. In micro-batch 7, run again instead, all was finite.")
+    assert finding.words.endswith("those before it hold 1 MiB, or would with it. In micro-batch 7, run again instead, all was finite.")
 
 
 class Scaling(Classifier):
-    """Writes into its batch: what it takes the logarithm of is 1 the first time, and 0 the next."""
+    """Writes into its batch: it takes the logarithm of 1 at first, and of 0 the next time."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         value = self.model(torch.log(batch[0])).mean()
@@ -165,17 +162,17 @@ class Scaling(Classifier):
         return value + torch.nan
 
 
-def test_a_batch_that_was_written_into_accuses_nobody(tmp_path: Path) -> None:
-    """Run again it is another batch; what that shows is said as that."""
-    found = found_in(tmp_path, Scaling(model()), bad_sample(7))
-    assert found.site == "_root_"
+def test_a_batch_that_was_written_into_names_no_module(tmp_path: Path) -> None:
+    """Run again it is another batch; the result is labelled as such."""
+    finding = found_in(tmp_path, Scaling(model()), bad_sample(7))
+    assert finding.site == "_root_"
     assert (
         "in micro-batch 0, and the module that made it is not known: its batch was written into in the step, and cannot be run again"
-        in found.words
+        in finding.words
     )
     assert (
         "Run again on the batch as it is now, it was in training_step: The first module of the pass, model, was given infinity"
-        in found.words
+        in finding.words
     )
 
 
@@ -189,7 +186,7 @@ class Taking(Classifier):
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_a_batch_that_was_taken_apart_is_run_again_as_it_was(kind: type[Any], tmp_path: Path) -> None:
-    """Its tensors are what they were: that is no writing into them."""
+    """Its tensors are unchanged: taking a container apart is no write into tensors."""
     data = DataLoader(bad_sample(3).dataset, collate_fn=lambda samples: kind(x=samples[0][0][None], x1=torch.zeros(6)))
-    found = found_in(tmp_path, Taking(model()), data)
-    assert found.words.startswith("NaN in the batch, in the forward pass of micro-batch 3 (epoch 0, batch_idx 3). The first module")
+    finding = found_in(tmp_path, Taking(model()), data)
+    assert finding.words.startswith("NaN in the batch, in the forward pass of micro-batch 3 (epoch 0, batch_idx 3). The first module")

@@ -1,4 +1,4 @@
-"""One callback that several Trainers use, and one whose copies are used: its results stay those of the latest run that recorded."""
+"""A callback that several Trainers use, or copy: its results are those of the latest run that recorded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def alarmed(**options: Any) -> ModuleMonitorCallback:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("stages", [["train"], ["train", "validate", "predict"]])
 def test_results_of_a_fit_stay_while_other_trainers_use_the_callback(stage: str, stages: list[str], tmp_path: Path) -> None:
-    """The path of the store, the findings and the diagnoses are those of the fit until another run writes a store of its own."""
+    """The path of the store, the findings and the diagnoses are those of the fit until another run writes another store."""
     callback = alarmed(stages=stages)
     fit(tmp_path / "fit", [callback])
     findings, last_record = list(callback.findings), callback.last_record
@@ -46,7 +46,7 @@ def test_results_of_a_fit_stay_while_other_trainers_use_the_callback(stage: str,
     records = stage in stages
     assert callback.store_path == str(tmp_path / (stage if records else "fit") / "monitor.h5")
     assert list(load_store(tmp_path / "fit" / "monitor.h5").series("gradient/model.0.weight/norm")[0]) == list(range(6))
-    if stage != "fast_dev_run":  # which is a fit, with findings of its own
+    if stage != "fast_dev_run":  # which is a fit with further findings
         assert list(callback.findings) == findings
         assert (callback.last_record is last_record) != records
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_another_trainer_names_no_store_of_the_first(tmp_path: P
 
 @pytest.mark.parametrize("generations", [1, 2])
 def test_a_callback_shows_the_run_of_its_deep_copy(generations: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Libraries that train with copies: the user's own object has store, record, findings and says so; the log names the store."""
+    """If a library trains with copies, the user's object shows store, record and findings of the copy; the log names the store."""
     callback = alarmed()
     before = repr(callback)
     used = callback
@@ -76,18 +76,18 @@ def test_a_callback_shows_the_run_of_its_deep_copy(generations: int, tmp_path: P
     assert callback.last_record is not None
     assert callback.last_record.step == 5
     assert list(callback.findings) == list(used.findings) != []
-    assert [str(one) for one in callback.diagnose()] == [str(one) for one in used.diagnose()]
+    assert [str(diagnosis) for diagnosis in callback.diagnose()] == [str(diagnosis) for diagnosis in used.diagnose()]
     assert "of a copy that was trained with" not in before + repr(used)
     assert repr(callback) == repr(used)[:-1] + ", of a copy that was trained with)"
     assert sum(store in record.message for record in caplog.records) == 1
-    # The next own run is shown again.
+    # The next run of the callback itself is shown again.
     fit(tmp_path / "own", [callback])
     assert callback.store_path == str(tmp_path / "own" / "monitor.h5")
     assert used.store_path == store
 
 
 def test_a_copy_that_runs_nothing_is_not_shown(tmp_path: Path) -> None:
-    """Neither one that is made in passing, as with a copy of the model that holds the callback, nor one that only predicts."""
+    """Neither a temporary copy, as with a copy of the model that holds the callback, nor a copy that only predicts."""
     callback = alarmed()
     fit(tmp_path, [callback])
     copied = copy.deepcopy(callback)
@@ -97,7 +97,7 @@ def test_a_copy_that_runs_nothing_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_a_pickled_callback_shows_its_own_run(tmp_path: Path) -> None:
-    """A file of a callback holds no other callback, nor another's run."""
+    """A pickle of a callback holds no other callback, and no run of another callback."""
     callback = alarmed()
     used = copy.deepcopy(callback)
     fit(tmp_path, [used])

@@ -1,4 +1,4 @@
-"""Checks before the first batch: runs that cannot be monitored, and patterns that can match no key."""
+"""Checks before the first batch: runs that cannot be monitored, and patterns that cannot match any key."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAG
 
 
 def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_every_step: bool) -> None:
-    """For ``compiled: uncompiled``: refuse a model whose values would be wrong, and log that monitored steps run it uncompiled.
-
-    Args:
-        pl_module: The model.
-        reporter: Logs it.
-        at_every_step: Whether non-finite values are searched for at every step.
+    """Check a model under ``compiled: uncompiled``, and log that monitored steps run it uncompiled.
 
     Raises:
-        ConfigError: If the model is compiled, and hooks are needed at every step, or torch cannot run it uncompiled.
+        ConfigError: If the model is compiled, and either every step needs hooks or this version of torch cannot run it uncompiled.
     """
     parts = compiled_parts(pl_module)
     compiled = [without_wrappers(name).replace(ROOT, "The model") for name in parts.names if parts.inside]
@@ -39,56 +34,58 @@ def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_ev
             f"health.nonfinite looks at every step, and {compiled[0]} is compiled, and hooks do not run in compiled modules; {expected}."
         )
     if compiled and not hasattr(torch.compiler, "set_stance"):
-        why = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"
-        raise ConfigError(f"{compiled[0]} is compiled, and {why}; expected torch 2.6 or later, or compiled: keep.")
+        reason = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"
+        raise ConfigError(f"{compiled[0]} is compiled, and {reason}; expected torch 2.6 or later, or compiled: keep.")
     if compiled:
-        how = "monitored steps run it uncompiled, with the time and the memory that this takes"
-        reporter.log_once(f"{compiled[0]} is compiled: {how}. compiled: keep leaves it compiled, and observes what is outside of it.")
+        consequence = "monitored steps run it uncompiled, with the time and the memory that this takes"
+        reporter.log_once(
+            f"{compiled[0]} is compiled: {consequence}. compiled: keep leaves it compiled, and observes what is outside of it."
+        )
 
 
 def check_manual_optimization(pl_module: LightningModule, planner: Planner, reference: str) -> None:
     """Under manual optimization refuse a reference that runs its own ``training_step``, and gradients before clipping.
 
-    ``reference`` is the option that asks for such a reference, if one does.
+    ``reference`` is the name of the option that requests such a reference, or empty.
     """
     if pl_module.automatic_optimization:
         return
     model = type(pl_module).__name__
     if reference:
-        why = f"{model} uses manual optimization, and a reference cannot run its training_step"
+        reason = f"{model} uses manual optimization, and a reference cannot run its training_step"
         remedy = f"module, the name of a submodule that training_step calls: a copy of that submodule then runs. Or leave {reference} out"
-        raise ConfigError(f"{reference} is given; {why}. Expected {remedy}.")
+        raise ConfigError(f"{reference} is given; {reason}. Expected {remedy}.")
     rule = planner.first_of_kind("gradient_before_clip", without="gradient")
     if rule is not None:
-        why = f"{model} uses manual optimization, and when it clips, if it does, is not known"
-        raise ConfigError(f"{rule}: {why}; expected 'gradient', what the optimizer uses.")
+        reason = f"{model} uses manual optimization, and when it clips, if it does, is not known"
+        raise ConfigError(f"{rule}: {reason}; expected 'gradient', what the optimizer uses.")
 
 
 def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], reporter: ErrorReporter) -> None:
     """Check that ``callback_metrics`` gives other callbacks the planned keys that they monitor.
 
     Raises:
-        ConfigError: If EarlyStopping would end the run by an error; other callbacks are logged.
+        ConfigError: If EarlyStopping would end the run with an error. For other callbacks a warning is logged.
     """
     for callback in trainer.callbacks:  # type: ignore[union-attr]  # set by a connector, where mypy does not look
         key = getattr(callback, "monitor", None)
         if not isinstance(key, str) or key not in keys or any(pattern.fullmatch(key) for pattern in patterns):
             continue
-        wrong = f"{type(callback).__name__} monitors {key!r}, and callback_metrics does not match it"
-        message = f"{wrong}; expected callback_metrics: [{key!r}] among the options of ModuleMonitorCallback."
+        problem = f"{type(callback).__name__} monitors {key!r}, and callback_metrics does not match it"
+        message = f"{problem}; expected callback_metrics: [{key!r}] among the options of ModuleMonitorCallback."
         if is_a(callback, "EarlyStopping") and callback.strict:
             raise ConfigError(message)
         reporter.log_once(message, logging.WARNING)
 
 
 def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Sequence[str], histograms: Sequence[str]) -> bool:
-    """Check that the pattern of an option, its label, matches one of the planned keys of numbers.
+    """Check that the pattern of an option (``label``) matches a planned key of a number (``keys``), or may match a later key.
 
     Returns:
-        Whether it does; if not, it may match one that is not known yet.
+        Whether it matches a planned key.
 
     Raises:
-        ConfigError: If it can match no key.
+        ConfigError: If it cannot match any key.
     """
     if any(pattern.fullmatch(key) for key in keys):
         return True
@@ -97,54 +94,56 @@ def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Seq
     if inside:
         raise planner.index.refusal(f"{label} {pattern.pattern!r}", inside)
     text = pattern.pattern
-    wrong = f"{label} {text!r} matches"
+    problem = f"{label} {text!r} matches"
     histogram = next((key for key in histograms if pattern.fullmatch(key)), None)
     if histogram is not None:
-        raise ConfigError(f"{wrong} {histogram!r}, a histogram; expected keys of numbers{nearest(text, keys)}")
+        raise ConfigError(f"{problem} {histogram!r}, a histogram; expected keys of numbers{nearest(text, keys)}")
     roll_up = next((site for site in ROLL_UP_SITES if site in text), None)
     if roll_up is not None:
         expected = f"expected the keys themselves, e.g. {text.replace(roll_up, '.*')!r}"
-        raise ConfigError(f"{wrong} no key that is recorded: the site {roll_up} is made for loggers, where there are many keys; {expected}")
+        raise ConfigError(
+            f"{problem} no key that is recorded: the site {roll_up} is made for loggers, where there are many keys; {expected}"
+        )
     if not _may_come(planner, text):
-        raise ConfigError(f"{wrong} none of the {len(keys)} keys{nearest_pattern(text, keys)}")
+        raise ConfigError(f"{problem} none of the {len(keys)} keys{nearest_pattern(text, keys)}")
     return False
 
 
 class AwaitedKeys:
-    """Patterns of options that match no planned key: the first record may have some."""
+    """Patterns of options that match no planned key: the first record may have matching keys."""
 
     def __init__(self) -> None:
-        self._patterns: dict[tuple[str, re.Pattern[str]], bool] = {}
-        """Whether the first record has come, of any run, by label and pattern."""
+        self._was_compared: dict[tuple[str, re.Pattern[str]], bool] = {}
+        """Whether a pattern was compared with the first record of a run, by label and pattern."""
 
     def add(self, label: str, pattern: re.Pattern[str]) -> None:
-        """Wait for the keys of a pattern, if no earlier run has."""
-        self._patterns.setdefault((label, pattern), False)
+        """Compare a pattern with the first record, unless an earlier run did."""
+        self._was_compared.setdefault((label, pattern), False)
 
     def compare(self, record: Record) -> None:
-        """Warn of patterns that match no key of the first record either: there may be a typo."""
-        for label, pattern in [one for one, has_come in self._patterns.items() if not has_come]:
-            self._patterns[label, pattern] = True
+        """Warn of patterns that match no key of the first record either, e.g. because of a typo."""
+        for label, pattern in [option for option, was_compared in self._was_compared.items() if not was_compared]:
+            self._was_compared[label, pattern] = True
             if is_first_process() and not any(map(pattern.fullmatch, record.values)):
                 first = f"nor of the {len(record.values)} in the first record, of step {record.step}"
                 messages.warning("%s %r matches none of the keys that are planned, %s: it waits for others.", label, pattern.pattern, first)
 
 
 def _may_come(planner: Planner, pattern: str) -> bool:
-    """Whether a pattern without a planned key may match a later one: of a further output, of a head, or of the user's own."""
+    """Whether a pattern without a planned key may match a later key: of a further output, of a head, or of a value that the user logs."""
     start = f"{planner.prefix}/" if planner.prefix else ""
     stage, *rest = pattern.removeprefix(start).split("/", 1)
     kind, *_more = rest[0].split("/") if stage in STAGES and rest else [stage]
     is_plain = re.fullmatch(r"\w+", kind) is not None and pattern.startswith(start)
-    ours = (*KINDS, GRADIENT_FLOW, OWN_KIND, *STAGES)
-    if is_plain and kind not in ours:
-        return not difflib.get_close_matches(kind, ours, n=1, cutoff=0.75)
-    shorter = re.sub(r"\\?\.output_[\w.-]+", "", pattern)
-    if shorter != pattern and any(re.fullmatch(shorter, key) for key in planner.planned_keys((TRAIN, *STAGES))):
+    known_kinds = (*KINDS, GRADIENT_FLOW, OWN_KIND, *STAGES)
+    if is_plain and kind not in known_kinds:
+        return not difflib.get_close_matches(kind, known_kinds, n=1, cutoff=0.75)
+    without_output = re.sub(r"\\?\.output_[\w.-]+", "", pattern)
+    if without_output != pattern and any(re.fullmatch(without_output, key) for key in planner.planned_keys((TRAIN, *STAGES))):
         return True
     return not planner.plan().knows_all_keys(kind if is_plain else "")
 
 
 def makes_layers_late(pl_module: LightningModule) -> bool:
-    """Whether the module may make layers after the ``setup`` of the callbacks."""
+    """Whether the module may create layers after the ``setup`` of the callbacks."""
     return any(is_overridden(pl_module, hook) for hook in ("setup", "configure_model"))

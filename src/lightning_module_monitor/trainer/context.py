@@ -1,4 +1,4 @@
-"""A monitored step of training: its optimizers, its context (the loss, learning rates, samples, logged metrics), and its facts."""
+"""A monitored training step: its optimizers, its context (the loss, learning rates, samples, logged metrics), and its facts."""
 
 from __future__ import annotations
 
@@ -29,48 +29,49 @@ CONTEXT = {
     "input_is_constant": "min",
     "stale_gradients": "max",
 }
-"""The context of every monitored step of a fit, with the aggregate over its micro-batches and all ranks."""
+"""The context of every monitored step of a fit: the aggregate over micro-batches and ranks, by name."""
 
 
 class ContextNames:
-    """The names in keys of what the context of a fit holds, the same in every step."""
+    """The names that the context of a fit has in keys, the same in every step."""
 
     def __init__(self, monitor: ModuleMonitor, optimizers: Sequence[Optimizer]) -> None:
-        """Announce to the monitor which values there will be, before the first step of the fit, when there are optimizers."""
+        """Announce the values to the monitor, before the first step of the fit, when the optimizers exist."""
         self._namer = Namer()
         self._names: dict[str, str] = {}
-        """Name in keys by name of the module's metric."""
-        rates = [_name_of_rate(number) for number in range(sum(len(one.param_groups) for one in optimizers))]
+        """Name in keys, by name of the module's metric."""
+        num_rates = sum(len(optimizer.param_groups) for optimizer in optimizers)
+        rates = [_name_of_rate(number) for number in range(num_rates)]
         expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
         monitor.logged.expect_context(expected)
         for name in expected:
             self._namer.name(name)
 
-    def of_metric(self, name: str) -> str:
-        """The name in keys of a metric that the module logs."""
+    def name_of_metric(self, name: str) -> str:
+        """The name that a metric of the module has in keys."""
         if name not in self._names:
             self._names[name] = self._namer.name(name)
         return self._names[name]
 
 
 class MonitoredStep:
-    """Notifies the monitor of what the optimizers of a step do, and gives it the context of the step, without a read on the host.
+    """Notifies the monitor of the optimizers of a step, and adds the context of the step, without a read on the host.
 
     Args:
         run: The run.
-        names: Of the context.
-        fail: Receives where an error was raised in a hook of an optimizer, and the error.
+        names: The names of the context.
+        fail: Receives the name of a hook of an optimizer that raised an error, and the error.
     """
 
     def __init__(self, run: Run, names: ContextNames, fail: Callable[[str, Exception], None]) -> None:
         self._run = run
         self._trainer = run.trainer
         self._names = names
-        self._optimizers = [one for one in run.trainer.optimizers if isinstance(one, Optimizer)]
-        """The optimizers of torch: a strategy may have objects of its own."""
-        self._of_loss = LossFacts()
+        self._optimizers = [optimizer for optimizer in run.trainer.optimizers if isinstance(optimizer, Optimizer)]
+        """The optimizers that are torch's: a strategy may have other objects."""
+        self._loss_facts = LossFacts()
         self._stale: dict[Optimizer, Tensor | float] = {}
-        """Whether the gradients of an optimizer were not zero when any backward pass began."""
+        """Whether the gradients of an optimizer were not zero at the begin of every backward pass."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers used."""
         self._tracker: OptimizerTracker | EngineTracker
@@ -90,13 +91,13 @@ class MonitoredStep:
 
     @torch.no_grad()
     def begin_batch(self, batch: object) -> None:
-        """A micro-batch begins. Its samples are the length of its first tensor; its largest tensor is the input."""
-        tensors = [one for one in (plain(one) for _path, one in named_tensors(batch)) if one.dim()]
+        """A micro-batch begins. The length of its first tensor is the number of samples; its largest tensor is the input."""
+        tensors = [tensor for tensor in (plain(item) for _path, item in named_tensors(batch)) if tensor.dim()]
         if tensors:
-            # Ranks that share their input count it once.
+            # Input that several ranks share counts once.
             num_replicas = (self._trainer.distributed_sampler_kwargs or {}).get("num_replicas", self._trainer.world_size)
             self._add(BATCH_SIZE, len(tensors[0]) * num_replicas / self._trainer.world_size)
-        dense = [one for one in tensors if one.numel() and one.layout is torch.strided]
+        dense = [tensor for tensor in tensors if tensor.numel() and tensor.layout is torch.strided]
         data = max(dense, key=Tensor.numel, default=None)
         if data is not None and len(data) > 1:
             self._add("input_is_constant", (data == data[:1]).all().float())
@@ -107,12 +108,12 @@ class MonitoredStep:
     def begin_backward(self, loss: Tensor) -> None:
         """A loss is about to be differentiated. Its value is recorded without the factor of a ``GradScaler``."""
         self._tracker.begin_backward(loss)
-        own, scale, num_batches = plain(loss).detach(), self._tracker.scale, self._trainer.accumulate_grad_batches
-        own = own.to(torch.promote_types(own.dtype, torch.float32))
-        # Under automatic optimization the trainer has divided it by its number of micro-batches.
-        own = own if num_batches == 1 else own * num_batches
-        self._add(LOSS, own if scale is None else own / scale)
-        self._of_loss = self._of_loss.joined(loss)
+        value, scale, num_batches = plain(loss).detach(), self._tracker.scale, self._trainer.accumulate_grad_batches
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        # Under automatic optimization the trainer has divided the loss by its number of micro-batches.
+        value = value if num_batches == 1 else value * num_batches
+        self._add(LOSS, value if scale is None else value / scale)
+        self._loss_facts = self._loss_facts.joined(loss)
         for optimizer in self._optimizers:
             gradient = first_gradient(optimizer)
             is_stale = 0.0 if gradient is None else (gradient != 0).any().float()
@@ -124,15 +125,15 @@ class MonitoredStep:
         self._observe_rates(optimizer)
 
     def _observe_rates(self, optimizer: Optimizer) -> None:
-        """Note the learning rates that an optimizer is about to use: a scheduler may change them before the step is over."""
+        """Note the learning rates that an optimizer is about to use, which a scheduler may change before the step is over."""
         if optimizer not in self._rates:
             rates = [group.get("lr") for group in optimizer.param_groups]
             self._rates[optimizer] = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def end(self) -> None:
-        """The step is over. An optimizer that has made no step in it has the learning rates of now."""
+        """The step is over. An optimizer that has not stepped in it has its present learning rates."""
         for optimizer in self._tracker.stepped:
-            # Gradients that are zero again by now were accumulated on purpose.
+            # Gradients that were cleared since were accumulated on purpose.
             self._add("stale_gradients", 0.0 if first_gradient(optimizer) is None else self._stale.get(optimizer, 0.0))
         self._tracker.finish()
         for optimizer in self._trainer.optimizers:
@@ -141,16 +142,16 @@ class MonitoredStep:
         for number, rate in enumerate(rates):
             if isinstance(rate, Tensor | float | int):
                 self._run.monitor.monitor_context(_name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
-        # Reading the metrics makes numbers of those that the progress bar shows; Lightning does so itself a moment later.
+        # Reading the metrics converts those of the progress bar to numbers, as Lightning itself does right afterwards.
         metrics = self._trainer.callback_metrics
         for name, value in metrics.items():
             is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # a metric that is logged by step and by epoch
             if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and not _is_ours(name):
-                self._run.monitor.monitor_context(self._names.of_metric(name), value)
+                self._run.monitor.monitor_context(self._names.name_of_metric(name), value)
 
     def facts(self) -> Facts:
-        """What is known of the step besides its numbers."""
-        return facts_of(self._run, self._optimizers, self._of_loss)
+        """The facts of the step beside its values."""
+        return facts_of(self._run, self._optimizers, self._loss_facts)
 
     def _add(self, name: str, value: Tensor | float) -> None:
         self._run.monitor.monitor_context(name, value, CONTEXT[name])
@@ -161,6 +162,6 @@ def _name_of_rate(number: int) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a logged name is a key of a monitor, which ``callback_metrics`` gives to Lightning."""
+    """Whether a logged name is a key of a monitor, which ``callback_metrics`` passes to Lightning."""
     key = Key.parse(name)
     return key.kind == OWN_KIND or (key.kind in (*KINDS, GRADIENT_FLOW) and key.site != "")

@@ -1,4 +1,4 @@
-"""One run of a Trainer, from its setup to its end: what is made for it, in which order, and what is checked."""
+"""A run of a Trainer, from its setup to its end: the order in which its objects are made, and its checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
-from lightning_module_monitor.trainer.reference import ReferenceController
+from lightning_module_monitor.trainer.reference_controller import ReferenceController, ReferenceOrigin
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.sinks import SinksController
 from lightning_module_monitor.trainer.step import StepController
@@ -31,7 +31,7 @@ from lightning_module_monitor.trainer.summary import dry_run, summary
 
 
 class Prepared(NamedTuple):
-    """What the arguments of a callback are made into, for all its runs."""
+    """The parsed arguments of a callback, for all its runs."""
 
     options: Options
     monitor: ModuleMonitor
@@ -45,12 +45,12 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
         ConfigError: If an option is wrong.
     """
     options = Options.parse(**arguments)
-    given = options.given
+    parsed = options.arguments
     names = ("gradient_flow", "capture", "exclude", "module", "prefix", "on_error", "compiled")
     monitor = ModuleMonitor(
-        given["every_n_steps"], logger=messages, rules=as_tuple(given["rules"]), history=1, **{name: given[name] for name in names}
+        parsed["every_n_steps"], logger=messages, rules=as_tuple(parsed["rules"]), history=1, **{name: parsed[name] for name in names}
     )
-    if given["rules"] is None:
+    if parsed["rules"] is None:
         monitor.add_rules(default_rules(), "rules", are_optional=True)
     if options.attention:
         monitor.add_rules(attention_rules(), "rules")
@@ -62,26 +62,34 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
     elif options.reference is not None and needed_by is None:
         monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
     monitor.add_rules(watch_rules(options.health.recorded), OF_WATCHES, are_optional=True)
-    return Prepared(options, monitor, ErrorReporter(messages, given["on_error"], is_first_process))
+    return Prepared(options, monitor, ErrorReporter(messages, parsed["on_error"], is_first_process))
+
+
+class Observed(NamedTuple):
+    """The controllers of a run whose model exists and is about to run."""
+
+    health: HealthController
+    steps: StepController
+    reference: ReferenceController | None
 
 
 class RunController:
-    """Owns the controllers of a run: of its reference, its sinks and its steps.
+    """Owns the controllers of a run: of its sinks, and from when its model exists, of its health, its steps and its reference.
 
     Args:
         run: The run.
-        keys_of_others: Give the planned keys of the other callbacks of its Trainer.
+        keys_of_others: Functions that return the planned keys of the other callbacks of the Trainer.
     """
 
     def __init__(self, run: Run, keys_of_others: Sequence[Callable[[], Sequence[str]]]) -> None:
         self._run = run
         self._keys_of_others = keys_of_others
         self._resumed: dict[str, Any] = {}
-        """The state in the checkpoint of the run that is resumed."""
+        """The state of the resumed run."""
         self._sinks = SinksController(run)
-        self._reference: ReferenceController | None = None
-        self.steps: StepController | None = None
-        """From when the model exists and is about to run."""
+        self._origin: ReferenceOrigin | None = None
+        """Makes the reference, if the run has one."""
+        self.observed: Observed | None = None
 
     # From setup to the end
 
@@ -96,41 +104,42 @@ class RunController:
         run.reporter.begin(run.module)
         if run.is_fit:
             run.results.findings, run.results.state = [], {}
-        runs_training_step = options.reference is not None and options.observes("train") and options.given["module"] is None
-        asks_for_reference = ("rcc" if options.given["reference"] is None else "reference") if runs_training_step else ""
-        checks.check_manual_optimization(run.module, run.planner, "" if options.dry_run else asks_for_reference)
+        runs_training_step = options.reference is not None and options.observes("train") and options.arguments["module"] is None
+        requested_by = ("rcc" if options.arguments["reference"] is None else "reference") if runs_training_step else ""
+        checks.check_manual_optimization(run.module, run.planner, "" if options.dry_run else requested_by)
         strategy.check_strategy(run.trainer, options.health, run.planner)
         self._check_compiled()
         if not checks.makes_layers_late(run.module):
             self._set_module()
         if options.reference is not None and run.observes_training and strategy.can_copy(run.trainer):
-            self._reference = ReferenceController(run)
+            self._origin = ReferenceOrigin(run)
 
     def observe(self) -> None:
         """The model is about to run: every layer exists now, and parameters are those that will be trained."""
         run, options = self._run, self._run.options
-        if self.steps is not None:
+        if self.observed is not None:
             return
         if run.monitor.module is None:
-            self._check_compiled()  # layers made since may be compiled
+            self._check_compiled()  # layers that were created since setup may be compiled
             self._set_module()
         health = HealthController(run, self._sinks)
         health.load(self._resumed.get("health", {}))
+        reference = None
         if run.is_fit:
             run.monitor.wrapper = run.trainer.strategy.model
-            if self._reference is not None:
-                self._reference.prepare()
+            if self._origin is not None:
+                reference, self._origin = self._origin.make(), None
             if not options.dry_run:
                 run.monitor.agree()
             if run.trainer.is_global_zero and options.dry_run:
                 print(dry_run(run.planner, options.every_n_steps, run.trainer.max_steps))
             elif run.trainer.is_global_zero:
                 run.reporter.log_once(summary(run.planner, options.every_n_steps, self._sinks.roll_ups_in_words()))
-        self.steps = StepController(run, health, self._sinks, self._reference)
+        self.observed = Observed(health, StepController(run, health, self._sinks, reference), reference)
 
     def _check_compiled(self) -> None:
         run = self._run
-        if run.options.given["compiled"] == UNCOMPILED:
+        if run.options.arguments["compiled"] == UNCOMPILED:
             checks.check_compiled(run.module, run.reporter, at_every_step=run.options.health.is_at_every_step)
 
     def _set_module(self) -> None:
@@ -152,19 +161,19 @@ class RunController:
         self._check_keys()
 
     def _check_coordinate_check(self) -> None:
-        """Check that the coordinate check knows a layer of the model."""
+        """Check that the model has a layer that the coordinate check knows."""
         index = self._run.planner.index
         if self._run.options.rcc and not any(layer_parts(site.module) for site in index.modules):
             inside = [site.name for site in index.whole.modules if layer_parts(site.module)]
             if inside:
                 raise index.refusal("rcc", inside)
-            what = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
-            self._run.reporter.log_once(f"rcc: none of the {len(index.modules)} modules is {what}; nothing of it is recorded.")
+            layer = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+            self._run.reporter.log_once(f"rcc: none of the {len(index.modules)} modules is {layer}; nothing of it is recorded.")
 
     def _check_keys(self) -> None:
-        """Compare the patterns of options with the keys of this run, and these with those of other callbacks."""
+        """Compare the keys of this run with the patterns of options, and with the keys of other callbacks."""
         run, options, keys, histograms = self._run, self._run.options, self._sinks.planned_keys(), self._sinks.planned_histograms()
-        for label, pattern in (*(("callback_metrics", one) for one in options.callback_metrics), *options.health.patterns):
+        for label, pattern in (*(("callback_metrics", pattern) for pattern in options.callback_metrics), *options.health.patterns):
             hides_context = label == "callback_metrics" and not names_context(pattern)
             known = [key for key in keys if not (hides_context and is_context(key))]
             if not checks.check_keys(run.planner, pattern, label, known, histograms):
@@ -181,49 +190,54 @@ class RunController:
         return [] if self._run.monitor.module is None else [*self._sinks.planned_keys(), *self._sinks.planned_histograms()]
 
     def state(self) -> dict[str, Any]:
-        """The state in a checkpoint: path of the store with the steps so far, state of the alerts, and the reference."""
-        own: dict[str, Any] = {"format": 1, "health": self._resumed.get("health", {})}
+        """The state for a checkpoint: path of the store with the steps until now, state of the health, and the reference."""
+        state: dict[str, Any] = {"format": 1, "health": self._resumed.get("health", {})}
+        reference: dict[str, Any] = {}
         if not self._run.is_fit:
-            own |= self._run.results.state
-        elif self.steps is not None:
-            own["health"] = self.steps.health.state()
-        reference = None if self._reference is None else self._reference.state()
-        return own | self._sinks.state() | ({} if reference is None else {"reference": reference})
+            state |= self._run.results.state
+        elif self.observed is not None:
+            state["health"] = self.observed.health.state()
+            reference = {} if self.observed.reference is None else self.observed.reference.state()
+        return state | self._sinks.state() | reference
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` gave; validating or testing a checkpoint resumes nothing."""
-        if self._run.is_fit:
-            self._resumed = state
-            self._sinks.resume(state)
-            if self.steps is not None:
-                self.steps.health.load(state.get("health", {}))
-            if self._reference is not None:
-                self._reference.load(state.get("reference"))
+        """Continue from the :meth:`state` of an earlier run; validating or testing a checkpoint resumes nothing."""
+        if not self._run.is_fit:
+            return
+        self._resumed = state
+        self._sinks.resume(state)
+        if self._origin is not None:
+            self._origin.load(state)
+        if self.observed is not None:
+            self.observed.health.load(state.get("health", {}))
+            if self.observed.reference is not None:
+                self.observed.reference.load(state)
 
     def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The weights of a checkpoint were loaded."""
-        # A checkpoint from before the first step resumes nothing: a finder of learning rates loads one.
-        if self._reference is not None and checkpoint.get("global_step", 0) > 0:
-            self._reference.resume()
+        # A checkpoint from before the first step resumes nothing: a finder of learning rates loads such a checkpoint.
+        reference = self._origin if self.observed is None else self.observed.reference
+        if reference is not None and checkpoint.get("global_step", 0) > 0:
+            reference.note_checkpoint()
 
     def close(self, *, leaves_device: bool = False) -> None:
-        """Take every hook off and close the sinks; a second call does no harm.
+        """Remove every hook and close the sinks; a second call does nothing.
 
         Args:
             leaves_device: Whether the model leaves the device, and the reference with it.
         """
+        observed, findings = self.observed, []
         with ExitStack() as stack:
             stack.callback(self._sinks.close)
             stack.callback(self._run.monitor.close)
-            if self.steps is not None:
-                self.steps.close()
-            if leaves_device and self._reference is not None:
-                self._reference.leave_device()
+            if observed is not None:
+                observed.steps.close()
+            if leaves_device and observed is not None and observed.reference is not None:
+                observed.reference.leave_device()
             self._run.results.state = self.state()
             try:
-                found = [] if self.steps is None else self.steps.health.finish()
+                findings = [] if observed is None else observed.health.finish()
             except Exception as error:
                 messages.warning("The run as a whole was not judged (%s: %s).", type(error).__name__, error)
-                found = []
-            if found:
-                self._sinks.write(Record(found[0].step, findings=found))
+            if findings:
+                self._sinks.write(Record(findings[0].step, findings=findings))

@@ -1,4 +1,4 @@
-"""A reference that FSDP lays out over ranks like the model: a copy from before that, which goes through the same steps."""
+"""A reference that FSDP lays out over ranks like the model: a copy made before, which goes through the same steps."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class LaidOutCopy:
         self.module = cast(LightningModule, copies.frozen_copy(model))
         """The copy."""
         self.wrapper: nn.Module | None = None
-        """What runs it under FSDP1: it calls the function that is its first argument with the others."""
+        """The unit that runs the copy under FSDP1: it calls its first argument with all others."""
         siblings: dict[object, Any] = dict(zip(model.modules(), self.module.modules(), strict=True))
         siblings |= dict(zip(model.parameters(), self.module.parameters(), strict=True))
-        # An iterator stays as it is: the model's wrapper is to have what it gives.
+        # An iterator is left alone: the wrapper of the model consumes it.
         self._options = {
-            name: [siblings.get(one, one) for one in value]
+            name: [siblings.get(item, item) for item in value]
             if name in ("ignored_modules", "ignored_states") and isinstance(value, Collection)
             else value
             for name, value in getattr(strategy, "kwargs", {}).items()
@@ -43,14 +43,14 @@ class LaidOutCopy:
 
     @classmethod
     def of(cls, trainer: Trainer, model: LightningModule) -> LaidOutCopy | None:
-        """A copy of a model that the strategy of a run is going to lay out over ranks; ``None`` if it does not, or already has."""
+        """A copy of a model that the strategy will lay out over ranks; ``None`` if it already has, or never does."""
         strategy = trainer.strategy
         if not is_a(strategy, "FSDPStrategy", "ModelParallelStrategy") or is_laid_out(model):
             return None
         return cls(strategy, model)
 
     def lay_out(self, trainer: Trainer, model: LightningModule) -> None:
-        """Do with the copy what Lightning has done with the model, and freeze it; random states stay as they are."""
+        """Lay the copy out as Lightning has laid out the model, and freeze it; random states stay as they are."""
         strategy, copied = self._strategy, self.module
         copied._device_mesh = model._device_mesh  # the property device_mesh, which configure_model reads, has no setter
         contexts = strategy.tensor_init_context(), strategy.model_sharded_context(), trainer.precision_plugin.module_init_context()
@@ -65,15 +65,15 @@ class LaidOutCopy:
         if is_a(strategy, "FSDPStrategy"):
             self.wrapper = None if any(map(is_fsdp_wrapper, copied.modules())) else _wrapped(copied, strategy, self._options)
             return
-        if any(one.is_meta for one in copies.tensors_of(copied).values()):
+        if any(tensor.is_meta for tensor in copies.tensors_of(copied).values()):
             copied.to_empty(device=strategy.root_device)
         copied.to(strategy.root_device)
 
 
 class _Call(nn.Module):
-    """In place of a module that FSDP1 wraps: calls a function while the module's parameters are whole.
+    """Replaces a module that FSDP1 wraps: calls a function while the module's parameters are whole, without its hooks.
 
-    Lightning does this with ``training_step``. No hook of the module runs.
+    Lightning does the same with ``training_step``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -86,8 +86,8 @@ class _Call(nn.Module):
 
 
 def _wrapped(copied: nn.Module, strategy: Any, options: dict[str, Any]) -> nn.Module:  # noqa: ANN401  # of either package
-    """A copy in FSDP1's wrapper, with the options of the model's."""
-    # No backward pass follows, for which the other strategies keep whole parameters.
+    """A copy in FSDP1's wrapper, with the options of the model's wrapper."""
+    # The other sharding strategies keep whole parameters for a backward pass, which does not follow here.
     without_backward = {
         ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
         ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
@@ -100,6 +100,6 @@ def _wrapped(copied: nn.Module, strategy: Any, options: dict[str, Any]) -> nn.Mo
     }
     unit = FullyShardedDataParallel(copied, **common, **options)
     unit._fsdp_wrapped_module = _Call(copied)
-    # Only the outermost unit stays whole after a forward pass, and this one has no parameters.
-    of_all = {name: options[name] for name in ("process_group", "device_mesh", "use_orig_params") if name in options}
-    return FullyShardedDataParallel(unit, **common, **of_all)
+    # Only the outermost unit stays whole after a forward pass; so the outermost unit is one without parameters.
+    shared = {name: options[name] for name in ("process_group", "device_mesh", "use_orig_params") if name in options}
+    return FullyShardedDataParallel(unit, **common, **shared)

@@ -1,4 +1,4 @@
-"""The optimizers of one step: each parameter is observed once, at the first step of its own optimizer."""
+"""The optimizers of a training step: each parameter is observed once, at the first step of its optimizer."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class _FirstStep:
-    """The first step of one optimizer in a training step."""
+    """The first step of an optimizer in a training step."""
 
     parameters: list[Tensor] | None
-    """The parameters that are observed with it; ``None`` for all."""
+    """The parameters that are observed with the optimizer; ``None`` for all."""
     has_gradients: bool = False
-    """Whether the gradients that it uses were observed."""
+    """Whether the gradients that the optimizer uses were observed."""
     is_decided: bool = False
-    """Whether it is known that the optimizer steps, or that a scaler skips its step."""
+    """Whether it is known if the optimizer steps, or a scaler skips its step."""
 
 
 class OptimizerTracker:
     """Notifies a monitor of parameters, gradients and updates at the right moment of each optimizer.
 
-    A parameter without optimizer is observed with the first optimizer that steps; one whose optimizer does not step, at the end.
-    Further steps of an optimizer in the same training step are not observed, nor further calls of its closure (LBFGS).
+    A parameter without optimizer is observed with the first optimizer that steps; a parameter whose optimizer does not step, at the
+    end of the training step. Only the first step of an optimizer is observed, and the first call of its closure (LBFGS).
 
     Args:
-        monitor: The monitor; it has begun a step.
+        monitor: The monitor, which has begun a step.
         module: The owner of the parameters.
-        optimizers: All optimizers. They get hooks; a step that a ``GradScaler`` skips calls none, unless the optimizer skips it by itself.
-        is_automatic: Whether every optimizer is sure to step, and clipping is not the module's own.
+        optimizers: All optimizers. They get hooks; a step that a ``GradScaler`` skips calls none, unless the optimizer itself skips it.
+        is_automatic: Whether Lightning steps every optimizer, and clips.
         scaler: Scales the loss; ``None`` if the loss is not scaled.
-        fail: Receives where an error was raised in a hook, and the error.
+        fail: Receives the name of a hook that raised an error, and the error.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class OptimizerTracker:
         return [*self._first_steps]
 
     def attach(self) -> None:
-        """Put hooks on the optimizers."""
+        """Register the hooks of the optimizers."""
         for optimizer in self._optimizers:
             self._hooks.add(optimizer.register_step_pre_hook(not_compiled(self._enter_step)))
             self._hooks.add(optimizer.register_step_post_hook(not_compiled(self._leave_step)))
@@ -92,7 +92,7 @@ class OptimizerTracker:
             return
         first = self._first_steps.get(optimizer)
         if first is not None:
-            # A second step; if no event of the first has arrived, the scaler has skipped that.
+            # A second step. If no event of the first step has followed, the scaler has skipped the first step.
             self._decide(first, is_skipped=True)
             return
         first = self._first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
@@ -107,8 +107,8 @@ class OptimizerTracker:
     def _enter_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Arrange to be notified when the gradients are final.
 
-        It is too early here: Lightning calls ``step`` with a closure that runs forward, backward and clipping. So the closure is
-        replaced by one that notifies after its calls: LBFGS makes many, of which the first counts.
+        They are not final yet if Lightning passes a closure, which runs forward, backward and clipping. The closure is then replaced
+        by a closure that notifies after each call; LBFGS makes many calls, of which the first counts.
         """
 
         def notifying(closure: Callable[[], object]) -> Callable[[], object]:
@@ -139,10 +139,10 @@ class OptimizerTracker:
             self._fail("optimizer.step", error)
 
     def _before_update(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to use the gradients. Until it ends, calls of its closure are not observed."""
+        """An optimizer is about to use the gradients. Until its step ends, further calls of its closure are not observed."""
         first = self._first_steps.get(optimizer)
         if first is None:
-            # The module has called the optimizer itself, and not Lightning's wrapper.
+            # The module calls the optimizer itself, without Lightning's wrapper.
             first = self._first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
             self._monitor.monitor_parameters(first.parameters)
         # A GradScaler sets these two on an optimizer that unscales and skips by itself.
@@ -151,13 +151,13 @@ class OptimizerTracker:
         self._monitor.gate.close(self)
 
     def _after_update(self, optimizer: Optimizer) -> None:
-        """An optimizer has moved its parameters, and nothing else has yet."""
+        """An optimizer has moved its parameters; other code has not changed them yet."""
         self._monitor.gate.open(self)
-        # After a further step there is no copy of the parameters before it, and so no update.
+        # A further step has no update: no copy of the parameters was made before it.
         self._monitor.monitor_updates(self._first_steps[optimizer].parameters)
 
     def finish(self) -> None:
-        """End the step: observe what no optimizer has moved."""
+        """End the step: observe the parameters that no optimizer has moved."""
         self.close()
         for first in self._first_steps.values():
             self._observe_gradients(first, None)
@@ -181,7 +181,7 @@ class OptimizerTracker:
             self._monitor.monitor_gradients(parameters=first.parameters, scale=scale)
 
     def _decide(self, first: _FirstStep, *, is_skipped: bool | Tensor) -> None:
-        """It is known now whether the step is skipped. A tensor is not read: if it is not 0, the parameters do not move."""
+        """Record whether the step is skipped. A tensor is not read here: if it is not 0, the parameters do not move."""
         if first.is_decided:
             return
         first.is_decided = True
@@ -191,24 +191,24 @@ class OptimizerTracker:
             self._monitor.monitor_updates(first.parameters, is_skipped=True)
 
     def _parameters_with(self, optimizer: Optimizer | None) -> list[Tensor] | None:
-        """The parameters to observe with an optimizer; without one, those not observed yet. ``None`` for all."""
+        """The parameters to observe with an optimizer; without an optimizer, the parameters not observed yet. ``None`` for all."""
         if len(self._optimizers) <= 1:
             return None if optimizer is not None or not self._first_steps else []
-        observed = {id(one) for first in self._first_steps.values() for one in first.parameters or ()}
-        own = parameter_ids([] if optimizer is None else [optimizer])
-        others = parameter_ids([] if optimizer is None else [one for one in self._optimizers if one is not optimizer])
-        return [one for one in self._module.parameters() if id(one) not in observed and (id(one) in own or id(one) not in others)]
+        not_now = {id(parameter) for first in self._first_steps.values() for parameter in first.parameters or ()}
+        if optimizer is not None:
+            not_now |= parameter_ids(other for other in self._optimizers if other is not optimizer) - parameter_ids([optimizer])
+        return [parameter for parameter in self._module.parameters() if id(parameter) not in not_now]
 
 
 def parameter_ids(optimizers: Iterable[Optimizer]) -> set[int]:
-    """The ``id`` of every parameter of optimizers, as they are now: groups may be added while training."""
+    """The ``id`` of every present parameter of optimizers; groups may be added while training."""
     return {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
 
 
 class EngineTracker:
-    """Notifies a monitor of parameters, gradients and updates where DeepSpeed's engine steps.
+    """Notifies a monitor of parameters, gradients and updates of DeepSpeed's engine.
 
-    The engine has no hooks, and one optimizer with all parameters: its step is over when the micro-batch is.
+    The engine has no hooks, and a single optimizer with all parameters, whose step ends with the micro-batch.
     """
 
     def __init__(self, monitor: ModuleMonitor, engine: DeepSpeedEngine) -> None:
@@ -216,9 +216,9 @@ class EngineTracker:
         self._engine = engine
         self.scale: Tensor | None = None
         """The factor of the loss; shape ``()``."""
-        self._steps = False
+        self._has_stepped = False
         self.stepped: list[Optimizer] = []
-        """The engine zeroes its gradients itself."""
+        """Empty: the engine zeroes the gradients itself."""
 
     def attach(self) -> None:
         """There are no hooks."""
@@ -231,17 +231,17 @@ class EngineTracker:
 
     def before_clipping(self, _optimizer: Optimizer) -> None:
         """The gradients are complete, and the engine is about to step."""
-        # Reading takes collectives of training: no rank begins them alone.
+        # Reading needs collectives of training, which all ranks have to begin together.
         if not self._all_monitor():
             return
-        self._steps = True
+        self._has_stepped = True
         self._monitor.monitor_gradients(before_clip=True, scale=self.scale)
         self._monitor.monitor_gradients(scale=self.scale)
         self._monitor.monitor_parameters()
 
     def finish(self) -> None:
-        """End the step: the engine has moved the parameters, unless they overflowed."""
-        if self._steps and self._all_monitor():
+        """End the step: the engine has moved the parameters, unless gradients overflowed."""
+        if self._has_stepped and self._all_monitor():
             is_skipped = not self._engine.was_step_applied()
             if self.scale is not None:
                 self._monitor.monitor_skipped_step(is_skipped)

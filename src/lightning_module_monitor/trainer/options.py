@@ -20,7 +20,7 @@ from lightning_module_monitor.health.alert_options import ParsedHealth, parse_he
 from lightning_module_monitor.record import TRAIN
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
-"""Stage in a key by Lightning's name of it."""
+"""Name of a stage in keys, by the name that Lightning gives it."""
 
 INIT = "init"
 """The reference is the model as it was at the start of the run."""
@@ -28,9 +28,9 @@ INIT = "init"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """The parsed arguments of ``ModuleMonitorCallback``, which documents them. ``ModuleMonitor`` parses those that it has too."""
+    """The parsed arguments of ``ModuleMonitorCallback``, which documents them. ``ModuleMonitor`` parses the arguments that both have."""
 
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     """The arguments in plain containers, by name."""
     every_n_steps: ParsedSchedule
     reference: str | nn.Module | None
@@ -51,22 +51,23 @@ class Options:
 
     @classmethod
     def parse(cls, **arguments: Any) -> Options:
-        """The options of the callback's arguments.
+        """Parse the arguments of the callback.
 
         Raises:
             ConfigError: If a value is wrong.
         """
-        given = {name: plain(value) for name, value in arguments.items()}
-        parsed = {name: parse(given[name], name) for name, parse in _PARSERS.items()}
-        health = parse_health(given["health"], as_tuple(given["alerts"]), has_default_rules=given["rules"] is None)
+        plain_arguments = {name: plain(value) for name, value in arguments.items()}
+        parsed = {name: parse(plain_arguments[name], name) for name, parse in _PARSERS.items()}
+        alerts, has_default_rules = as_tuple(plain_arguments["alerts"]), plain_arguments["rules"] is None
+        health = parse_health(plain_arguments["health"], alerts, has_default_rules=has_default_rules)
         if parsed["reference"] is None and parsed["rcc"]:
             parsed["reference"] = INIT
-        options = cls(given=given, health=health, **parsed)
+        options = cls(arguments=plain_arguments, health=health, **parsed)
         options._check()
         return options
 
     def _check(self) -> None:
-        """Check what concerns several options."""
+        """Check options against each other."""
         if not self.callback_metrics and self.progress_bar:
             raise ConfigError("progress_bar is true, and callback_metrics is empty; expected patterns of the keys that the bar shows.")
         if self.report and self.store is False:
@@ -77,25 +78,25 @@ class Options:
                     require(module, "report")
             except ImportError as error:
                 raise ConfigError(f"report is true, and {error}") from error
-        has_capture = self.given["capture"] is not None
+        has_capture = self.arguments["capture"] is not None
         captures = "capture is given" if has_capture else "capture follows an alert" if self.health.may_capture else ""
         if captures and self.store is False:
             raise ConfigError(f"{captures}, and store is false; expected a store: raw tensors are written to a file beside it.")
         if self.health.is_at_every_step and not self.observes("train"):
-            what = f"health.nonfinite is {self.health.nonfinite!r}"
-            raise ConfigError(f"{what}, and stages has no train; expected train among stages, or nonfinite: warn.")
+            setting = f"health.nonfinite is {self.health.nonfinite!r}"
+            raise ConfigError(f"{setting}, and stages has no train; expected train among stages, or nonfinite: warn.")
 
     def observes(self, stage: str) -> bool:
-        """Whether one of Lightning's stages is monitored."""
+        """Whether a stage of Lightning (``train``, ``validate``, ``test``, ``predict``) is monitored."""
         return stage in self.stages
 
     def observes_run(self, stage: str) -> bool:
-        """Whether anything of Lightning's ``fit``, ``validate``, ``test`` or ``predict`` is monitored."""
+        """Whether any stage of a run (``fit``, ``validate``, ``test`` or ``predict``) is monitored."""
         return self.observes(stage) or (stage == "fit" and (self.observes("train") or self.observes("validate")))
 
     def described(self) -> dict[str, Any]:
-        """The options in types that JSON has, and the names of the watches, for the store."""
-        return {**_in_json(self.given), "watched": [*self.health.watched]}
+        """The options in types that JSON has, and the names of the detectors that judge while training, for the store."""
+        return {**_in_json(self.arguments), "watched": [*self.health.watched]}
 
 
 def _parse_flag(value: object, name: str) -> bool:
@@ -104,7 +105,7 @@ def _parse_flag(value: object, name: str) -> bool:
     return value
 
 
-def _parse_every_n_steps(value: Any, name: str) -> ParsedSchedule:  # noqa: ANN401  # of a user
+def _parse_every_n_steps(value: Any, name: str) -> ParsedSchedule:  # noqa: ANN401  # any value of the user
     return parse_schedule(value, name, may_be_by_clock=True)
 
 
@@ -144,8 +145,8 @@ def _parse_store(value: object, name: str) -> bool | str:
     path = Path(value).expanduser()
     blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
     if not value or path.is_dir() or blocking is not None:
-        why = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if value else "that is no path"
-        raise ConfigError(f"{name} is {value!r}, and {why}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
+        reason = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if value else "that is no path"
+        raise ConfigError(f"{name} is {value!r}, and {reason}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
     return os.fspath(value)
 
 
@@ -159,16 +160,16 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "callback_metrics": parse_patterns,
     "store": _parse_store,
 }
-"""How the value of an option is checked, by its name: a function of the value and the name."""
+"""Function that parses an option, by the name of the option: it gets the value and the name."""
 
 
 def _in_json(value: object) -> Any:  # noqa: ANN401  # a value of JSON
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _in_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _in_json(one) for key, one in value.items()}
+        return {str(key): _in_json(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_in_json(one) for one in value]
+        return [_in_json(item) for item in value]
     if isinstance(value, nn.Module):
         return type(value).__qualname__
     return value if value is None or isinstance(value, bool | int | float | str) else getattr(value, "__qualname__", repr(value))

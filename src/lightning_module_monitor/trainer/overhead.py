@@ -6,30 +6,30 @@ import math
 import statistics
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 CLOSEST = 2
-"""Steps from one monitored step to the next, at least: those in between are the baseline for the cost."""
+"""Least number of steps from one monitored step to the next: the steps in between are the baseline for the cost."""
 
 NUM_PLAIN, NUM_MONITORED = 50, 5
-"""How many of the latest steps count: the median of unmonitored ones, the mean of monitored ones."""
+"""Numbers of the latest steps that count: by the median of unmonitored steps, and the mean of monitored steps."""
 
 
 class HostClock:
-    """The clock of this process. A moment has a type of the clock's own."""
+    """The clock of the host. A timestamp has a type of the clock's own."""
 
     def now(self) -> Any:  # noqa: ANN401
-        """Return a moment, which a device may not have reached yet."""
+        """Return a timestamp; on a device it may be pending."""
         return time.perf_counter()
 
-    def has_come(self, moment: Any) -> bool:  # noqa: ANN401
-        """Whether a moment was reached, so that no call waits for it."""
+    def has_passed(self, timestamp: Any) -> bool:  # noqa: ANN401
+        """Whether a timestamp is no longer pending, so that reading it waits for nothing."""
         return True
 
     def seconds(self, start: Any, end: Any) -> float:  # noqa: ANN401
-        """The time between two moments that were reached."""
+        """The time between two timestamps that have passed."""
         return float(end - start)
 
 
@@ -41,17 +41,25 @@ class _DeviceClock(HostClock):
         event.record()
         return event
 
-    def has_come(self, moment: torch.cuda.Event) -> bool:
-        return bool(moment.query())
+    def has_passed(self, timestamp: torch.cuda.Event) -> bool:
+        return bool(timestamp.query())
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(start.elapsed_time(end)) / 1e3
 
 
+class _Step(NamedTuple):
+    """The times of a step."""
+
+    is_monitored: bool
+    batches: list[tuple[Any, Any]]
+    """Begin and end of each batch."""
+
+
 class Overhead:
     """Compares the time of monitored steps with that of the others, and keeps the share of monitoring below a limit, from 0 to 1.
 
-    The record has the largest figure of all ranks, and the decision uses that one, so that all ranks monitor the same steps.
+    The record has the largest share of all ranks, and :meth:`decide` uses that share, so that all ranks monitor the same steps.
     """
 
     def __init__(self, limit: float, clock: HostClock) -> None:
@@ -59,22 +67,21 @@ class Overhead:
         self._clock = clock
         self._plain: deque[float] = deque(maxlen=NUM_PLAIN)
         self._monitored: deque[float] = deque(maxlen=NUM_MONITORED)
-        self._is_monitored = False
-        self._batches: list[tuple[Any, Any]] = []
-        """Begin and end of each batch of the step."""
-        self._start: Any = None
-        self._waiting: deque[tuple[bool, list[tuple[Any, Any]]]] = deque()
-        """Steps that are over for the host, and may not be for the device."""
+        self._step = _Step(False, [])
+        self._start = clock.now()
+        self._pending: deque[_Step] = deque()
+        """Steps that are over on the host; the device may still run them."""
         self._has_warmed_up = False
-        self._last: int | None = None
-        self._gap: int | None = None
-        """Steps between the last monitored step and the one before."""
+        self._last = math.inf
+        """The last monitored step."""
+        self._gap = 0.0
+        """Steps between the last monitored step and the monitored step before; 0 if it is not known."""
         self.closest = CLOSEST
         """Least number of steps from one monitored step to the next."""
 
     def allows(self, step: int) -> bool:
-        """Whether a step is far enough from the monitored step before it; also if it is run again after a resume."""
-        return self._last is None or step < self._last or step - self._last >= self.closest
+        """Whether a step is far enough from the monitored step before it, or is run again after a resume."""
+        return step < self._last or step - self._last >= self.closest
 
     def begin_batch(self) -> None:
         """A batch begins; called before all other work of the monitor."""
@@ -82,48 +89,43 @@ class Overhead:
 
     def begin_step(self, step: int, *, is_monitored: bool) -> None:
         """A step begins with this batch."""
-        self._batches = []
-        self._is_monitored = is_monitored
+        self._step = _Step(is_monitored, [])
         if is_monitored:
-            self._gap = None if self._last is None or step <= self._last else step - self._last
+            self._gap = max(0.0, step - self._last)
             self._last = step
 
-    def end_batch(self) -> None:
+    def end_batch(self, *, ends_step: bool) -> None:
         """The batch is over; called after all other work of the monitor."""
-        if self._start is not None:
-            self._batches.append((self._start, self._clock.now()))
-        self._start = None
-
-    def end_step(self) -> None:
-        """The step is over with this batch."""
-        if self._is_monitored and not self._has_warmed_up:
-            # The first compiles, allocates and opens files.
-            self._has_warmed_up = True
-        elif self._batches:
-            self._waiting.append((self._is_monitored, self._batches))
-        self._batches = []
+        self._step.batches.append((self._start, self._clock.now()))
+        if not ends_step:
+            return
+        if self._step.is_monitored and not self._has_warmed_up:
+            self._has_warmed_up = True  # the first monitored step compiles, allocates and opens files
+        else:
+            self._pending.append(self._step)
+        self._step = _Step(False, [])
 
     def fraction(self) -> float | None:
-        """The share of the time that monitoring takes in a monitored step and the steps since the one before; ``None``: too few steps."""
-        while self._waiting and all(self._clock.has_come(end) for _start, end in self._waiting[0][1]):
-            is_monitored, batches = self._waiting.popleft()
+        """The share of the time that monitoring takes from one monitored step to the next; ``None``: too few steps."""
+        while self._pending and all(self._clock.has_passed(end) for _start, end in self._pending[0].batches):
+            is_monitored, batches = self._pending.popleft()
             duration = sum(self._clock.seconds(start, end) for start, end in batches)
             (self._monitored if is_monitored else self._plain).append(duration)
-        if not self._plain or not self._monitored or self._gap is None:
+        if not self._plain or not self._monitored or not self._gap:
             return None
         plain = statistics.median(self._plain)
-        # The mean: where rules are due in different steps, a few monitored steps may be what costs.
+        # The mean: if rules are due in different steps, a few monitored steps may cause most of the cost.
         cost = max(0.0, statistics.fmean(self._monitored) - plain)
         total = cost + self._gap * plain
         return cost / total if total else 0.0  # steps shorter than the clock can measure
 
     def decide(self, fraction: float) -> None:
         """Set how far apart monitored steps have to be, from the largest :meth:`fraction` of all ranks in the last monitored step."""
-        if self._gap is None or not 0 <= fraction < 1:
+        if not self._gap or not 0 <= fraction < 1:
             return
-        in_plain_steps = self._gap * fraction / (1 - fraction)
-        needed = in_plain_steps * (1 - self._limit) / self._limit
-        self.closest = max(CLOSEST, math.ceil(round(needed, 6)))  # without the rounding error of the division
+        cost_in_steps = self._gap * fraction / (1 - fraction)
+        gap = cost_in_steps * (1 - self._limit) / self._limit
+        self.closest = max(CLOSEST, math.ceil(round(gap, 6)))  # without the rounding error of the division
 
 
 def clock_of(device: torch.device) -> HostClock:

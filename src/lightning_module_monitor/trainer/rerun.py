@@ -1,4 +1,4 @@
-"""Runs a micro-batch of a step again, on a copy of the model that shares its weights, to find the first non-finite value in it."""
+"""Runs a micro-batch of a step again, on a copy of the model that shares its weights, to find its first non-finite value."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lightning_module_monitor.trainer.silent_copy import run_training_step, sile
 from lightning_module_monitor.trainer.strategy import scaler_of
 
 MAX_EARLIER_BYTES = 2**28
-"""Limit of the memory of earlier micro-batches' batches, which Lightning would have released, beside the running one's: 256 MiB."""
+"""Limit of the memory of earlier batches of a step, which Lightning would have released: 256 MiB."""
 
 
 class _Kept:
-    """The data to run a micro-batch again: its batch, as ``training_step`` is about to get it, its number, and the random states.
+    """A micro-batch that can be run again: its batch, as ``training_step`` is about to get it, its number, and the random states.
 
     With ``is_whole`` the containers of the batch are copied, and the versions of its tensors noted.
     """
@@ -48,64 +48,56 @@ class _Kept:
         return dict(_memory(tensor) for _path, tensor in named_tensors(self.batch))
 
     def was_written_to(self) -> bool:
-        """Whether its tensors, or what holds them and cannot be copied, were written to."""
+        """Whether its tensors, or containers that cannot be copied, were written to."""
         return self._versions is not None and _versions(self.batch) != self._versions
 
 
 class StepRerun:
-    """Keeps the batches of a step, up to a limit, and the random states before each, to run one again before the update."""
+    """Keeps the batches of one step, up to a limit, and the random states before each, to run one of them again before the update.
 
-    def __init__(self, model: LightningModule, sites: Sequence[ModuleSite]) -> None:
+    Args:
+        model: The model.
+        sites: The modules to observe in the second run.
+        weights: The model's weights, which the second run shares unless the forward pass writes into them. ``None``: the step is
+            kept lightly, i.e. torch's random states alone, and the batch as it is. That takes a tenth of the time and mostly
+            reproduces the step; the second run then uses copies of all weights.
+    """
+
+    def __init__(self, model: LightningModule, sites: Sequence[ModuleSite], weights: Sequence[nn.Parameter] | None) -> None:
         self._model, self._sites = model, sites
+        self._is_whole = weights is not None
+        self._versions = [(weight, weight._version) for weight in weights or ()]
+        """The weights with their versions before the step, whose forward pass may write into some."""
         self._kept: list[_Kept | None] = []
-        """By micro-batch; ``None`` where there was no room."""
-        self._weights: list[nn.Parameter] = []
-        """The weights of the model when the first step began."""
-        self._versions: list[int] = []
-        """The version of each weight before a step that is kept as a whole, whose forward pass may write into some; else empty."""
+        """By micro-batch; ``None`` if it was released."""
 
-    def keep(self, batch: object, batch_idx: int, *, is_first: bool, is_whole: bool) -> None:
-        """A micro-batch is about to be run.
-
-        With ``is_whole`` everything that the step depends on is kept. Else torch's random states alone are kept, and the batch as it is,
-        which takes a tenth of the time and mostly shows the same; the step is run again on copies of all weights.
-        """
-        if is_first:
-            self.forget()
-            if is_whole:
-                self._weights = self._weights or [
-                    one for one in self._model.parameters() if not (nn.parameter.is_lazy(one) or one.is_inference())
-                ]
-            self._versions = [one._version for one in self._weights] if is_whole else []
-        random_states = RandomStates.now(self._model.device, torch_only=not is_whole)
-        self._kept.append(_Kept(batch, batch_idx, random_states, is_whole=is_whole))
+    def keep(self, batch: object, batch_idx: int) -> None:
+        """A micro-batch is about to be run."""
+        random_states = RandomStates.now(self._model.device, torch_only=not self._is_whole)
+        self._kept.append(_Kept(batch, batch_idx, random_states, is_whole=self._is_whole))
         if len(self._kept) > 1:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Release the newest batches, but for the running one, until the rest holds no more than it may."""
+        """Release the newest batches, except the running one, until the others are within the limit."""
         *earlier, running = self._kept
         assert running is not None
         for number in reversed(range(len(earlier))):
-            beside = {address: size for one in earlier if one is not None for address, size in one.memory.items()}
-            if sum(size for address, size in beside.items() if address not in running.memory) <= MAX_EARLIER_BYTES:
+            storages = {address: size for kept in earlier if kept is not None for address, size in kept.memory.items()}
+            if sum(size for address, size in storages.items() if address not in running.memory) <= MAX_EARLIER_BYTES:
                 return
             self._kept[number] = earlier[number] = None
 
-    def forget(self) -> None:
-        """The step is over."""
-        self._kept.clear()
-
-    def look(self, micro_batch: int) -> Producer | None:
+    def find(self, micro_batch: int) -> Producer | None:
         """Run the first micro-batch with a non-finite value again, and observe its modules.
 
-        If its batch was not kept, the next one that was is run, as non-finite values often persist. Overflow in the backward pass of a
-        scaled loss is left to the scaler.
+        If its batch was released, the next kept micro-batch is run, as non-finite values often persist. Overflow in the backward pass
+        of a scaled loss is left to the scaler.
 
         Returns:
-            The module that made the first non-finite value, or why it is not known; ``None`` if all was finite this time.
+            The module that made the first non-finite value, or the reason why it is not known; ``None`` if all was finite this time.
         """
-        number, kept = next((number, one) for number, one in enumerate(self._kept) if number >= micro_batch and one is not None)
+        number, kept = next((number, kept) for number, kept in enumerate(self._kept) if number >= micro_batch and kept is not None)
         obstacle = ""
         if number != micro_batch:
             obstacle = f"its batch was not kept, as those before it hold {MAX_EARLIER_BYTES // 2**20} MiB, or would with it"
@@ -113,24 +105,24 @@ class StepRerun:
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
         masked_rows = MaskedRows()
         with masked_rows:
-            found = producer(self._observed(kept))
-        if found is not None and masked_rows.is_found and found.value == "NaN":
-            words = f"{found.words} There, attention or a softmax has a row in which all keys are masked."
-            found = replace(found, words=words, cause="masked_row")
-        if found is not None and found.site == ROOT and found.is_forward:
+            source = producer(self._observed(kept))
+        if source is not None and masked_rows.is_found and source.value == "NaN":
+            words = f"{source.words} There, attention or a softmax has a row in which all keys are masked."
+            source = replace(source, words=words, cause="masked_row")
+        if source is not None and source.site == ROOT and source.is_forward:
             kinds = _nonfinite_in(kept.batch)
             batch = f"The batch has {' and '.join(kinds)}{_samples_in(kept.batch)}." if kinds else "The batch is finite."
-            place, cause = ("the batch", "data") if kinds else ("training_step", found.cause)
-            found = replace(found, words=f"{found.words} {batch}", cause=cause, place_in_words=place)
+            location, cause = ("the batch", "data") if kinds else ("training_step", source.cause)
+            source = replace(source, words=f"{source.words} {batch}", cause=cause, place_in_words=location)
         if not obstacle:
-            return None if found is None else replace(found, micro_batch=number)
-        how = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
-        words = f"{obstacle}. {how}, {'all was finite.' if found is None else f'it was in {found.place_in_words}: {found.words}'}"
-        # If two ranks have the same micro-batch, the one that knows the module comes first.
-        return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if found is None else found.cause)
+            return None if source is None else replace(source, micro_batch=number)
+        prefix = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
+        words = f"{obstacle}. {prefix}, {'all was finite.' if source is None else f'it was in {source.place_in_words}: {source.words}'}"
+        # If two ranks have the same micro-batch, the rank that knows the module comes first.
+        return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if source is None else source.cause)
 
     def _observed(self, kept: _Kept) -> Observed | None:
-        """The probe's observation of a second run of a micro-batch; ``None`` if all is finite."""
+        """Run a micro-batch again with the probe, and return what it observed; ``None`` if all is finite."""
         sibling, same_sites = self._sibling()
         probe = NonfiniteProbe(same_sites)
         probe.attach()
@@ -149,25 +141,25 @@ class StepRerun:
     def _sibling(self) -> tuple[LightningModule, list[ModuleSite]]:
         """A copy of the model, and the same sites in it.
 
-        Its weights have the same memory; those that the step's forward pass may have written into are copies.
+        It shares the memory of the weights, except of weights that the step's forward pass may have written into.
         """
         model = self._model
         for tensor in (*model.parameters(), *model.buffers()):
             in_memory(tensor)
-        unwritten = {id(one) for one, version in zip(self._weights, self._versions, strict=False) if one._version == version}
+        unwritten = {id(weight) for weight, version in self._versions if weight._version == version}
         shared: dict[int, Any] = {}
-        for one in model.parameters():
-            is_plain = type(one) is nn.Parameter
-            # A subclass of Parameter has attributes of its own, and is copied; a parameter of a tensor's class (DTensor) has none.
-            if id(one) in unwritten and (is_plain or not issubclass(type(one), nn.Parameter)):
-                shared[id(one)] = (_SharedWeight if is_plain else nn.Parameter)(one.detach(), one.requires_grad)
+        for weight in model.parameters():
+            is_plain = type(weight) is nn.Parameter
+            # A subclass of Parameter may have further attributes, and is copied; a parameter of a tensor's class (DTensor) has none.
+            if id(weight) in unwritten and (is_plain or not issubclass(type(weight), nn.Parameter)):
+                shared[id(weight)] = (_SharedWeight if is_plain else nn.Parameter)(weight.detach(), weight.requires_grad)
         sibling = cast(LightningModule, independent_copy(model, shared))
         silence(sibling)
-        for weight in sibling.parameters():
-            if weight.requires_grad and weight.is_leaf:
-                weight.register_post_accumulate_grad_hook(_release_gradient)
-        same = dict(zip(model.modules(), sibling.modules(), strict=True))
-        return sibling, [ModuleSite(site.name, site.aliases, same[site.module]) for site in self._sites]
+        for copied in sibling.parameters():
+            if copied.requires_grad and copied.is_leaf:
+                copied.register_post_accumulate_grad_hook(_release_gradient)
+        counterparts = dict(zip(model.modules(), sibling.modules(), strict=True))
+        return sibling, [ModuleSite(site.name, site.aliases, counterparts[site.module]) for site in self._sites]
 
     def _run(self, sibling: LightningModule, kept: _Kept) -> Tensor | None:
         """Run a micro-batch uncompiled; returns its loss."""
@@ -179,7 +171,7 @@ class StepRerun:
 
 
 class _SharedWeight(nn.Parameter):
-    """A weight in the memory of the model's. Operations that write into it raise its version; ``data`` has none, and gives a copy."""
+    """A weight that shares memory with the model's. In-place operations raise its version; ``data`` has no version, and is a copy."""
 
     @property
     def data(self) -> Tensor:
@@ -195,12 +187,12 @@ def _release_gradient(weight: Tensor) -> None:
 
 
 def _versions(batch: object) -> list[tuple[object, int, int]]:
-    """The versions of a batch's tensors, which every write raises. One of inference mode cannot be written to while a model trains."""
+    """The versions of a batch's tensors, which every write raises. A model that trains cannot write to tensors of inference mode."""
     return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in named_tensors(batch)]
 
 
 def _nonfinite_in(batch: object) -> list[str]:
-    """The kinds of non-finite values in a batch: then it is the cause, and not the LightningModule's own code."""
+    """The kinds of non-finite values in a batch; if there are any, the batch is the cause, and not the LightningModule's code."""
     numbers = Magnitudes()
     for _path, tensor in named_tensors(batch):
         if tensor.is_floating_point() or tensor.is_complex():
@@ -209,17 +201,18 @@ def _nonfinite_in(batch: object) -> list[str]:
 
 
 def _samples_in(batch: object) -> str:
-    """The samples of a batch that are not finite, in words: by their index in the first dimension of the largest such tensor."""
-    bad = [local_part(one) for _path, one in named_tensors(batch) if one.dim() and (one.is_floating_point() or one.is_complex())]
-    rows = [(~one.isfinite()).flatten(1).any(1) if one.dim() > 1 else ~one.isfinite() for one in bad]
-    samples = next((found for row in rows if (found := row.nonzero().flatten().tolist())), [])
+    """The samples of a batch that are not finite, in words: by their index in the first dimension of the first tensor that has any."""
+    tensors = [tensor for _path, tensor in named_tensors(batch) if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())]
+    finite = [local_part(tensor).isfinite() for tensor in tensors]
+    rows = [(~mask).flatten(1).any(1) if mask.dim() > 1 else ~mask for mask in finite]
+    samples = next((indices for row in rows if (indices := row.nonzero().flatten().tolist())), [])
     more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""
     return f", in sample {', '.join(map(str, samples[:3]))}{more}" if samples else ""
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies, and how many bytes there are."""
+    """The address of a tensor's storage, and its size in bytes."""
     if tensor.layout is not torch.strided:
-        return id(tensor), tensor.numel() * tensor.element_size()  # at most: a sparse tensor leaves out zeros
+        return id(tensor), tensor.numel() * tensor.element_size()  # an upper bound: a sparse tensor leaves out zeros
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()

@@ -1,4 +1,4 @@
-"""A run of a Trainer that is observed, and what outlasts it: for the user, for a checkpoint, and for the next run."""
+"""A run of a Trainer, and the results that outlast it: for the user, for a checkpoint, and for the next run."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from lightning_module_monitor.trainer.checks import AwaitedKeys
 from lightning_module_monitor.trainer.options import Options
 
 
-class Results:
+class RunResults:
     """The results of the runs of a callback."""
 
     def __init__(self) -> None:
         self.last_record: Record | None = None
         """The newest record, without its raw tensors."""
         self.store_path: str | None = None
-        """Where the latest store is, once something was recorded; it stays until another store is written."""
+        """Path of the latest store that a record was written to."""
         self.findings: list[Finding] = []
-        """All findings since the latest fit began, in their order."""
+        """All findings since the latest fit began, in order."""
         self.history = History()
-        """The course of the latest run, by which its findings are explained."""
+        """Values of the latest run that explain its findings."""
         self.awaited = AwaitedKeys()
         self.state: dict[str, Any] = {}
-        """The state in a checkpoint that is written when no run is in progress."""
+        """The state for a checkpoint that is saved when no run is in progress."""
         self._writer: weakref.ref[Trainer] | None = None
-        """The Trainer whose run has written the latest store."""
+        """The Trainer whose run wrote the latest store."""
 
     def note_store(self, trainer: Trainer, path: str) -> None:
-        """A run has written a record to its store."""
+        """Note that a run of a Trainer has written a record to its store."""
         self.store_path, self._writer = path, weakref.ref(trainer)
 
     def store_of(self, trainer: Trainer) -> str | None:
-        """The store of a Trainer's earlier loop, which the next one continues, if no other Trainer has written one since."""
+        """The store of a Trainer's earlier run, which its next run continues, unless another Trainer has written a store since."""
         return self.store_path if self._writer is not None and self._writer() is trainer else None
 
     def diagnoses(self) -> Diagnoses:
-        """The causes of the findings so far."""
+        """The causes of the findings until now."""
         return diagnose(self.findings, self.history)
 
-    def copied(self, state: dict[str, Any]) -> Results:
-        """The same results for a copy of the callback, which no Trainer has used, and whose checkpoints hold no reference."""
+    def copied(self, state: dict[str, Any]) -> RunResults:
+        """The same results for a copy of the callback, which no Trainer has run, and whose checkpoints hold no reference."""
         copied = copy.copy(self)
         copied._writer, copied.state = None, {name: value for name, value in state.items() if name != "reference"}
         return copied
@@ -62,14 +62,14 @@ class Run:
     options: Options
     monitor: ModuleMonitor
     reporter: ErrorReporter
-    results: Results
+    results: RunResults
     trainer: Trainer
     module: LightningModule
     stage: str
 
     @property
     def planner(self) -> Planner:
-        """What the monitor records."""
+        """The planner of the monitor: it knows what is recorded."""
         return self.monitor.planner
 
     @property

@@ -1,4 +1,4 @@
-"""A copy of a LightningModule runs its own ``training_step``, and changes nothing outside of it."""
+"""Runs ``training_step`` on a copy of a LightningModule, without effects outside of the copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_module_monitor.model.compiled import MODULE_ATTRIBUTES
 
 
 class _TrainerWithoutLoggers:
-    """The ``trainer`` of a copy: reads from the model's trainer, except the loggers; what the copy sets on it stays here."""
+    """The ``trainer`` of a copy: reads from the model's trainer, except its loggers. Attributes that the copy sets stay here."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -23,7 +23,9 @@ class _TrainerWithoutLoggers:
         self.loggers = [self.logger]
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of a trainer
-        return getattr(object.__getattribute__(self, "_trainer"), name)  # while this is being copied, it has no such attribute yet
+        return getattr(
+            object.__getattribute__(self, "_trainer"), name
+        )  # without recursion while this object is copied, and has no such attribute yet
 
 
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -31,7 +33,9 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise RuntimeError("the reference has no optimizers; give module, the submodule to watch, whose sibling is then called alone")
+    raise RuntimeError(
+        "the reference has no optimizers; give module, the name of a submodule: then the reference of that submodule is called instead"
+    )
 
 
 _SILENT = {
@@ -48,19 +52,19 @@ def silence(reference: nn.Module) -> None:
 
 
 def attach(copied: nn.Module, trainer: Trainer) -> None:
-    """Attach a copy to the trainer of the model, without its loggers."""
+    """Attach a copy to the trainer of the model, without the loggers."""
     copied.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
 
 
-def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int, wrapper: nn.Module | None = None) -> Any:  # noqa: ANN401  # as its own
+def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int, wrapper: nn.Module | None = None) -> Any:  # noqa: ANN401  # the result of training_step
     """Run a copy's ``training_step`` as Lightning is about to run the model's.
 
     Args:
         reference: A silenced copy.
         trainer: The copy is attached to this, without its loggers, while it runs.
-        batch: On the device and in the precision of the run. The copy gets a copy, because it may write into it.
+        batch: On the device and in the precision of the run. ``reference`` gets a copy, because it may write into it.
         batch_idx: Number of the batch.
-        wrapper: What runs it under FSDP1, by calling its first argument with all others.
+        wrapper: The unit of FSDP1 that runs it, by calling its first argument with all others.
 
     Returns:
         The result of ``training_step``.
@@ -77,17 +81,17 @@ def run_training_step(reference: LightningModule, trainer: Trainer, batch: objec
 
 @contextmanager
 def _unchanged_attributes(reference: nn.Module) -> Iterator[None]:
-    """Restore the copy's attributes after the block: no epoch ends for it, in which it would clear what it gathers."""
+    """Restore the copy's attributes after the block: it never reaches an end of an epoch, where it would clear its lists."""
     attributes = [(part, dict(vars(part))) for part in reference.modules() if is_a(part, "LightningModule")]
-    own = [value for _part, values in attributes for name, value in values.items() if name not in MODULE_ATTRIBUTES]
-    inner = [value for one in own if isinstance(one, dict) for value in one.values()]
-    gathered = [(one, copy.copy(one)) for one in (*own, *inner) if type(one) in (list, dict, set, deque)]
+    attribute_values = [value for _part, values in attributes for name, value in values.items() if name not in MODULE_ATTRIBUTES]
+    inner = [value for values in attribute_values if isinstance(values, dict) for value in values.values()]
+    containers = [(value, copy.copy(value)) for value in (*attribute_values, *inner) if type(value) in (list, dict, set, deque)]
     try:
         yield
     finally:
         for part, values in attributes:
             vars(part).clear()
             vars(part).update(values)
-        for one, before in gathered:
-            one.clear()
-            (one.extend if isinstance(one, list | deque) else one.update)(before)
+        for container, before in containers:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(before)

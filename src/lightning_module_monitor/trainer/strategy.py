@@ -1,4 +1,4 @@
-"""Strategies of a Trainer: which ranks share their values under each, how parameters are read, and what cannot be recorded."""
+"""Strategies of a Trainer: the ranks that reduce values together, access to parameters, and kinds that cannot be recorded."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-_OF_REFERENCE = tuple(kind.name for kind in KINDS.values() if kind.needs_reference)
-_OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.site == "parameter" or kind.needs_reference)
+_REFERENCE_KINDS = tuple(kind.name for kind in KINDS.values() if kind.needs_reference)
+_PARAMETER_KINDS = tuple(kind.name for kind in KINDS.values() if kind.site == "parameter" or kind.needs_reference)
 
 
 class DeepSpeedAccess(ParameterAccess):
-    """Reads whole parameters, in float32 where the optimizer has them so, and whole gradients, by DeepSpeed's public functions.
+    """Reads whole parameters (the optimizer's float32 copies, if it has any) and whole gradients, by DeepSpeed's public functions.
 
-    Each read of a tensor that is laid out over ranks is a collective of DeepSpeed's own, so all ranks read the same in the same order.
+    Reading a tensor that is laid out over ranks is a collective of DeepSpeed, so all ranks read the same tensors in the same order.
     """
 
     makes_copies = True
 
     def parameter(self, parameter: Tensor) -> Tensor | None:
-        """The copy that the optimizer moves; a parameter that is not trained itself."""
+        """The copy that the optimizer updates; for a parameter that is not trained, its value."""
         import deepspeed  # noqa: PLC0415  # is optional, and takes seconds
 
         if parameter.requires_grad:
@@ -51,12 +51,12 @@ class DeepSpeedAccess(ParameterAccess):
         return deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
 
     def is_empty(self, parameter: Tensor) -> bool:
-        """Whether it has no element, on any rank: between its uses stage 3 leaves a parameter none."""
+        """Whether it has no element on any rank; between its uses a parameter of stage 3 has none on this rank."""
         return not getattr(parameter, "ds_numel", parameter.numel())
 
 
 def is_known(trainer: Trainer) -> bool:
-    """Whether it is known how a strategy trains on its ranks; a subclass counts as its base class."""
+    """Whether the strategy of a Trainer is supported on several ranks; a subclass counts as its base class."""
     strategy = trainer.strategy
     if is_a(strategy, "XLAStrategy"):  # subclasses of DDPStrategy that keep parameters and gradients elsewhere
         return False
@@ -64,7 +64,7 @@ def is_known(trainer: Trainer) -> bool:
 
 
 def has_parameters(trainer: Trainer) -> bool:
-    """Whether parameters keep their names, and it is known which elements of them each rank has."""
+    """Whether parameters keep their names, and the elements that each rank holds are known."""
     strategy: Any = trainer.strategy
     return is_known(trainer) and (not is_a(strategy, "FSDPStrategy") or bool(strategy.kwargs.get("use_orig_params")))
 
@@ -79,7 +79,7 @@ def ranks_of(trainer: Trainer) -> bool | DeviceMesh:
 
 
 def can_run_again(trainer: Trainer) -> bool:
-    """Whether all ranks together can run a part of a step again, by a copy of the model: FSDP and DeepSpeed have no copies."""
+    """Whether all ranks together can run a part of a step again on a copy of the model, which FSDP and DeepSpeed do not have."""
     has_copies = not is_a(trainer.strategy, "FSDPStrategy", "DeepSpeedStrategy") and not fsdp2_units(trainer.lightning_module)
     return is_known(trainer) and has_copies
 
@@ -90,7 +90,7 @@ def can_copy(trainer: Trainer) -> bool:
 
 
 def access_of(trainer: Trainer) -> ParameterAccess:
-    """How parameters and gradients are read."""
+    """The access to parameters and gradients under a strategy."""
     return DeepSpeedAccess() if is_a(trainer.strategy, "DeepSpeedStrategy") else ParameterAccess()
 
 
@@ -104,12 +104,12 @@ def unavailable_kinds(trainer: Trainer) -> tuple[str, ...]:
     """The kinds that cannot be recorded under a strategy."""
     strategy: Any = trainer.strategy
     if not has_parameters(trainer):
-        return _OF_PARAMETERS
+        return _PARAMETER_KINDS
     if is_a(strategy, "DeepSpeedStrategy"):
         configuration = strategy.config if isinstance(strategy.config, dict) else {}
-        # DeepSpeed clips within its step: what the optimizer uses cannot be read.
+        # DeepSpeed clips within its step: the clipped gradient cannot be read.
         clips = trainer.gradient_clip_val or configuration.get("gradient_clipping")
-        return (*_OF_REFERENCE, "gradient") if clips else _OF_REFERENCE
+        return (*_REFERENCE_KINDS, "gradient") if clips else _REFERENCE_KINDS
     return ()
 
 
@@ -117,8 +117,8 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
     """Refuse options that a strategy cannot satisfy.
 
     Raises:
-        ConfigError: If under an unknown strategy a finding of one rank would stop the run or save a checkpoint, which all ranks have
-            to decide together; if a rule asks for norms of the tokens of parameters that are laid out over ranks.
+        ConfigError: If under an unknown strategy a finding of one rank would stop the run or save a checkpoint, which needs all ranks;
+            or if a rule requests token norms of parameters that are laid out over ranks.
     """
     strategy: Any = trainer.strategy
     name = type(strategy).__name__
@@ -127,26 +127,26 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
         if health.nonfinite == STOP:
             together.insert(0, f"health.nonfinite: {STOP!r}")
         if together:
-            why = f"under {name} each rank judges its own values, and the others would wait for it"
-            raise ConfigError(f"{together[0]}: {why}; expected 'warn' or 'capture', or nonfinite: {ALWAYS}.")
+            reason = f"under {name} each rank judges its own values, and the others would wait for it"
+            raise ConfigError(f"{together[0]}: {reason}; expected 'warn' or 'capture', or nonfinite: {ALWAYS}.")
     is_fsdp1 = is_a(strategy, "FSDPStrategy") and strategy.sharding_strategy is not ShardingStrategy.NO_SHARD
     if is_fsdp1 or is_a(strategy, "ModelParallelStrategy"):
         for rule in planner.rules:
-            of_tokens = token_statistics(rule)
+            statistics = token_statistics(rule)
             kinds = [kind for kind in rule.kinds if KINDS[kind].site == "parameter"]
-            if of_tokens and kinds:
-                why = f"under {name} a rank has parts of the tokens of parameters"
-                raise ConfigError(f"{rule.label}.statistics {of_tokens[0]!r}: {why}; expected a rule without {', '.join(kinds)}.")
+            if statistics and kinds:
+                reason = f"under {name} a rank has parts of the tokens of parameters"
+                raise ConfigError(f"{rule.label}.statistics {statistics[0]!r}: {reason}; expected a rule without {', '.join(kinds)}.")
 
 
 def left_out_in_words(trainer: Trainer, kinds: list[str]) -> str:
-    """A message: the kinds that are not recorded under a strategy, why, and which ranks' values the others are."""
+    """A message: the kinds that are not recorded under a strategy, the reason, and the ranks whose values are recorded."""
     name = type(trainer.strategy).__name__
-    what = f"{', '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} left out" if kinds else "nothing of parameters is recorded"
+    left_out = f"{', '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} left out" if kinds else "nothing of parameters is recorded"
     if is_a(trainer.strategy, "DeepSpeedStrategy"):
-        return f"{name} clips gradients within its step, and has no copy of the model: {what}. gradient_before_clip is there."
+        return f"{name} clips gradients within its step, and has no copy of the model: {left_out}. gradient_before_clip is there."
     if is_known(trainer):
-        return f"{name} with use_orig_params=False makes flat parameters without names: {what}. use_orig_params=True gives all kinds."
-    of_first = "; values are those of rank 0 alone" if trainer.world_size > 1 else ""
+        return f"{name} with use_orig_params=False makes flat parameters without names: {left_out}. use_orig_params=True gives all kinds."
+    ranks = "; values are those of rank 0 alone" if trainer.world_size > 1 else ""
     works = "DDPStrategy, FSDPStrategy, ModelParallelStrategy and their subclasses give all kinds"
-    return f"{name} keeps parameters in a way that is not known: {what}{of_first}. {works}."
+    return f"{name} keeps parameters in a way that is not known: {left_out}{ranks}. {works}."

@@ -14,38 +14,42 @@ from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.trainer.options import Options
-from lightning_module_monitor.trainer.run import Results
+from lightning_module_monitor.trainer.run import RunResults
 
 BYTES_PER_VALUE = 8
 
 
 def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
-    """One line about a monitored step; ``roll_ups`` is a sentence about what loggers get, if that is not everything."""
+    """One line about a monitored step; ``roll_ups`` is a sentence about the keys of loggers, or empty."""
     plan, captured = planner.plan(), planner.capture_plan()
     num_keys = len(planner.planned_keys()) + len(planner.planned_histograms())
     keys = f"{num_keys} keys a step" + (", more if attention runs" if plan.has_heads() else "")
     blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
-    num_modules = sum(one.site.runs for one in plan.modules)
+    num_modules = sum(module.site.runs for module in plan.modules)
     raw = "" if captured is None else f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters."
     watched = f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}"
     return f"{watched}: {keys}, {schedule}.{roll_ups}{raw}"
 
 
 def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
-    """The contents and the cost of a monitored step, in lines: sites x statistics by kind, keys, bytes of the table and of the store."""
+    """The contents and the cost of a monitored step, as text: sites x statistics by kind, keys, bytes of the table and of the store."""
     plan, captured = planner.plan(), planner.capture_plan()
     keys, histograms = planner.planned_keys(), planner.planned_histograms()
     streams = plan.expected()
-    lines = ["Dry run: nothing is watched. With these rules a monitored step has"]
+    lines = ["Dry run: nothing is recorded. With these rules a monitored step has"]
     for kind in dict.fromkeys(stream.kind for stream in streams):
-        own = [stream for stream in streams if stream.kind == kind]
-        names = dict.fromkeys(name for stream in own for name in stream.outputs)
-        sites = f"heads of attention within {len(own)} modules, known when it runs," if KINDS[kind].of_heads else f"{len(own)} sites"
+        streams_of_kind = [stream for stream in streams if stream.kind == kind]
+        names = dict.fromkeys(name for stream in streams_of_kind for name in stream.outputs)
+        sites = (
+            f"heads of attention within {len(streams_of_kind)} modules, known when it runs,"
+            if KINDS[kind].of_heads
+            else f"{len(streams_of_kind)} sites"
+        )
         lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
-    copies = sum(_num_bytes(one) for one in plan.parameters if "update" in one.streams)
+    copies = sum(_num_bytes(parameter) for parameter in plan.parameters if "update" in parameter.streams)
     if copies:
         lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")
     counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
@@ -61,13 +65,13 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
         lines.append(f"  at most {in_bytes(row)} of store for each monitored step ({schedule}{limit})")
     if captured is not None:
         kinds = Counter(stream.kind for stream in captured.streams())
-        wanted = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())
-        size = in_bytes(sum(_num_bytes(one) * len(one.streams) for one in captured.parameters))
-        lines.append(f"  raw tensors beside the store ({wanted}): {size} a step of parameters, and outputs as large as they are")
+        captured_sites = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())
+        size = in_bytes(sum(_num_bytes(parameter) * len(parameter.streams) for parameter in captured.parameters))
+        lines.append(f"  raw tensors beside the store ({captured_sites}): {size} a step of parameters, and outputs as large as they are")
     return "\n".join(lines)
 
 
-def described(options: Options, monitor: ModuleMonitor, results: Results) -> Description:
+def described(options: Options, monitor: ModuleMonitor, results: RunResults) -> Description:
     """The rules, the store and the findings of a callback, for the prompt and a notebook."""
     rules, findings, store, record = monitor.planner.rules, results.findings, results.store_path, results.last_record
     last = "none" if record is None else f"of step {record.step}: {counted(len(record.values), 'value')}"
@@ -75,7 +79,7 @@ def described(options: Options, monitor: ModuleMonitor, results: Results) -> Des
         *(("watched", f"{', '.join(rule.kinds)}: {', '.join(rule.outputs)}, {rule.schedule}") for rule in rules),
         ("last record", last),
         ("store", store or "none"),
-        *(("finding", f"step {one.step}, {one.name} {one.site}: {one.words}") for one in findings),
+        *(("finding", f"step {finding.step}, {finding.name} {finding.site}: {finding.words}") for finding in findings),
     ]
     title = f"{options.every_n_steps}, {counted(len(rules), 'rule')}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
     return Description(title, ("", ""), rows)

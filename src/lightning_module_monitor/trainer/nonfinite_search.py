@@ -1,0 +1,280 @@
+"""Search for the first non-finite value of a run, and for the module that made it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.health.alert_options import WARN
+from lightning_module_monitor.health.figures import FINITE_STATISTICS
+from lightning_module_monitor.health.producer import Producer, producer
+from lightning_module_monitor.lightning_packages import messages
+from lightning_module_monitor.model.names import ROOT
+from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
+from lightning_module_monitor.record import CONTEXT_KIND, LOSS, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
+from lightning_module_monitor.statistics.magnitudes import UNKNOWN
+from lightning_module_monitor.trainer.rerun import StepRerun
+from lightning_module_monitor.trainer.run import Run
+from lightning_module_monitor.trainer.strategy import can_run_again, scaler_of
+
+ALWAYS_NAMES = "health: {nonfinite: always} names the module."
+"""Advice for a non-finite value in a step that is not monitored."""
+
+
+def marks_steps(run: Run) -> bool:
+    """Whether non-finite values of a step are reported with the next record, so that neither the host nor other ranks wait for a flag."""
+    is_remote = run.trainer.world_size > 1 or run.trainer.strategy.root_device.type != "cpu"
+    return run.options.health.nonfinite == WARN and is_remote
+
+
+@dataclass
+class _StepSearch:
+    """The search in one step."""
+
+    is_light: bool
+    """Whether the flag covers only the loss and the gradients of some biases and gains."""
+    has_probe: bool
+    """Whether the probe observes the step itself."""
+    rerun: StepRerun | None
+    """Runs the first non-finite micro-batch again, with the probe; ``None`` if no second run is possible or needed."""
+    has_flag: bool
+    """Whether losses and gradients raise the flag."""
+    batch_indices: list[int] = field(default_factory=list)
+    """``batch_idx`` of each micro-batch."""
+    was_finite: bool | None = None
+    """Whether no optimizer's part of the step had a non-finite value; ``None`` before the first part."""
+
+
+class NonfiniteSearch:
+    """Finds the first non-finite value, from when the model exists to :meth:`close`.
+
+    A flag of losses and gradients is read before the optimizer's step; if it is raised, the micro-batch is run again. Manual
+    optimization, and strategies that only run a model as a whole, allow no second run: there the probe observes the step itself.
+    With ``warn``, steps that are not monitored are searched lightly. On an accelerator and on several ranks, ``warn`` reads no flag,
+    because that would wait: in monitored steps the probe observes, and the record shows whether all values are finite; in other steps
+    the flag stays on the device, and the next record has the first such step.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._options = run.options.health
+        self._monitor = run.monitor
+        self._planner = run.planner
+        self._trainer = run.trainer
+        self._module = run.module
+        self._on_error = run.options.arguments["on_error"]
+        index = run.planner.index
+        self._probe = NonfiniteProbe(index.modules, self._report_hook_error)
+        # The flag and the second run also cover compiled code: by gradients, and by a copy that runs uncompiled.
+        self._all_sites = index.whole.modules
+        self._flag = FiniteStep(self._all_sites)
+        self._marks_steps = marks_steps(run)
+        self._runs_again = can_run_again(run.trainer)
+        self._is_scaled = scaler_of(run.trainer) is not None
+        """Whether the loss is scaled: its gradients may overflow, which the scaler handles."""
+        self._search: _StepSearch | None = None
+        """The search in the open step; ``None`` after an error."""
+        self.is_reported = False
+        """Whether a non-finite value was reported, and no finite step followed."""
+
+    @cached_property
+    def _weights(self) -> list[nn.Parameter]:
+        """The weights when the first step begins that can be run again with all that it depends on."""
+        return [weight for weight in self._module.parameters() if not (nn.parameter.is_lazy(weight) or weight.is_inference())]
+
+    def close(self) -> None:
+        """Remove every hook; a second call does nothing."""
+        self.end_search()
+        self._probe.close()
+
+    def begin_step(self, step: int, *, is_monitored: bool) -> None:
+        """A step begins. The record of a monitored step gets the flag of the steps before, and shares its transfer and reduction."""
+        self.end_search()
+        is_light = not (is_monitored or self._options.is_at_every_step)
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        has_probe = not is_light and (self._marks_steps or not (self._runs_again and is_automatic))
+        has_rerun = is_automatic and not (has_probe or self._marks_steps)
+        rerun = StepRerun(self._module, self._all_sites, None if is_light else self._weights) if has_rerun else None
+        self._search = _StepSearch(is_light, has_probe, rerun, has_flag=is_light or not self._marks_steps)
+        if has_probe and not self._probe.is_attached():
+            self._probe.attach()
+        steps_since = self._flag.steps_since(step) if is_monitored else None
+        if steps_since is not None:
+            self._monitor.monitor_figure(STEPS_SINCE_NONFINITE, steps_since)
+
+    def begin_micro_batch(self, batch: object, batch_idx: int) -> None:
+        """A micro-batch is about to be run."""
+        search = self._search
+        if search is None:
+            return
+        self._flag.micro_batch = len(search.batch_indices)
+        search.batch_indices.append(batch_idx)
+        if search.has_probe:
+            self._probe.begin_micro_batch()
+        elif search.rerun is not None:
+            search.rerun.keep(batch, batch_idx)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """The loss of a backward pass exists."""
+        if self._search is not None and self._search.has_flag:
+            self._flag.observe_loss(loss)
+        self._probe.begin_backward(loss)
+        if self._is_scaled:
+            self._probe.end_backward()
+
+    def end_backward(self) -> None:
+        """The gradients exist."""
+        if self._search is not None and self._search.has_flag and not self._is_scaled:
+            self._flag.observe_gradients(lightly=self._search.is_light)
+        self._probe.end_backward()
+
+    def before_update(self, step: int) -> Finding | None:
+        """Search the step; parameters are as they were in the forward pass.
+
+        Returns:
+            The finding of the first non-finite value of a series, if the flag is read now.
+        """
+        search = self._search
+        if self._marks_steps:
+            if search is not None and search.is_light:
+                self._flag.mark(step)
+            elif search is not None:
+                self._probe.observe_weights()
+            return None
+        # If every step is searched, other ranks expect the collective also after an error on this rank.
+        if search is None and not self._options.is_at_every_step:
+            return None
+        first_here = self._flag.first_nonfinite()
+        self._flag.forget()
+        first = _first_of_all_ranks(first_here, self._monitor.ranks)
+        if search is not None:
+            search.was_finite = first is None and search.was_finite is not False
+        if first is None or self.is_reported:
+            return None
+        with self._monitor.no_monitor():
+            return self._find(step, first, is_here=first_here == first)
+
+    def end_micro_batch(self) -> None:
+        """The micro-batch is over."""
+        self._probe.end_micro_batch()
+
+    def end_step(self, step: int, record: Record | None) -> Finding | None:
+        """The step is over; ``record`` is its record, if it was monitored.
+
+        Returns:
+            The finding, if only the record shows the non-finite value.
+        """
+        num_steps = 0.0 if record is None else record.values.get(self._planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
+        finding = None if self.is_reported or not num_steps > 0 else self._finding_of_marked_step(step, num_steps)
+        search = self._search
+        if search is not None and search.has_probe and self._marks_steps and record is not None:
+            was_skipped = record.values.get(self._planner.own_key(STEP_SKIPPED), 0.0) > 0
+            search.was_finite = not _has_nonfinite(record, was_skipped=was_skipped)
+            if not search.was_finite:
+                rank, first = _earliest(producer(self._probe.observed()), self._monitor.ranks)
+                finding = finding if first is None or self.is_reported else self._finding(step, rank, first)
+        self.is_reported &= search is None or not search.was_finite
+        self.end_search()
+        return finding
+
+    def end_search(self) -> None:
+        """Search no further in this step."""
+        self._search = None
+        self._probe.forget()
+        self._flag.forget()
+        if not self._options.is_at_every_step:
+            self._probe.close()
+
+    def _find(self, step: int, micro_batch: int, *, is_here: bool) -> Finding:
+        """Find the module that made a non-finite value, on all ranks.
+
+        Args:
+            step: The step.
+            micro_batch: The first micro-batch of all ranks with a non-finite value.
+            is_here: Whether it is also the first micro-batch of this rank with a non-finite value.
+        """
+        search, source = self._search, None
+        reason = "all was finite when the step was run again"
+        try:
+            if search is None:
+                reason = "an error has ended the search in this step"
+            elif search.has_probe:
+                source = producer(self._probe.observed())
+            elif search.rerun is None:
+                reason = f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
+            else:
+                if search.is_light:
+                    reason += f" with torch's random states alone as they were. {ALWAYS_NAMES}"
+                # Every rank runs it: in tensor parallel training a rank cannot run it alone.
+                source = search.rerun.find(micro_batch)
+                source = source if source is None or source.is_known or is_here else None
+        except Exception as error:
+            reason = f"the step could not be run again ({type(error).__name__}: {error})"
+        rank, first = _earliest(source, self._monitor.ranks)
+        if first is None:
+            words = f"The loss or a gradient is not finite, and the module that made it is not known: {reason.removesuffix('.')}."
+            first = Producer(ROOT, True, UNKNOWN, 0, words)
+        return self._finding(step, rank, first)
+
+    def _finding_of_marked_step(self, step: int, num_steps: float) -> Finding:
+        """The finding of the first marked step, ``num_steps`` before this step."""
+        self.is_reported = True
+        words = f"The loss or a gradient was not finite for the first time, in a step that was not monitored. {ALWAYS_NAMES}"
+        return Finding(step - int(num_steps), "nonfinite", ROOT, "", words, "error")
+
+    def _finding(self, step: int, rank: int, source: Producer) -> Finding:
+        self.is_reported = True
+        if str(self._trainer.precision).startswith("16"):
+            words = f"The run computes in float16 (precision: {self._trainer.precision}), in which values above 65504 are infinite."
+            source = replace(source, words=f"{source.words} {words}", cause=source.cause if source.cause == "data" else "overflow")
+        where = f"micro-batch {source.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
+        direction = f"the {'forward' if source.is_forward else 'backward'} pass of "
+        direction = "" if direction in source.place_in_words else f"in {direction}"
+        indices = [] if self._search is None else self._search.batch_indices
+        batch_idx = indices[source.micro_batch] if 0 <= source.micro_batch < len(indices) else ""
+        when = f"epoch {self._trainer.current_epoch}, batch_idx {batch_idx}"
+        kind = "NaN" if source.value == "NaN" else "Infinity"
+        words = f"{kind} in {source.place_in_words}, {direction}{where} ({when}). " if source.value else ""
+        if not source.is_known:
+            words = f"The first non-finite value occurred in {where}, and the module that made it is not known: "
+        return Finding(step, "nonfinite", source.site, "", f"{words}{source.words}", "error", cause=source.cause)
+
+    def _report_hook_error(self, error: Exception) -> None:
+        message = f"The search for non-finite values failed ({type(error).__name__}: {error})"
+        if self._on_error == "raise":
+            raise MonitorError(f"{message}.") from error
+        messages.warning("%s; this step is not searched.", message)
+
+
+def _first_of_all_ranks(micro_batch: int | None, ranks: Ranks | None) -> int | None:
+    """The first micro-batch of all ranks, by one collective of one number; ``None`` if no rank has one."""
+    if ranks is None:
+        return micro_batch
+    negated = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device="cpu")
+    first = -float(ranks.all_reduce(negated, "max")[0])
+    return int(first) if math.isfinite(first) else None
+
+
+def _earliest(source: Producer | None, ranks: Ranks | None) -> tuple[int, Producer | None]:
+    """The rank whose producer came first, and that producer: the same on every rank."""
+    sources: list[Producer | None] = [source] if ranks is None else ranks.gather(source)
+    order = [(item.micro_batch, not item.is_forward, item.place, rank) for rank, item in enumerate(sources) if item is not None]
+    rank = min(order)[-1] if order else 0
+    return rank, sources[rank]
+
+
+def _has_nonfinite(record: Record, *, was_skipped: bool) -> bool:
+    """Whether the loss or a statistic of a tensor shows a non-finite element.
+
+    In a step that the scaler skipped (``was_skipped``), losses and gradients may have overflowed, and do not count.
+    """
+    may_overflow = ("activation_gradient", "gradient", "gradient_before_clip", CONTEXT_KIND)
+    kinds = ("activation", "parameter", *(() if was_skipped else may_overflow))
+    counts, values = f"/{FINITE_STATISTICS[0]}", record.values.items()
+    keys = [Key.parse(name) for name, value in values if not math.isfinite(value) or (value and name.endswith(counts))]
+    return any(key.kind in kinds and key.statistic in ((LOSS,) if key.kind == CONTEXT_KIND else FINITE_STATISTICS) for key in keys)

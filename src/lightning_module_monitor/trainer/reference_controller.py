@@ -1,0 +1,212 @@
+"""The reference of a run: how it is made, saved in a checkpoint and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from lightning_module_monitor.distributed.ranks import share_values_of_first
+from lightning_module_monitor.distributed.shards import is_laid_out
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.kernels.elements import in_memory
+from lightning_module_monitor.lightning_packages import LightningModule, messages
+from lightning_module_monitor.model import copies
+from lightning_module_monitor.trainer.laid_out import LaidOutCopy
+from lightning_module_monitor.trainer.options import INIT
+from lightning_module_monitor.trainer.run import Run
+from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
+
+MODULE = "module"
+"""Origin of a reference that the user has passed as a module."""
+
+_NEW_VALUES = "a new initialization, which is the first run's only if the seed is the same"
+
+
+@dataclass(eq=False)
+class ReferenceController:
+    """The reference of a fit, which is set in the monitor."""
+
+    run: Run
+    source: str
+    """``init``, ``module`` or the path of a checkpoint."""
+    module: nn.Module
+    is_restored: bool
+    """Whether the checkpoint of the resumed run held it."""
+    is_laid_out: bool = False
+    """Whether each rank has parts of it, as of the model."""
+    wrapper: nn.Module | None = None
+    """The unit that runs it under FSDP1."""
+
+    def run_on(self, batch: object, batch_idx: int) -> None:
+        """Run the reference on a batch, before the model gets it."""
+        module = cast(LightningModule, self.module)  # it has a training_step
+        self.run.monitor.run_reference(lambda: run_training_step(module, self.run.trainer, batch, batch_idx, self.wrapper))
+
+    def state(self) -> dict[str, Any]:
+        """The entries of a checkpoint: the reference, as tensors only, if the checkpoint holds it."""
+        # One rank writes the checkpoint, and has only a part of a sharded reference.
+        if not self.run.options.save_reference or self.is_laid_out:
+            return {}
+        # For a reference from a file, the path is enough.
+        tensors = copies.tensors_of(self.module) if self.source in (INIT, MODULE) else {}
+        return {"reference": {"source": self.source, "tensors": tensors}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Note whether a checkpoint of this callback that was loaded after the start of the fit holds a reference."""
+        self.is_restored |= "reference" in state
+
+    def note_checkpoint(self) -> None:
+        """A checkpoint's weights were loaded after the start of the fit, as strategies do that lay parameters out."""
+        if self.source == INIT and not self.is_restored:
+            _warn_of_new_values(_NEW_VALUES)
+
+    def leave_device(self) -> None:
+        """Move the reference to the CPU, as Lightning does with the model; FSDP1 cannot move it, so the monitor releases it."""
+        if self.wrapper is not None:
+            self.run.monitor.remove_reference_module()
+        else:
+            self.module.cpu()
+
+
+class ReferenceOrigin:
+    """Makes the reference of a fit; created in ``setup``, and used once, when the model is about to run.
+
+    With the option ``module`` the reference is called beside that submodule; else it is a copy of the whole model, and runs its own
+    ``training_step``. It holds a copy of the model's present values, if there are any: a checkpoint may replace them before the first
+    step.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._source = run.options.reference
+        self._name = self._source if isinstance(self._source, str) else MODULE
+        self._within: str | None = run.options.arguments["module"]
+        self._saved: list[Mapping[str, Any]] = []
+        """The reference in the checkpoint of the resumed run, if there is one."""
+        self._is_resumed = False
+        self._initial = self._present_values() if self._source == INIT else {}
+        """The values of the model; empty if it does not exist yet."""
+        needs_layout = self._source == INIT and run.planner.first_of_reference(running=True) is not None
+        self._unconfigured = LaidOutCopy.of(run.trainer, run.module) if needs_layout else None
+        """A copy of the model from before it was laid out over ranks."""
+
+    def _present_values(self) -> Mapping[str, Tensor]:
+        module, within = self._run.module, self._within or ""
+        try:
+            live = self._run.planner.index.within if self._run.monitor.module is not None else module.get_submodule(within)
+        except AttributeError:  # the submodule does not exist yet
+            return {}
+        if copies.lazy_tensors(live):
+            return {}
+        _check_memory(live)
+        return {name: tensor.clone() for name, tensor in copies.tensors_of(live).items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take the state of the resumed run, which may hold a reference."""
+        self._saved = [state["reference"]] if "reference" in state else []
+
+    def note_checkpoint(self) -> None:
+        """A checkpoint's weights were loaded, possibly from a run without this callback."""
+        self._is_resumed = True
+
+    def make(self) -> ReferenceController:
+        """Make the reference and set it in the monitor; the reference of a resumed run gets the values of the earlier run.
+
+        It is copied after everything that changes a model (its own ``setup``, other callbacks). If the weights of a checkpoint were loaded
+        since ``setup``, it gets the values of the model from before.
+
+        Raises:
+            ConfigError: If it cannot be made, or does not have the model's structure.
+        """
+        run, trainer, wrapper = self._run, self._run.trainer, None
+        has_shards = is_laid_out(run.planner.index.within)
+        if has_shards:
+            reference, wrapper = self._made_of_shards()
+        else:
+            reference = trainer.precision_plugin.convert_module(self._copied()).to(run.module.device)
+        values = self._earlier_values(reference)
+        try:
+            if values:
+                copies.set_tensors(reference, values)
+            if trainer.world_size > 1 and not has_shards:
+                # A module of the user's, or a new initialization, may have another seed on each rank.
+                share_values_of_first(copies.tensors_of(reference).values())
+            run.monitor.set_reference_module(reference, follows=self._within is not None, wrapper=wrapper)
+        except ValueError as error:
+            raise ConfigError(f"reference: {error}") from error
+        return ReferenceController(run, self._name, reference, bool(self._saved), has_shards, wrapper)
+
+    def _copied(self) -> nn.Module:
+        """A copy of the model, of the user's module, or of the weights of a file."""
+        # The user's module is copied too, and stays as it is.
+        live = self._source if isinstance(self._source, nn.Module) else self._run.planner.index.within
+        if self._within is None and not callable(getattr(live, "training_step", None)):
+            expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
+            raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
+        _check_memory(live)
+        reference = copies.frozen_copy(live, self._within or "")
+        if isinstance(self._source, str) and self._source != INIT:
+            copies.load_weights(reference, self._source, self._within)
+        silence(reference)
+        return reference
+
+    def _made_of_shards(self) -> tuple[nn.Module, nn.Module | None]:
+        """The reference of a model that is laid out over ranks, and its unit of FSDP1; only its parameters, if it does not have to run.
+
+        Raises:
+            ConfigError: If it cannot be made.
+        """
+        live, reason = self._run.planner.index.within, "the model is laid out over ranks"
+        if self._source != INIT:
+            raise ConfigError(f"reference is {self._name!r}, and {reason}; expected reference: init.")
+        needed_by = self._run.planner.first_of_reference(running=True)
+        if needed_by is None:
+            return copies.parameter_copy(live), None
+        laid_out = self._unconfigured
+        if laid_out is None or self._run.planner.shares_input:
+            expected = "expected a model that FSDP alone lays out, and not before this fit"
+            raise ConfigError(f"{needed_by} needs a reference that runs, and {reason}; {expected}, or no kind but parameter_difference.")
+        laid_out.lay_out(self._run.trainer, self._run.module)
+        silence(laid_out.module)
+        reference = laid_out.module.get_submodule(self._within or "")
+        try:
+            # By the names of the copy: activation checkpointing may have wrapped parts of the model.
+            copies.set_tensors(reference, dict(zip(copies.tensors_of(reference), copies.tensors_of(live).values(), strict=True)))
+        except ValueError as error:
+            expected = "expected a configure_model and an auto_wrap_policy that do the same with a copy"
+            raise ConfigError(f"reference: the copy is not laid out as the model is ({error}); {expected}.") from error
+        return reference, laid_out.wrapper
+
+    def _earlier_values(self, reference: nn.Module) -> Mapping[str, Tensor]:
+        """The values that replace the present values of the reference; may be empty. Warns if a resumed run had another reference."""
+        # Layers that were created since setup have no initial values.
+        initial = {} if copies.differing_tensors(reference, self._initial) else self._initial
+        for saved in self._saved:
+            if saved["source"] == self._name:
+                values: Mapping[str, Tensor] = saved["tensors"]
+                return values
+            messages.warning("The run that is resumed had reference %r; this one has %r.", saved["source"], self._name)
+        if self._is_resumed and not self._saved and self._source == INIT:
+            _warn_of_new_values(_NEW_VALUES if initial else "the checkpoint's weights")
+        return initial if self._is_resumed else {}
+
+
+def _warn_of_new_values(values: str) -> None:
+    messages.warning("The checkpoint holds no reference of this callback's: differences are from %s.", values)
+
+
+def _check_memory(module: nn.Module) -> None:
+    """Check that all tensors of a module have memory; otherwise torch would read past the end of a storage, and crash.
+
+    Raises:
+        ConfigError: If a tensor has no memory; names it.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        try:
+            in_memory(tensor)
+        except ValueError as error:
+            cure = "Bring it back before the fit, or give a module as the reference"
+            raise ConfigError(f"reference is a copy of the model, and {name} cannot be copied ({error}). {cure}.") from error
