@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lightning_module_monitor import ModuleMonitor, Record, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels import numba_kernel
-from lightning_module_monitor.plan.planner import DETAIL
+from lightning_module_monitor.plan.recipe import DETAIL
 
 KINDS = ["activation", "activation_gradient", "parameter", "gradient"]
 
@@ -792,7 +792,7 @@ def test_two_rules_that_give_one_name_to_different_things_are_refused(other: dic
         assert "activation/fc/spread" in monitor.planner.planned_keys()
         with pytest.raises(ConfigError, match=r"two: another rule records something else as '.*' of kind 'activation' at '_root_'"):
             monitor.add_rules(Rule(kinds="activation", **other), "two")
-        assert len(monitor.planner.rules) == 2
+        assert len(monitor.engine.recipe.rules) == 2
     with (
         ModuleMonitor(1, rules=[*rules, Rule(kinds="activation", **other)]) as monitor,
         pytest.raises(ConfigError, match=r"rules.2.: another rule records something else as '.*' of kind 'activation' at '_root_'"),
@@ -813,8 +813,8 @@ def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.
         monitor.module(torch.ones(1, 2))
         monkeypatch.setattr(ModuleMonitor, "agree", fail)
         with pytest.raises(RuntimeError, match="on purpose"):
-            monitor.begin_stage("validation", 3)
-        assert monitor.end_stage() is None
+            monitor.engine.begin_stage("validation", 3)
+        assert monitor.engine.end_stage() is None
         record = monitor.end_step()
     assert record is not None
     assert (record.step, record.values["activation/relu/max"]) == (3, 1.0)
@@ -833,9 +833,9 @@ def test_a_closer_look_lasts_for_its_steps() -> None:
             record = monitor.end_step()
             assert record is not None
             found.append("activation/relu/min" in record.values)
-        monitor.begin_stage("validation", 3)
+        monitor.engine.begin_stage("validation", 3)
         monitor.module(torch.ones(1, 2))
-        record = monitor.end_stage()
+        record = monitor.engine.end_stage()
     assert found == [False, True, False]
     assert record is not None
     assert [key for key in record.values if "relu" in key] == ["validation/activation/relu/max"]

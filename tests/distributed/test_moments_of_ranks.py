@@ -15,8 +15,8 @@ from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.distributed.moments import Reduced, Replicas, reduce_moments
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.kernels.transfer import to_host
-from lightning_module_monitor.statistics.finish import nan_where_empty
+from lightning_module_monitor.kernels.elements import to_host
+from lightning_module_monitor.statistics.layout import nan_where_empty
 
 
 def moments_of(rows: list[list[Tensor]]) -> Moments:

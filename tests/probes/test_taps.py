@@ -193,7 +193,7 @@ def test_the_call_of_a_wrapper_is_no_call_of_the_module() -> None:
     rules = [Rule(kinds=["activation", "activation_gradient", "activation_difference"], statistics=["norm", "nonfinite_count"])]
     with ModuleMonitor(rules=rules, on_error="raise") as monitor:
         monitor.set_module(model)
-        monitor.wrapper = wrapper
+        monitor.engine.model.wrapper = wrapper
         monitor.set_reference_module(reference, follows=True)
         for step in range(2):
             monitor.begin_step(step)

@@ -1,8 +1,8 @@
-"""From what each rank has observed to what all ranks have together: one transfer, and with other ranks two collectives a step.
+"""From what each rank has observed to what all ranks have together: two collectives a step, after the one transfer.
 
 Streams are in an order that all ranks have alike: those of the rules (which are checked to be the same), and those that turned up later (a
 further output, a head of attention) on any of them. When one turns up for the first time, its rank names it to the others, and that step is
-reduced once more. One process is one rank: its numbers are those of all.
+reduced once more.
 """
 
 from __future__ import annotations
@@ -39,20 +39,16 @@ class Reduced(NamedTuple):
     """Streams that every rank is expected to have alike, and that differ between ranks."""
 
 
-def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks | None, on_error: OnError) -> Reduced:
+def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks, on_error: OnError) -> Reduced:
     """Reduce a step over ranks; ``layout`` gets the streams that it lacks.
 
     Args:
         observe: Returns what this rank has observed. Where that fails, the step is lost on every rank, and the error is raised when
             they know: they wait for this one.
         layout: The streams that are known on every rank.
-        ranks: The processes that train together; ``None`` for a single one.
+        ranks: The processes that train together.
         on_error: Receives a stream that cannot be named to other ranks.
     """
-    if ranks is None:
-        observed = observe()
-        layout.add(observed.streams)
-        return Reduced(observed, observed.numbers(layout))
     lost, error, unsent = Observed(is_lost=True), None, set[Identity]()
     try:
         observed = observe()

@@ -1,6 +1,9 @@
-"""Whether and where a tensor has elements that can be read."""
+"""Whether and where a tensor has elements that can be read, and the transfer to the host."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -98,3 +101,40 @@ def unwrapped(tensor: Tensor) -> Tensor:
         inside: Tensor = functorch.get_unwrapped(tensor)
         tensor = inside.movedim(functorch.maybe_get_bdim(tensor), 0) if functorch.is_batchedtensor(tensor) else inside
     return tensor
+
+
+def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Copy everything that a step found to the host, with one transfer per device.
+
+    Args:
+        shares: What :meth:`MomentTable.collect` gives.
+        others: Float64 tensors of any shape, on any device.
+
+    Returns:
+        The shares, and the elements of the others, one tensor after the other, as one of shape ``(elements,)``, float64, both
+        on the CPU.
+    """
+    if len(shares) == 1 and not others:
+        # As nearly always, and a tenth of a millisecond less.
+        return [transfer(shares[0])], torch.empty(0, dtype=torch.float64, device="cpu")
+    flat = [tensor.reshape(-1) for tensor in (*shares, *others)]
+    by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(flat):
+        by_device[tensor.device].append(index)
+    arrived: dict[int, Tensor] = {}
+    for indices in by_device.values():
+        parcel = flat[indices[0]] if len(indices) == 1 else torch.cat([flat[index] for index in indices])
+        arrived |= zip(indices, transfer(parcel).split([flat[index].numel() for index in indices]), strict=True)
+    moments = [arrived[index].view(share.shape) for index, share in enumerate(shares)]
+    rest = [arrived[index] for index in range(len(shares), len(flat))]
+    return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *rest])
+
+
+def transfer(tensor: Tensor) -> Tensor:
+    """The one place where a value leaves its device."""
+    return tensor if is_on_host(tensor) else tensor.to("cpu")
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether a value is read without a transfer."""
+    return tensor.is_cpu

@@ -24,6 +24,7 @@ from lightning_module_monitor.distributed.shards import (
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter
+from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -114,7 +115,7 @@ class WholeTensors:
                         use(*tensors)
         self._kept.clear()
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Release all parts, as the step is lost; the other ranks then assemble nothing."""
         self._kept.clear()
 
@@ -157,8 +158,8 @@ class ParameterTap(Probe):
     watched: Sequence[WatchedParameter]
     captured: Sequence[WatchedParameter]
     """The parameters that are captured; their streams say which kinds."""
-    keep: Callable[[str, str, int, Tensor], None]
-    """Copies what is captured: its kind, its site, the number of its call, and the tensor."""
+    capture: CaptureProbe | None
+    """Copies what is captured; ``None`` where nothing is."""
     tools: StepTools
     access: ParameterAccess
     ranks: Ranks | None
@@ -228,7 +229,7 @@ class ParameterTap(Probe):
         """Release the copies; nothing is read any more."""
         self._sites = []
         self._before.clear()
-        self._whole_tensors.forget()
+        self._whole_tensors.close()
 
     def _read(
         self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False
@@ -266,8 +267,8 @@ class ParameterTap(Probe):
         """Call the user's functions with a whole tensor, and keep it if it is captured."""
         if kind in one.streams and tensor.is_floating_point():
             self._accumulator.call_functions(one.streams[kind], tensor)
-        if (kind, one.site.name) in self._captured:
-            self.keep(kind, one.site.name, 0, tensor)
+        if self.capture is not None and (kind, one.site.name) in self._captured:
+            self.capture.keep(kind, one.site.name, 0, tensor)
 
     def _copy(self, one: WatchedParameter, parameter: Tensor) -> None:
         """Copy a parameter before the optimizer moves it, in place of an older copy."""

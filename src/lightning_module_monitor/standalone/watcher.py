@@ -226,9 +226,9 @@ class _Mode:
     def listen(self, is_listening: bool) -> None:
         """Set whether calls of the layers belong to this mode now."""
         if is_listening:
-            self._monitor.gate.open(self)
+            self._monitor.engine.gate.open(self)
         else:
-            self._monitor.gate.close(self)
+            self._monitor.engine.gate.close(self)
 
     def end(self, step: int, gradients: bool, parameters: bool) -> Record:
         """The values of the mode, with the current gradients and parameters."""
@@ -245,7 +245,7 @@ class _Mode:
 
     def drop(self) -> None:
         """Remove the hooks and the values."""
-        self._monitor.abandon()
+        self._monitor.engine.abandon()
 
     def close(self) -> None:
         self._monitor.close()

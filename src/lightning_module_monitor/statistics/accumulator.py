@@ -16,17 +16,15 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.distributed.reduce import reduce_step
+from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
-from lightning_module_monitor.kernels.elements import strided
+from lightning_module_monitor.kernels.elements import strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
-from lightning_module_monitor.kernels.transfer import to_host
-from lightning_module_monitor.statistics.finish import Finisher
 from lightning_module_monitor.statistics.functions import Aggregate, Function, Results, Value, by_part, undisturbed, wide_of
-from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Flags, Layout, Numbers, Observed
+from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Finisher, Flags, Layout, Numbers, Observed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Recent, dead_fraction, in_either, is_alive, memory
 from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
@@ -255,8 +253,7 @@ class StepAccumulator:
         """
         layout = self._state.layout
         try:
-            observe = functools.partial(self._observed, is_alone=ranks is None)
-            observed, numbers, copied, self.differing = reduce_step(observe, layout, ranks, self._cannot_send)
+            observed, numbers, copied, self.differing = self._alone() if ranks is None else self._of_all(ranks)
         except Exception:
             self.is_lost = True
             raise
@@ -283,6 +280,17 @@ class StepAccumulator:
         by_key = {key: Histogram(row) for stream, row in there for key in stream.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
         return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
+
+    def _alone(self) -> Reduced:
+        """The step of a single process: its numbers are those of all."""
+        observed = self._observed(is_alone=True)
+        self._state.layout.add(observed.streams)
+        return Reduced(observed, observed.numbers(self._state.layout))
+
+    def _of_all(self, ranks: Ranks) -> Reduced:
+        """The step of several ranks, by two collectives."""
+        observe = functools.partial(self._observed, is_alone=False)
+        return reduce_step(observe, self._state.layout, ranks, self._cannot_send)
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""

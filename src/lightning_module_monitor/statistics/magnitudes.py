@@ -8,8 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.kernels.elements import in_memory, plain
-from lightning_module_monitor.kernels.transfer import is_on_host, transfer
+from lightning_module_monitor.kernels.elements import in_memory, is_on_host, plain, transfer
 
 UNKNOWN = -1
 """The place of a number that does not exist."""

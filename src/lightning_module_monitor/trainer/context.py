@@ -42,7 +42,7 @@ class ContextNames:
         """Name in keys by name of the module's metric."""
         rates = [_name_of_rate(number) for number in range(sum(len(one.param_groups) for one in optimizers))]
         expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
-        monitor.logged.expect_context(expected)
+        monitor.engine.model.logged.expect_context(expected)
         for name in expected:
             self._namer.name(name)
 

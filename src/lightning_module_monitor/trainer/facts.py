@@ -56,7 +56,7 @@ def facts_of(run: Run, optimizers: Sequence[Optimizer], of_loss: LossFacts) -> F
 
 def _in_eval(run: Run, parameters: dict[str, ParameterFacts]) -> Iterable[str]:
     """Modules with running statistics that are in eval, some of whose own weights are trained."""
-    for site in run.planner.index.modules:
+    for site in run.index.modules:
         if not site.module.training and getattr(site.module, "running_mean", None) is not None:
             own = (parameters.get(f"{site.name}.{name}") for name in ("weight", "bias"))
             if any(one is not None and one.training == "trained" for one in own):
@@ -68,7 +68,7 @@ def _parameters(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, Paramete
     optimized = parameter_ids(optimizers)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-    parameters = {site.name: site.tensor() for site in run.planner.index.parameters}
+    parameters = {site.name: site.tensor() for site in run.index.parameters}
     has_copies = not any(id(one) in optimized for one in parameters.values())
 
     def training_of(one: Tensor | None) -> Training:

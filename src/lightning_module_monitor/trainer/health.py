@@ -32,7 +32,7 @@ class HealthController:
         self._sinks = sinks
         self._trainer = run.trainer
         self.options = run.options.health
-        index = run.planner.index
+        index = run.index
         self._judge = Judge(self.options.rules, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
         run.results.history = self._judge.history
         self.nonfinite = None if self.options.nonfinite == IGNORE else NonfiniteController(run)
@@ -68,7 +68,7 @@ class HealthController:
             for number, one in enumerate(self._run.results.diagnoses(), 1):
                 messages.warning("[monitor] Diagnosis %d: %s", number, one)
             if self._judge.history.steps and not self.options.is_off:
-                types = {type(site.module).__name__ for site in self._run.planner.index.modules}
+                types = {type(site.module).__name__ for site in self._run.index.modules}
                 verdict = verdict_of(self._judge, (), self._run.results.findings, searched=self.options.nonfinite != IGNORE, types=types)
                 messages.info("[monitor] Verdict: %s.", verdict.sentence)
         return found
@@ -143,7 +143,7 @@ class HealthController:
         gradient has come through.
         """
         self._details[site] = steps
-        sites, chain = self._run.planner.index, self._run.planner.plan().chain
+        sites, chain = self._run.index, self._run.planner.plan().chain
         of_transitions = {} if chain is None else dict(zip(chain.transitions, chain.streams[1:], strict=True))
         name = of_transitions[site].site if site in of_transitions else site
         while sites.module_site(name) is None and "." in name:
@@ -156,4 +156,4 @@ class HealthController:
         kinds = ["activation", "activation_gradient", "parameter", "gradient"]
         plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
         rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
-        self._run.monitor.add_detail(rule, Capture(sites=pattern, steps=list(steps), kinds=kinds))
+        self._run.engine.model.add_detail(rule, Capture(sites=pattern, steps=list(steps), kinds=kinds))

@@ -59,10 +59,11 @@ class NonfiniteController:
     def __init__(self, run: Run) -> None:
         self._options = run.options.health
         self._monitor = run.monitor
-        self._planner = run.planner
+        self._engine = run.engine
+        self._recipe = run.recipe
         self._trainer = run.trainer
         self._on_error = run.options.given["on_error"]
-        index = run.planner.index
+        index = run.index
         self._probe = NonfiniteProbe(index.modules, self._hook_failed)
         # These look inside compiled code too: at gradients, and at a copy that runs uncompiled.
         self._flag = FiniteStep(index.whole.modules)
@@ -132,7 +133,7 @@ class NonfiniteController:
             return None
         own = self._flag.first_nonfinite()
         self._flag.forget()
-        first = _first_of_all(own, self._monitor.ranks)
+        first = _first_of_all(own, self._engine.model.ranks)
         if search is not None:
             search.was_finite = first is None and search.was_finite is not False
         if first is None or self.is_reported:
@@ -144,7 +145,7 @@ class NonfiniteController:
         """Give the flag of the steps before to the record of a monitored step, whose transfer and reduction it shares."""
         steps_since = self._flag.steps_since(step)
         if steps_since is not None:
-            self._monitor.monitor_figure(STEPS_SINCE_NONFINITE, steps_since)
+            self._engine.monitor_figure(STEPS_SINCE_NONFINITE, steps_since)
 
     def end_micro_batch(self) -> None:
         """It is over."""
@@ -156,14 +157,14 @@ class NonfiniteController:
         Returns:
             The finding, if there is a non-finite value that only the record shows.
         """
-        num_steps = 0.0 if record is None else record.values.get(self._planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
+        num_steps = 0.0 if record is None else record.values.get(self._recipe.figure_key(STEPS_SINCE_NONFINITE), 0.0)
         finding = None if self.is_reported or not num_steps > 0 else self._marked(step, num_steps)
         search = self._search
         if search is not None and search.has_probe and self._marks_steps and record is not None:
-            was_skipped = record.values.get(self._planner.own_key(STEP_SKIPPED), 0.0) > 0
+            was_skipped = record.values.get(self._recipe.figure_key(STEP_SKIPPED), 0.0) > 0
             search.was_finite = not _has_nonfinite(record, was_skipped=was_skipped)
             if not search.was_finite:
-                rank, found = _earliest(producer(self._probe.observed()), self._monitor.ranks)
+                rank, found = _earliest(producer(self._probe.observed()), self._engine.model.ranks)
                 finding = finding if found is None or self.is_reported else self._finding(step, rank, found)
         self.is_reported &= search is None or not search.was_finite
         self.forget_step()
@@ -208,7 +209,7 @@ class NonfiniteController:
                 own = own if own is None or own.is_known or is_mine else None
         except Exception as error:
             why = f"the step could not be run again ({type(error).__name__}: {error})"
-        rank, found = _earliest(own, self._monitor.ranks)
+        rank, found = _earliest(own, self._engine.model.ranks)
         if found is None:
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {why.removesuffix('.')}."
             found = Producer(ROOT, True, UNKNOWN, 0, words)

@@ -46,14 +46,14 @@ class ReferenceController:
         """What the checkpoint of the resumed run has of it."""
         self._initial = self._present_values() if self._source == INIT else None
         """The values that the model had, until the reference has them."""
-        needs_layout = self._source == INIT and run.planner.first_of_reference(running=True) is not None
+        needs_layout = self._source == INIT and run.recipe.first_of_reference(running=True) is not None
         self._unconfigured = LaidOutCopy.of(run.trainer, run.module) if needs_layout else None
         """A copy of the model from before it was laid out over ranks."""
 
     def _present_values(self) -> Mapping[str, Tensor] | None:
         module, within = self._run.module, self._within or ""
         try:
-            live = self._run.planner.index.within if self._monitor.module is not None else module.get_submodule(within)
+            live = self._run.index.within if self._monitor.module is not None else module.get_submodule(within)
         except AttributeError:  # it is made later
             return None
         if copies.lazy_tensors(live):
@@ -117,7 +117,7 @@ class ReferenceController:
     def run(self, batch: object, batch_idx: int) -> None:
         """Run the reference on the batch that the model is about to get."""
         reference = cast(LightningModule, self._module)  # it has a training_step
-        self._monitor.run_reference(lambda: run_training_step(reference, self._run.trainer, batch, batch_idx, self._wrapper))
+        self._run.engine.run_reference(lambda: run_training_step(reference, self._run.trainer, batch, batch_idx, self._wrapper))
 
     def _made_of_shards(self) -> nn.Module:
         """The reference of a model that is laid out over ranks: laid out in the same way, or, if it does not have to run, its parameters.
@@ -125,10 +125,10 @@ class ReferenceController:
         Raises:
             ConfigError: If it cannot be made.
         """
-        live, why = self._run.planner.index.within, "the model is laid out over ranks"
+        live, why = self._run.index.within, "the model is laid out over ranks"
         if self._source != INIT:
             raise ConfigError(f"reference is {self._name!r}, and {why}; expected reference: init.")
-        needed_by = self._run.planner.first_of_reference(running=True)
+        needed_by = self._run.recipe.first_of_reference(running=True)
         if needed_by is None:
             return copies.parameter_copy(live)
         laid_out = self._unconfigured
@@ -149,7 +149,7 @@ class ReferenceController:
 
     def _made(self) -> nn.Module:
         """A new reference."""
-        live = self._run.planner.index.within
+        live = self._run.index.within
         self._is_laid_out = is_laid_out(live)
         if self._is_laid_out:
             return self._made_of_shards()

@@ -7,11 +7,14 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.health.causes import Diagnoses, diagnose
 from lightning_module_monitor.health.history import History
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer
+from lightning_module_monitor.model.names import ModelIndex
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.planner import Planner
+from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.checks import AwaitedKeys
@@ -68,9 +71,24 @@ class Run:
     stage: str
 
     @property
+    def engine(self) -> StepEngine:
+        """Runs the steps of the monitor."""
+        return self.monitor.engine
+
+    @property
+    def recipe(self) -> Recipe:
+        """The rules of the monitor."""
+        return self.engine.recipe
+
+    @property
     def planner(self) -> Planner:
-        """What the monitor records."""
-        return self.monitor.planner
+        """What is recorded of the module."""
+        return self.engine.model.planner
+
+    @property
+    def index(self) -> ModelIndex:
+        """The names of the module."""
+        return self.planner.index
 
     @property
     def is_fit(self) -> bool:

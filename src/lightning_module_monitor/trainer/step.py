@@ -29,6 +29,7 @@ class StepController:
     def __init__(self, run: Run, health: HealthController, sinks: SinksController, reference: ReferenceController | None) -> None:
         self._run = run
         self._monitor = run.monitor
+        self._engine = run.engine
         self._trainer = run.trainer
         self._observes_training = run.observes_training
         self.health = health
@@ -56,12 +57,12 @@ class StepController:
         if is_first:
             self._step = step
             # An error below must not prevent the end of the step: other ranks wait for it.
-            self.is_idle = not self._observes_training or self._monitor.has_lost_ranks
+            self.is_idle = not self._observes_training or self._engine.has_lost_ranks
         if self._sinks.first_step is None:
             self._sinks.first_step = step
         nonfinite = self._nonfinite
         if self.is_idle:
-            if self._monitor.has_lost_ranks and nonfinite is not None:
+            if self._engine.has_lost_ranks and nonfinite is not None:
                 nonfinite.close()
             return
         if self._overhead is not None:
@@ -74,7 +75,7 @@ class StepController:
         self._monitor.end_backward()
         if self._monitored is not None:
             self._monitored.begin_batch(batch)
-        if self._reference is not None and self._monitor.awaits_reference():
+        if self._reference is not None and self._engine.awaits_reference():
             self._reference.run(batch, batch_idx)
         is_monitored = self._monitor.is_monitoring()
         if nonfinite is not None:
@@ -133,21 +134,21 @@ class StepController:
         options, running = self._run.options, self._trainer.state.stage
         stage = "" if running is None else running.value
         if options.observes(stage) and not (self._trainer.sanity_checking or options.dry_run):
-            self._monitor.wrapper = self._trainer.strategy.model
-            self._monitor.begin_stage(STAGES[stage], step_of(self._trainer))
+            self._engine.model.wrapper = self._trainer.strategy.model
+            self._engine.begin_stage(STAGES[stage], step_of(self._trainer))
         else:
-            self._monitor.gate.close(self)
+            self._engine.gate.close(self)
 
     def end_loop(self) -> None:
         """End the loop at the last moment at which values may be logged. What the module's own hooks do after it has no stage."""
-        record = self._monitor.end_stage()
+        record = self._engine.end_stage()
         if record is not None:
-            self._monitor.gate.close(self)
+            self._engine.gate.close(self)
         self._emit(record)
 
     def continue_step(self) -> None:
         """The loop is over; training goes on."""
-        self._monitor.gate.open(self)
+        self._engine.gate.open(self)
 
     # The end
 
@@ -160,14 +161,14 @@ class StepController:
         is_meant_for_user = isinstance(error, MonitorError | ConfigError) or self._run.options.given["on_error"] == "raise"
         if is_meant_for_user and not isinstance(error, RanksLostError):
             raise error
-        self._monitor.gate.open(self)
+        self._engine.gate.open(self)
         self._close_monitored()
         if self._nonfinite is not None:
             self._nonfinite.forget_step()
         if isinstance(error, RanksLostError):
-            self._monitor.lose_ranks(error)
+            self._engine.lose_ranks(error)
             return
-        self._monitor.lose()
+        self._engine.lose()
         name = type(error).__name__
         message = f"{event} failed ({name}: {error}); this step is not monitored. Logged once."
         self._run.reporter.log_once(message, logging.WARNING, f"{event} {name}", error)
@@ -177,7 +178,7 @@ class StepController:
         self.is_idle = True
         with ExitStack() as stack:
             stack.callback(self._close_monitored)
-            stack.callback(self._monitor.gate.open, self)
+            stack.callback(self._engine.gate.open, self)
             if self._nonfinite is not None:
                 stack.callback(self._nonfinite.close)
 
@@ -200,7 +201,7 @@ class StepController:
         if not is_allowed and self._monitor.is_step_monitored(step):
             message = f"{left_out}at most one step in {closest} is monitored, from step {step} on. This is logged once."
             self._run.reporter.log_once(message, once="left out")
-        if not is_allowed and self._run.planner.is_captured(step) and is_first_process():
+        if not is_allowed and self._run.recipe.is_captured(step) and is_first_process():
             apart = f"capture has step {step}, less than {closest} steps after another that was monitored"
             message = f"{left_out}{apart}; the raw tensors of such steps are not written. This is logged once."
             self._run.reporter.log_once(message, logging.WARNING, "left out capture")
@@ -225,13 +226,13 @@ class StepController:
                 self._monitored = None
             fraction = None if self._overhead is None else self._overhead.fraction()
             if fraction is not None:
-                self._monitor.monitor_figure(OVERHEAD_FRACTION, fraction)
+                self._engine.monitor_figure(OVERHEAD_FRACTION, fraction)
         except Exception as error:
             self.fail("on_train_batch_end", error)
         # Reached whatever has failed: other ranks wait for this one.
         record = self._monitor.end_step()
         if record is not None and self._overhead is not None:
-            self._overhead.decide(record.values.get(self._run.planner.own_key(OVERHEAD_FRACTION), math.nan))
+            self._overhead.decide(record.values.get(self._run.recipe.figure_key(OVERHEAD_FRACTION), math.nan))
         if self._nonfinite is not None:
             self.health.note(self._nonfinite.end_step(step_of(self._trainer), record))
         if record is not None and monitored is not None:
