@@ -16,10 +16,10 @@ from helpers.zoo import ZOO, Outputs, RawTensors, Shared, batches, make, raw_ten
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_module_monitor import ModuleMonitor, Record, Rule
+from lightning_module_monitor import Capture, ModuleMonitor, Record, Rule
+from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels import numba_kernel
-from lightning_module_monitor.plan.recipe import DETAIL
 
 KINDS = ["activation", "activation_gradient", "parameter", "gradient"]
 
@@ -803,7 +803,7 @@ def test_two_rules_that_give_one_name_to_different_things_are_refused(other: dic
 def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The record of the step has the step's values, and there is none of the loop."""
 
-    def fail(_monitor: ModuleMonitor) -> None:
+    def fail(_engine: StepEngine) -> None:
         raise RuntimeError("on purpose")
 
     with ModuleMonitor(1, rules=[Rule(kinds="activation", statistics="max")]) as monitor:
@@ -811,7 +811,7 @@ def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.
         assert monitor.module is not None
         monitor.begin_step(3)
         monitor.module(torch.ones(1, 2))
-        monkeypatch.setattr(ModuleMonitor, "agree", fail)
+        monkeypatch.setattr(StepEngine, "agree", fail)
         with pytest.raises(RuntimeError, match="on purpose"):
             monitor.engine.begin_stage("validation", 3)
         assert monitor.engine.end_stage() is None
@@ -825,7 +825,7 @@ def test_a_closer_look_lasts_for_its_steps() -> None:
     with ModuleMonitor(1, rules=[Rule(kinds="activation", statistics="max")]) as monitor:
         monitor.set_module(nn.Sequential(OrderedDict(relu=nn.ReLU())))
         assert monitor.module is not None
-        monitor.add_rules(Rule(kinds="activation", statistics="min", every_n_steps=[1]), DETAIL)
+        monitor.engine.model.add_detail(Rule(kinds="activation", statistics="min", every_n_steps=[1]), Capture(sites="relu", steps=1))
         found = []
         for step in range(3):
             monitor.begin_step(step)

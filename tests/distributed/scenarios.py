@@ -58,7 +58,7 @@ from lightning_module_monitor.distributed import ranks
 from lightning_module_monitor.distributed.shards import is_flattened, is_laid_out, is_sharded
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import ConfigError, RanksLostError
-from lightning_module_monitor.kernels import transfer as kernel_transfer
+from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -325,7 +325,7 @@ def counting_transfers() -> Iterator[list[int]]:
         return tensor.to("cpu")
 
     with ExitStack() as stack:
-        for module in (kernel_transfer, magnitudes):
+        for module in (elements, magnitudes):
             stack.enter_context(patch.object(module, "transfer", transfer))
             stack.enter_context(patch.object(module, "is_on_host", lambda _tensor: False))
         stack.enter_context(patch.object(nonfinite, "marks_steps", lambda run: run.options.health.nonfinite == "warn"))

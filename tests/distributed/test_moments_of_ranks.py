@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.distributed.moments import Reduced, Replicas, reduce_moments
+from lightning_module_monitor.kernels.elements import to_host
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.kernels.elements import to_host
 from lightning_module_monitor.statistics.layout import nan_where_empty
 
 

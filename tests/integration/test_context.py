@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.kernels import transfer
+from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.record import Key
 from lightning_module_monitor.statistics import magnitudes
 
@@ -190,7 +190,7 @@ def test_the_context_is_not_read_on_the_host_and_has_no_transfer_of_its_own(tmp_
     """Before the one transfer at the end of the step nothing is read, whatever is logged, where a read would wait for a device."""
     monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
     transfers: list[int] = []
-    original = transfer.transfer
+    original = elements.transfer
 
     def counted(tensor: Tensor) -> Tensor:
         transfers.append(tensor.numel())
@@ -214,7 +214,7 @@ def test_the_context_is_not_read_on_the_host_and_has_no_transfer_of_its_own(tmp_
             super().on_train_batch_end(trainer, *args)
             monkeypatch.setattr(self.monitor, "end_step", end)
 
-    monkeypatch.setattr(transfer, "transfer", counted)
+    monkeypatch.setattr(elements, "transfer", counted)
     callback = Watched(every_n_steps=1, rules=NORMS)
     fit(tmp_path, [callback], Logging)
     assert callback.last_record is not None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.kernels import numba_kernel, transfer
+from lightning_module_monitor.kernels import elements, numba_kernel
 from lightning_module_monitor.record import KINDS
 
 STATISTICS = ["mean", "std", "kurtosis", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "hist"]
@@ -108,13 +108,13 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
     from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck
 
     transfers = []
-    original = transfer.transfer
+    original = elements.transfer
 
     def count(tensor: Tensor) -> Tensor:
         transfers.append(tensor.numel())
         return original(tensor)
 
-    monkeypatch.setattr(transfer, "transfer", count)
+    monkeypatch.setattr(elements, "transfer", count)
     if not has_kernel:
         monkeypatch.setattr(numba_kernel, "loops", lambda: None)
     for name in ("mlp", "cnn", "outputs", "transformer", "gpt"):
