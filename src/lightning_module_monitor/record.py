@@ -177,9 +177,9 @@ class Key(NamedTuple):
             Its parts.
         """
         *head, statistic = text.split("/")
-        own = statistic in OWN_FIGURES and head[-1:] == [OWN_KIND]
-        of_context = head[-1:] == [CONTEXT_KIND] and not KINDS.keys() & head[-2:-1]  # behind a kind it is a module of this name
-        site = head.pop() if len(head) >= 2 and not (own or of_context) else ""
+        is_figure = statistic in OWN_FIGURES and head[-1:] == [OWN_KIND]
+        is_of_context = head[-1:] == [CONTEXT_KIND] and not KINDS.keys() & head[-2:-1]  # behind a kind it is a module of this name
+        site = head.pop() if len(head) >= 2 and not (is_figure or is_of_context) else ""
         kind = head.pop() if head else ""
         stage = head.pop() if head and head[-1] in STAGES else TRAIN
         return cls(kind, site, statistic, stage, "/".join(head))
@@ -362,8 +362,8 @@ class Facts:
 
     def as_values(self) -> dict[str, float]:
         """The conditions among them, as values of a record."""
-        own = {Key(FACT_KIND, name, "in_eval").format(): 1.0 for name in self.in_eval}
-        return {Key(FACT_KIND, "", "softmax_twice").format(): float(self.softmax_twice), **own}
+        in_eval = {Key(FACT_KIND, name, "in_eval").format(): 1.0 for name in self.in_eval}
+        return {Key(FACT_KIND, "", "softmax_twice").format(): float(self.softmax_twice), **in_eval}
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Facts:

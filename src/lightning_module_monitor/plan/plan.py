@@ -23,12 +23,12 @@ class Plan:
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
         """The modules of which heads of attention are recorded."""
-        return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.streams)]
+        return [watched for watched in self.modules if any(KINDS[kind].of_heads for kind in watched.streams)]
 
     def streams(self) -> list[Stream]:
         """Every stream of a rule, modules first, in the model's order."""
-        of_modules = [stream for watched in self.modules for stream in watched.all_streams()]
-        return of_modules + [stream for watched in self.parameters for stream in watched.all_streams()]
+        module_streams = [stream for watched in self.modules for stream in watched.all_streams()]
+        return module_streams + [stream for watched in self.parameters for stream in watched.all_streams()]
 
     def all_streams(self) -> list[Stream]:
         """Those of the rules, and of the gradient flow."""
@@ -50,8 +50,8 @@ class Plan:
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
-        of_rules = [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.planned_keys]
-        return of_rules + (self.chain.keys() if self.chain is not None else [])
+        keys = [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.planned_keys]
+        return keys + (self.chain.keys() if self.chain is not None else [])
 
     def histogram_keys(self) -> list[str]:
         """Every key of a histogram, kind by kind."""
@@ -59,9 +59,9 @@ class Plan:
 
     def expected(self) -> list[Stream]:
         """The streams that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
-        of_modules = [
+        module_streams = [
             stream for watched in self.modules for stream in watched.all_streams() if watched.site.runs or KINDS[stream.kind].of_heads
         ]
-        of_parameters = [one for watched in self.parameters for kind, one in watched.streams.items() if watched.site.has(kind)]
-        order = {kind: place for place, kind in enumerate(KINDS)}
-        return sorted(of_modules + of_parameters, key=lambda stream: order[stream.kind])
+        parameter_streams = [stream for watched in self.parameters for kind, stream in watched.streams.items() if watched.site.has(kind)]
+        order = {kind: position for position, kind in enumerate(KINDS)}
+        return sorted(module_streams + parameter_streams, key=lambda stream: order[stream.kind])

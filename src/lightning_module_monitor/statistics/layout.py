@@ -55,7 +55,7 @@ class Layout:
         self.with_units: list[Stream] = []
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
-        self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] | None = None
+        self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] = {}, np.zeros(0), np.full(0, -1)
         self.add(streams)
 
     def add(self, streams: Iterable[Stream]) -> None:
@@ -77,13 +77,13 @@ class Layout:
 
         Made anew only when rows or streams differ from those of the step before.
         """
-        if self._order is None or self._order[0] != rows or len(self._order[1]) != len(self.streams):
+        if self._order[0] != rows or len(self._order[1]) != len(self.streams):
             observed, order = np.zeros(len(self.streams)), np.full(self.num_rows, -1)
             for stream, row in rows.items():
-                place = self.places.get(stream.identity)
-                if place is not None:
-                    first = self.first_rows[place]
-                    observed[place] = 1.0
+                position = self.places.get(stream.identity)
+                if position is not None:
+                    first = self.first_rows[position]
+                    observed[position] = 1.0
                     order[first : first + stream.num_rows] = range(row, row + stream.num_rows)
             self._order = dict(rows), observed, order
         return self._order[1], self._order[2]
@@ -133,7 +133,7 @@ class Numbers:
         means = np.where((self.num_results == 1) & (self.weights != 0) & (self.has_nan == 0), self.extremes, means)
         extremes = np.where(self.has_nan > 0, np.nan, self.extremes)
         by_name = {"mean": means, "sum": self.totals, "max": extremes, "min": -extremes}
-        return [float(by_name[one][index]) if isinstance(one, str) else math.nan for index, one in enumerate(aggregates)]
+        return [float(by_name[aggregate][index]) if isinstance(aggregate, str) else math.nan for index, aggregate in enumerate(aggregates)]
 
 
 LARGEST = ("observed", "failed", "called", "raised", "extremes", "has_nan", "units", "is_lost", "has_more")
@@ -173,9 +173,9 @@ class Observed:
         """All numbers in the order of a layout; what the layout lacks is left out."""
         observed, rows = layout.order_of(self.rows)
         units = np.full((len(layout.with_units), MAX_UNITS), ABSENT)
-        for of_stream, stream in zip(units, layout.with_units, strict=True):
+        for row, stream in zip(units, layout.with_units, strict=True):
             alive = self.units.get(stream.identity, ())
-            of_stream[: len(alive)] = alive
+            row[: len(alive)] = alive
         counts = [self.counts.get(stream.identity, _NO_COUNTS) for stream in layout.counted]
         keys = [stream.keys[name] for stream, name, _value in layout.values]
         return Numbers(
