@@ -28,6 +28,7 @@ from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
+from lightning_module_monitor.engine.step_context import as_scale
 from lightning_module_monitor.engine.values import ValueMethods
 from lightning_module_monitor.errors import ConfigError, Log
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
@@ -80,7 +81,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         logger: Receives warnings and other messages.
         rules: What to record; methods like :meth:`add_activation_metric` add more.
         gradient_flow: Blocks between which the gain of the gradient is recorded, in every step that ``monitor_step_fn`` picks.
-        capture: Which raw tensors the records of which steps hold.
+        capture: Raw tensors that the records of some steps hold.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are not monitored, with everything inside.
         module: Name of the submodule to monitor. Keys keep the names of the whole model.
         prefix: Put before every key.
@@ -204,7 +205,8 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
     def close(self) -> None:
         """Remove all hooks and release the module. May be called at any time, and twice."""
         _monitors[:] = [ref for ref in _monitors if ref() is not self]
-        self.engine.release()
+        self.engine.close()
+        self.engine = StepEngine(self.engine.own_recipe, self._reporter, self.storage)
 
     def __enter__(self) -> ModuleMonitor:
         return self
@@ -330,12 +332,12 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
                 ``scaler.get_scale()`` reads nothing on the host.
         """
         if self.engine.open_step is not None:
-            self.engine.open_step.begin_backward(scale)
+            self.engine.open_step.modules.begin_backward(as_scale(scale))
 
     def end_backward(self) -> None:
         """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
         if self.engine.open_step is not None:
-            self.engine.open_step.end_backward()
+            self.engine.open_step.modules.end_backward()
 
     def monitor_gradients(
         self, before_clip: bool = False, parameters: Iterable[Tensor] | None = None, scale: Tensor | float | None = None

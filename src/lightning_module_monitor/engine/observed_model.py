@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_module_monitor.config.rules import Capture, ParsedRule, Rule
+from lightning_module_monitor.config.rules import Capture, ParsedRule, Rule, parse_capture
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, process_ranks
 from lightning_module_monitor.distributed.shards import flat_shards_by_name, fsdp1_units
 from lightning_module_monitor.engine.step_context import StepContext
@@ -148,7 +149,8 @@ class ObservedModel:
     def add_detail(self, rule: Rule, capture: Capture) -> None:
         """Record and capture more, as far as the module has it, until it is released."""
         self.add_rule(self.planner.recipe.parsed(rule, DETAIL, is_optional=True))
-        self._use(self.planner.with_capture(capture))
+        parsed, recipe = replace(parse_capture(capture), is_optional=True), self.planner.recipe
+        self._use(replace(self.planner, recipe=replace(recipe, captures=(*recipe.captures, parsed))))
 
     def _use(self, planner: Planner) -> None:
         self.planner = planner
@@ -289,7 +291,7 @@ class ObservedModel:
     def _find_removed(self) -> None:
         removed = self.index.forget_removed_modules()
         if removed:
-            self._use(self.planner.renewed())
+            self._use(replace(self.planner))
             why = "what took its place is not observed, and there are no more values of it before the next fit"
             self._reporter.log_once(f"{shortened(removed)} was taken out of the model while it trains: {why}.", logging.WARNING)
 

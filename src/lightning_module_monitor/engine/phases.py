@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -71,7 +72,7 @@ class StepEngine:
 
     @property
     def current_step(self) -> int | None:
-        """The step that was begun and has not ended, monitored or not, or that of the open validation loop; ``None`` if there is none."""
+        """The number of the open step, monitored or not, or of the open loop; ``None`` if there is none."""
         return self._begun if self.open_step is None else self.open_step.step
 
     @property
@@ -89,17 +90,13 @@ class StepEngine:
         return self._due(step) is not None
 
     def is_monitoring(self) -> bool:
-        """Whether what happens now is observed: nothing is while torch traces (``torch.export``, ``FakeTensorMode``, any dispatch mode)."""
+        """Whether what happens now is observed."""
         return not is_tracing() and self.gate.observer is not None  # in this order: compiled code reads no state of ours
 
     # A step
 
     def begin_step(self, step: int) -> bool:
-        """Begin a step; if it is monitored, the hooks go on. A step that an error left open is closed first.
-
-        Raises:
-            ValueError: If no module was set.
-        """
+        """Begin a step; returns whether it is monitored. A step that an error left open is closed first."""
         self._close_open_steps()
         model = self.model
         self._begun = step
@@ -139,7 +136,7 @@ class StepEngine:
         return record
 
     def lose(self) -> None:
-        """After an error the open step gives no record when it ends, which it must all the same: other ranks wait for that."""
+        """An error: see :meth:`OpenSteps.lose`."""
         self._steps.lose()
 
     def abandon(self) -> None:
@@ -160,15 +157,15 @@ class StepEngine:
 
     def leave_out(self, kinds: Collection[str]) -> list[str]:
         """Set the kinds that are never recorded; returns those that a rule or a capture asks for."""
-        self.own_recipe = self.own_recipe.without(kinds)
-        return [kind for kind in kinds if kind in self.own_recipe.kinds()]
+        recipe = self.own_recipe = replace(self.own_recipe, left_out=frozenset(kinds))
+        named = {kind for rule in (*recipe.rules, *recipe.captures) for kind in rule.kinds}
+        return [kind for kind in kinds if kind in named]
 
-    def release(self) -> None:
-        """Release the module, and close what is open, without a record."""
+    def close(self) -> None:
+        """Close what is open, without a record, and leave the other ranks; a second call does no harm."""
         self.abandon()
         if self.observed is not None:
             self.observed.close()
-        self.observed = None
 
     # The reference
 
@@ -198,9 +195,7 @@ class StepEngine:
     # Loops of other stages
 
     def begin_stage(self, stage: str, step: int) -> bool:
-        """Begin a validation, test or predict loop. A step that is open is suspended until it ends.
-
-        A loop that an error left open is closed first.
+        """Begin a validation, test or predict loop, and suspend the open step. A loop that an error left open is closed first.
 
         Args:
             stage: ``validation``, ``test`` or ``predict``.

@@ -70,19 +70,11 @@ class StepContext:
         value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
         self.accumulator.add_result(stream, name, value, size)
 
-    def begin_backward(self, scale: Tensor | float | None) -> None:
-        """Gradients that arrive at outputs from now on count; the loss was multiplied by the scale."""
-        self.modules.begin_backward(_as_scale(scale))
-
-    def end_backward(self) -> None:
-        """Gradients that arrive at outputs from now on do not count."""
-        self.modules.end_backward()
-
     def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Tensor | float | None) -> None:
         """Observe the gradients of some parameters, or of all."""
         if self.parameters is not None:
             with self.guard("gradients"):
-                self.parameters.observe_gradients(kind, _identities(parameters), _as_scale(scale))
+                self.parameters.observe_gradients(kind, _identities(parameters), as_scale(scale))
 
     def observe_parameters(self, parameters: Iterable[Tensor] | None) -> None:
         """Observe some parameters, or all, before the optimizer moves them."""
@@ -204,5 +196,6 @@ def _identities(parameters: Iterable[Tensor] | None) -> Among:
     return None if parameters is None else frozenset(map(id, parameters))
 
 
-def _as_scale(scale: Tensor | float | None) -> Tensor | None:
+def as_scale(scale: Tensor | float | None) -> Tensor | None:
+    """A scale of the loss as a tensor."""
     return torch.tensor(scale, dtype=torch.float64, device="cpu") if isinstance(scale, float | int) else scale

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_module_monitor.engine.phases import StepEngine
-from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.record import CONTEXT_KIND, STEP_SKIPPED, TRAIN, Key, Record
 from lightning_module_monitor.sinks.history import StorageManager
@@ -24,10 +23,6 @@ class ValueMethods:
         """The values of the step that ended last, by key."""
         last = self.storage.last_step()
         return {} if last is None else self.storage.get_step_metrics(last)
-
-    def get_step_histograms(self) -> dict[str, Histogram]:
-        """The histograms of the step that ended last, by key; those of earlier steps are in a store, if there is one."""
-        return self.storage.last_histograms()
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The values by key of every step that is still in memory, by step."""

@@ -22,7 +22,7 @@ class Plan:
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
-        """The modules of which heads of attention are recorded."""
+        """The modules with a rule about heads of attention."""
         return [watched for watched in self.modules if any(KINDS[kind].of_heads for kind in watched.streams)]
 
     def streams(self) -> list[Stream]:
@@ -31,21 +31,21 @@ class Plan:
         return module_streams + [stream for watched in self.parameters for stream in watched.all_streams()]
 
     def all_streams(self) -> list[Stream]:
-        """Those of the rules, and of the gradient flow."""
+        """Every stream of a rule, and the streams of the gradient flow."""
         return self.streams() + ([] if self.chain is None else list(self.chain.streams))
 
     def knows_all_keys(self, kind: str = "") -> bool:
-        """Whether there is no function, of a kind or of any, whose keys are not known before its first result, and no head of attention."""
+        """Whether all keys, of a kind or of any, are known before the first step: attention and some functions have others."""
         if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
             return False
         return all(stream.planned_keys == stream.number_keys for stream in self.streams() if kind in ("", stream.kind))
 
     def has_coordinate_check(self) -> bool:
-        """Whether anything of the refined coordinate check is recorded."""
+        """Whether the refined coordinate check is recorded."""
         return any(watched.layers for watched in self.modules)
 
     def has_heads(self) -> bool:
-        """Whether heads of attention are recorded, whose number is not known before they run, nor are their keys."""
+        """Whether heads of attention are recorded. Neither their number nor their keys are known before they run."""
         return bool(self.modules_with_heads)
 
     def keys(self) -> list[str]:
@@ -58,7 +58,7 @@ class Plan:
         return [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.histogram_keys]
 
     def expected(self) -> list[Stream]:
-        """The streams that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
+        """The streams that will have values, kind by kind: a container never runs, and a frozen parameter has no gradient."""
         module_streams = [
             stream for watched in self.modules for stream in watched.all_streams() if watched.site.runs or KINDS[stream.kind].of_heads
         ]

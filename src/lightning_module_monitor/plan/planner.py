@@ -1,4 +1,4 @@
-"""From the rules and the model's names to what is recorded of which site in which step."""
+"""What is recorded at each site of a model: the rules, applied to the model's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from lightning_module_monitor.config.rules import Capture, ParsedRule, Rule, parse_rule
+from lightning_module_monitor.config.rules import ParsedRule, Rule, parse_rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
@@ -34,7 +34,7 @@ class Planner:
     """The blocks whose gradient flow is recorded."""
     reporter: ErrorReporter
     has_ranks: bool = False
-    """Whether values are those of several ranks together."""
+    """Whether the values of several ranks are merged."""
     shares_input: bool = False
     """Whether other ranks have the same input as this one, as in tensor parallel training."""
     _plans: dict[object, Plan] = field(default_factory=dict, init=False)
@@ -52,7 +52,7 @@ class Planner:
             ConfigError: If a rule matches nothing in it, or needs what parts of tensors do not show, or it has no such blocks
                 as ``gradient_flow`` names.
         """
-        index = index_of(recipe, module, compiled_parts(module) if recipe.keeps_compiled else NOT_COMPILED)
+        index = _index_of(recipe, module, compiled_parts(module) if recipe.keeps_compiled else NOT_COMPILED)
         for rule in recipe.rules:
             check_rule(rule, index, reporter, shares_input=shares_input)
         for capture in recipe.captures:
@@ -74,17 +74,9 @@ class Planner:
         planner.report_renamed()
         return planner
 
-    def with_capture(self, capture: Capture) -> Planner:
-        """The planner with one more capture, which may match nothing."""
-        return replace(self, recipe=self.recipe.with_capture(capture))
-
-    def renewed(self) -> Planner:
-        """The planner of a model that has lost modules since its names were read."""
-        return replace(self)
-
     def after_compiling(self, module: nn.Module, compiled: CompiledParts) -> Planner:
-        """The planner of a model of which other parts are compiled now. It never fails: training has begun, or is about to."""
-        index, chain = index_of(self.recipe, module, compiled), None
+        """The planner after more or fewer parts of the model were compiled. It never fails: training has begun, or is about to."""
+        index, chain = _index_of(self.recipe, module, compiled), None
         try:
             chain = _chain_of(self.recipe, index, self.shares_input)
         except ConfigError as error:
@@ -95,7 +87,7 @@ class Planner:
         return planner
 
     def one_by_one(self) -> list[str]:
-        """All that is recorded of the model, and when: what has to be the same on all ranks that monitor it together."""
+        """Every recorded output and its schedule. All ranks that monitor the model together must have the same."""
         recorded = [f"gradient_flow {self.recipe.schedule}"]
         for rule in (*self.recipe.rules, *self.recipe.captures):
             steps = rule.schedule.value
@@ -117,7 +109,7 @@ class Planner:
         return self._plan(captures) if captures else None
 
     def attention_by_hand(self, watched: WatchedModule, stage: str) -> WatchedModule:
-        """What is recorded of a call of attention that the model reports by hand: by default the mean entropy."""
+        """The streams of a call of attention that the model reports by hand: by default the mean entropy."""
         if any(KINDS[kind].of_heads for rule in self.recipe.rules for kind in rule.kinds):
             return watched
         if stage not in self._plans:
@@ -127,7 +119,7 @@ class Planner:
         return Watched(watched.site, {**by_hand.streams, **watched.streams})
 
     def plan_inside(self, stage: str = TRAIN) -> Plan:
-        """What every rule would record inside compiled code, were it observed."""
+        """What the rules would record inside compiled code if it were observed."""
         whole = self._plan(self.recipe.rules, stage, index=self.index.whole)
         observed = {site.name for site in self.index.modules}
         return Plan([module for module in whole.modules if module.site.name not in observed], [], None)
@@ -185,12 +177,12 @@ class Planner:
     # Keys
 
     def planned_keys(self, stages: Iterable[str] = (TRAIN,), *, figures: Sequence[str] = (), context: Sequence[str] = ()) -> list[str]:
-        """Every key of a number that is known before the first step, those of all rules together.
+        """Every key of a number that is known before the first step, of all rules.
 
         Args:
-            stages: Of which stages: ``train``, ``validation``, ``test``, ``predict``.
-            figures: The monitor's own figures that are recorded of training besides.
-            context: The names of what is recorded of the context of training.
+            stages: Any of ``train``, ``validation``, ``test`` and ``predict``.
+            figures: Further figures of the monitor that training records.
+            context: Names of the values of the context of training.
         """
         names = [*stages]
         keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.recipe.figure_key("errors", stage))]
@@ -200,11 +192,11 @@ class Planner:
         return keys + (of_training if TRAIN in names else [])
 
     def planned_histograms(self, stages: Iterable[str] = (TRAIN,)) -> list[str]:
-        """Every key of a histogram, those of all rules together; for stages as :meth:`planned_keys` takes them."""
+        """Every key of a histogram, of all rules; ``stages`` as in :meth:`planned_keys`."""
         return [key for stage in stages for key in self.plan(stage=stage).histogram_keys()]
 
     def is_taken(self, key: str, stage: str) -> bool:
-        """Whether a key is one of the monitor's own, as far as they are known: a figure, of the context, or of what a rule records."""
+        """Whether the monitor itself records a key: a figure, a value of the context, or an output of a rule."""
         if is_context(key) or (Key.parse(key).kind == OWN_KIND and Key.parse(key).statistic in OWN_FIGURES):
             return True
         if stage not in self._taken:
@@ -220,13 +212,13 @@ class Planner:
             self.reporter.log_once(words)
 
     def report_uncompiled_reference(self) -> None:
-        """Report, if activations are compared with a reference's, that these are not those of compiled code."""
+        """Report that the reference runs uncompiled, if a compiled model is compared with it."""
         if self.index.compiled.outermost and any(KINDS[kind].needs_reference for module in self.plan().modules for kind in module.streams):
             what = "at the first step differences are rounding instead of zero, and the masks of dropout differ"
             self.reporter.log_once(f"The reference runs uncompiled, and the model compiled: {what}.")
 
     def report_renamed(self) -> None:
-        """Report, in one line, the names in keys that are not those of the model, as loggers would not take these."""
+        """Report, in one line, names that differ in keys because loggers refuse the model's names."""
         plan = self.plan()
         used = {stream.site for stream in plan.streams()}.union(plan.chain.transitions if plan.chain is not None else ())
         changed = [f"{old!r} is called {new!r} in keys" for old, new in self.index.namer.changed.items() if new in used]
@@ -236,12 +228,7 @@ class Planner:
             self.reporter.log_once(f"{differ}: {', '.join(changed[:3])}. {fit}.")
 
 
-def index_of(recipe: Recipe, module: nn.Module, compiled: CompiledParts) -> ModelIndex:
-    """The names of a model that a recipe leaves.
-
-    Raises:
-        ConfigError: If it leaves none, or the model has no submodule of the name that the recipe is for.
-    """
+def _index_of(recipe: Recipe, module: nn.Module, compiled: CompiledParts) -> ModelIndex:
     return ModelIndex(module, recipe.within, recipe.exclude, recipe.format_name, compiled)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_module_monitor.config.rules import Capture, ParsedGradientFlow, ParsedRule, Rule, parse_capture, parse_rule
+from lightning_module_monitor.config.rules import ParsedGradientFlow, ParsedRule, Rule, parse_rule
 from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.names import NameFormat
@@ -66,18 +66,6 @@ class Recipe:
     def with_rule(self, rule: ParsedRule) -> Recipe:
         """This recipe and one more rule."""
         return replace(self, rules=(*self.rules, rule))
-
-    def with_capture(self, capture: Capture) -> Recipe:
-        """This recipe and one more capture, which may match nothing."""
-        return replace(self, captures=(*self.captures, replace(parse_capture(capture), is_optional=True)))
-
-    def without(self, kinds: Collection[str]) -> Recipe:
-        """This recipe, with these kinds as the ones that are never recorded."""
-        return replace(self, left_out=frozenset(kinds))
-
-    def kinds(self) -> set[str]:
-        """The kinds that any rule or capture names."""
-        return {kind for rule in (*self.rules, *self.captures) for kind in rule.kinds}
 
     def has_any(self) -> bool:
         """Whether anything is recorded."""

@@ -145,7 +145,7 @@ class ModuleTable:
         return OutputShapeProbe(self._waiting, self._outputs) if self._waiting else None
 
     def not_run(self) -> list[str]:
-        """The names of modules with weights to train of which no call was observed, but for those that no module calls."""
+        """The names of modules with trainable weights and without an observed call, except modules that are never called."""
         return [
             site.name
             for site in self._waiting

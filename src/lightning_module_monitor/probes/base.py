@@ -53,7 +53,7 @@ class Gate:
         self._closed_by: set[object] = set()
 
     def enter(self, step: object) -> None:
-        """A step goes on, of which this is the accumulator, or none does."""
+        """The step with this accumulator goes on, or none does."""
         self.current = step
         self._update()
 
@@ -138,4 +138,4 @@ class Probe:
         """Remove every hook and release every tensor; a second call does nothing."""
 
     def derive(self, values: dict[str, float]) -> None:
-        """After the step, on the host: replace values that are only parts of others by those others."""
+        """After the step, on the host: replace intermediate values by derived ones."""

@@ -39,7 +39,7 @@ class ParameterAccess:
     """Whether a read takes memory of its own: then one is read after the other."""
 
     def parameter(self, parameter: Tensor) -> Tensor | None:
-        """All elements of a parameter; of one that is laid out over ranks by torch, the tensor that says so."""
+        """All elements of a parameter, or its DTensor."""
         return parameter
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
@@ -71,7 +71,7 @@ class WholeTensors:
     """Keeps a copy of this rank's part until the step is over.
 
     When a parameter or a gradient is observed, an error may have ended the step on one rank, and the others would wait for its part.
-    At the end of the step the ranks exchange which parts they have; tensors of which every rank has its part are assembled.
+    At the end of the step the ranks exchange which parts they have; a tensor is assembled if every rank has its part.
 
     Args:
         expected: All tensors that may come, by name, in the same order on every rank: those of FSDP1 with their shard. Without any there
@@ -236,7 +236,7 @@ class ParameterTap(Probe):
     def _read(
         self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False
     ) -> Iterator[_Tensors]:
-        """Read the parameters of which any of some kinds is recorded or captured: all at once, where that takes no memory."""
+        """Read the parameters with a stream or a capture of these kinds: all at once, where that takes no memory."""
         captured = {site for kind, site in self._captured if kind in kinds}
         wanted = [target for target in self._sites if not kinds.isdisjoint(target.streams) or target.site.name in captured]
         present = [

@@ -44,7 +44,7 @@ OnError = Callable[[Stream, str, str, Exception], None]
 
 
 class SeriesState:
-    """What lives from step to step: the layout, copies of torchmetrics objects, and which units were alive.
+    """State kept between steps: the layout, copies of torchmetrics objects, and which units were alive.
 
     Args:
         streams: Those that are planned.
@@ -59,7 +59,7 @@ class SeriesState:
         self._finisher = Finisher(())
 
     def finisher(self, is_observed: Flags) -> Finisher:
-        """Finishes the statistics of the streams that were observed; made anew only when they differ from those of the step before."""
+        """Finishes the statistics of the observed streams; the same object while these do not change."""
         rows = [*itertools.compress(zip(self.layout.streams, self.layout.first_rows, strict=True), is_observed)]
         if self._finisher.rows != rows:
             self._finisher = Finisher(rows)
@@ -74,7 +74,7 @@ class StepAccumulator:
         self._state = SeriesState() if state is None else state
         self._table = MomentTable()
         self._rows: dict[Stream, int] = {}
-        """First row of what was observed."""
+        """First row of each observed stream."""
         self._num_rows = 0
         self._results: dict[str, tuple[Stream, str, Results]] = {}
         self._metrics: dict[str, tuple[Stream, str, Metric]] = {}
@@ -236,7 +236,7 @@ class StepAccumulator:
         self._results[key] = entry
 
     def drop_overwriting(self, logged: Collection[Stream]) -> list[str]:
-        """Discard the values of some streams whose keys are those of what was measured; returns the keys."""
+        """Discard logged values whose keys are measured as well; returns the keys."""
         results = [key for key, (stream, *_rest) in self._results.items() if stream in logged]
         measured = set(itertools.chain.from_iterable(stream.number_keys for stream in self._rows if results))
         dropped = [key for key in results if key in measured]
@@ -245,7 +245,7 @@ class StepAccumulator:
         return dropped
 
     def fail(self, stream: Stream, observed: object, error: Exception) -> None:
-        """Record NaN for all outputs of a stream, of which something could not be computed."""
+        """Record NaN for all outputs of a stream."""
         self.num_errors += 1
         self._give_up(stream)
         self._on_error(stream, ", ".join(stream.outputs), _describe(observed), error)

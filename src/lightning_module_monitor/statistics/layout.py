@@ -75,7 +75,7 @@ class Layout:
     def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
         """Which streams have rows, and the place of each row of the layout among these; -1 for what there is no row of.
 
-        Made anew only when rows or streams differ from those of the step before.
+        It is computed again only if rows or streams have changed since the last step.
         """
         if self._order[0] != rows or len(self._order[1]) != len(self.streams):
             observed, order = np.zeros(len(self.streams)), np.full(self.num_rows, -1)
@@ -163,9 +163,9 @@ class Observed:
     final: Mapping[str, float] = field(default_factory=dict)
     """What they computed, by key, where this is the only rank."""
     parts: frozenset[Identity] = frozenset()
-    """Streams of which this rank has a part that is its own to count."""
+    """Streams of which this rank holds its own shard."""
     failed: frozenset[str] = frozenset()
-    """Keys of what could not be computed."""
+    """Keys of outputs that could not be computed."""
     num_errors: int = 0
     is_lost: bool = False
 

@@ -72,7 +72,7 @@ class Run:
 
     @property
     def engine(self) -> StepEngine:
-        """Runs the steps of the monitor."""
+        """The engine of the monitor."""
         return self.monitor.engine
 
     @property
