@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lightning_module_monitor import GradientGainMonitor
-from lightning_module_monitor.kernels import transfer
+from lightning_module_monitor.kernels import elements
 
 INF = math.inf
 
@@ -608,8 +608,8 @@ def test_memory_does_not_grow_with_passes() -> None:
 def test_nothing_is_read_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One transfer for all norms, and none for what follows from them."""
     transfers = []
-    original = transfer.transfer
-    monkeypatch.setattr(transfer, "transfer", lambda tensor: (transfers.append(tensor.numel()), original(tensor))[1])
+    original = elements.transfer
+    monkeypatch.setattr(elements, "transfer", lambda tensor: (transfers.append(tensor.numel()), original(tensor))[1])
     blocks = chain(4)
     with GradientGainMonitor(blocks) as monitor:
         run(blocks, batch(4)).backward()

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from lightning_module_monitor import STATISTICS, TorchWatcher
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.kernels import transfer
+from lightning_module_monitor.kernels import elements
 
 STATS = ["mean", "std", "norm", "min", "max", "var", "abs_mean"]
 PREFIX = "model_internals"
@@ -408,8 +408,8 @@ def test_row_5_nothing_is_held_between_steps() -> None:
 def test_row_5_one_transfer_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of layers and statistics."""
     transfers: list[int] = []
-    original = transfer.transfer
-    monkeypatch.setattr(transfer, "transfer", lambda tensor: (transfers.append(1), original(tensor))[1])
+    original = elements.transfer
+    monkeypatch.setattr(elements, "transfer", lambda tensor: (transfers.append(1), original(tensor))[1])
     model, run = make("transformer"), Run()
     with TorchWatcher(model, run, tensor_stats=[*STATS, "hist"]) as watcher:
         for step in range(3):
