@@ -309,7 +309,7 @@ def test_a_function_cannot_change_training() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
-def test_a_metric_that_raises_is_said_once_and_recorded_as_nan(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_raises_is_logged_once_and_is_nan(caplog: pytest.LogCaptureFixture) -> None:
     """Module, shape and cause are named; the others' values are there; every failure is counted."""
 
     def picky(x: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ def test_a_value_of_the_users_own_overwrites_none_of_ours(key: str) -> None:
         assert monitor.get_step_metrics() == {"run1/activation/fc/own": 1.0, "run1/monitor/errors": 0.0}
 
 
-def test_a_value_of_the_users_own_that_turns_out_to_be_ours_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logged_value_with_a_key_of_the_monitor_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """A further output has a key that is not known before it comes: what was measured is recorded."""
 
     class Two(nn.Module):
@@ -610,7 +610,7 @@ def test_metrics_match_by_the_beginning_of_a_name_and_return_any_shape() -> None
 
 
 @pytest.mark.shows("frozen parameters", "gradients")
-def test_a_frozen_parameter_has_no_gradient_and_nothing_is_said_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_frozen_parameter_has_no_gradient_and_no_message(caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere that is a warning for each of them at every step."""
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     with caplog.at_level(logging.WARNING), ModuleMonitor() as monitor:
@@ -670,7 +670,7 @@ def test_module_names_has_every_module_by_the_name_that_it_has_in_keys() -> None
     formatted.close()
 
 
-def test_engine_misuse_is_told() -> None:
+def test_misuse_of_the_engine_is_an_error() -> None:
     """A second module, no module, a repeated name."""
     monitor = ModuleMonitor()
     with pytest.raises(ValueError, match="There is no module to monitor; call set_module"):

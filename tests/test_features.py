@@ -32,7 +32,7 @@ MODULE_MONITOR = {
     ),
     "module and reference": Row(
         "set_module set_reference_module remove_reference_module has_reference_module close with ValueError module_names",
-        "test_engine.py::test_engine_misuse_is_told probes/test_reference.py::test_misuse_of_the_reference_is_told "
+        "test_engine.py::test_misuse_of_the_engine_is_an_error probes/test_reference.py::test_misuse_of_the_reference_is_told "
         "test_engine.py::test_hooks_come_off_by_close_and_with "
         "test_engine.py::test_module_names_has_every_module_by_the_name_that_it_has_in_keys",
     ),
@@ -45,14 +45,14 @@ MODULE_MONITOR = {
         "add_activation_metric add_activation_difference_metric add_parameter_metric add_parameter_difference_metric "
         "add_gradient_metric metric_regex metric_aggregation_fn",
         "test_engine.py::test_metrics_match_by_the_beginning_of_a_name_and_return_any_shape "
-        "test_engine.py::test_a_metric_that_raises_is_said_once_and_recorded_as_nan test_engine.py::test_engine_misuse_is_told "
+        "test_engine.py::test_a_metric_that_raises_is_logged_once_and_is_nan test_engine.py::test_misuse_of_the_engine_is_an_error "
         "probes/test_reference.py::test_functions_get_both_tensors_and_torchmetrics_objects_pairs "
         "integration/test_promises.py::test_nothing_is_read_on_the_host_but_by_one_transfer",
     ),
     "parameters and gradients": Row(
         "monitor_parameters monitor_gradients before_clip=True requires_grad_(False)",
         "test_engine.py::test_before_clip_and_after_clip_have_keys_of_their_own "
-        "test_engine.py::test_a_frozen_parameter_has_no_gradient_and_nothing_is_said_of_it",
+        "test_engine.py::test_a_frozen_parameter_has_no_gradient_and_no_message",
     ),
     "keys": Row(
         "activation/ parameter/ gradient/ gradient_before_clip activation_difference/ parameter_difference/ _root_ a_b",
