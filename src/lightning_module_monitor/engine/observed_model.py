@@ -50,8 +50,6 @@ class LoggedValues:
         self._streams: dict[Identity, Stream] = {}
         self.by_users: list[Stream] = []
         """The streams of what users log."""
-        self.expected: list[Stream] = []
-        """Streams announced before the first step."""
 
     def stream(self, kind: str, name: str, aggregate: Aggregate, *, site: str = "", stage: str = TRAIN) -> Stream:
         """The stream of a value: the same object in every step, while the aggregate is the same."""
@@ -62,10 +60,6 @@ class LoggedValues:
             if kind not in (OWN_KIND, CONTEXT_KIND):
                 self.by_users.append(stream)
         return stream
-
-    def expect_context(self, aggregates: Mapping[str, str]) -> None:
-        """Announce values of the context, by their names, with the aggregate of each."""
-        self.expected = [self.stream(CONTEXT_KIND, name, aggregate) for name, aggregate in aggregates.items()]
 
 
 class ObservedModel:
@@ -103,6 +97,8 @@ class ObservedModel:
         """The module and every module in it that is not excluded."""
         self.table = ModuleTable(self.index.whole.modules, self.index.modules)
         self.logged = LoggedValues(recipe.prefix)
+        self._expected: list[Stream] = []
+        """Streams that were announced before the first step."""
         self.replicas = ReplicaAlert()
         self.wrapper: nn.Module | None = None
         """The module that a strategy has wrapped this one in; ``None`` where it has not."""
@@ -151,6 +147,10 @@ class ObservedModel:
         self.add_rule(self.planner.recipe.parsed(rule, DETAIL, is_optional=True))
         parsed, recipe = replace(parse_capture(capture), is_optional=True), self.planner.recipe
         self._use(replace(self.planner, recipe=replace(recipe, captures=(*recipe.captures, parsed))))
+
+    def expect_context(self, aggregates: Mapping[str, str]) -> None:
+        """Announce values of the context before the first step, by their names, with the aggregate of each."""
+        self._expected = [self.logged.stream(CONTEXT_KIND, name, aggregate) for name, aggregate in aggregates.items()]
 
     def _use(self, planner: Planner) -> None:
         self.planner = planner
@@ -299,7 +299,7 @@ class ObservedModel:
         """The state that steps of one plan have in common."""
         if (stage, due) not in self._states:
             plan = self.planner.plan(due, stage)
-            streams = [*intermediate_streams(plan.modules), *plan.all_streams(), *(self.logged.expected if stage == TRAIN else ())]
+            streams = [*intermediate_streams(plan.modules), *plan.all_streams(), *(self._expected if stage == TRAIN else ())]
             if plan.has_coordinate_check():
                 streams.append(self._skipped_calls())
             self._states[stage, due] = SeriesState(streams, self._units)

@@ -117,7 +117,7 @@ class RunController:
         health = HealthController(run, self._sinks)
         health.load(self._resumed.get("health", {}))
         if run.is_fit:
-            run.engine.model.wrapper = run.trainer.strategy.model
+            run.model.wrapper = run.trainer.strategy.model
             if self._reference is not None:
                 self._reference.prepare()
             if not options.dry_run:

@@ -156,4 +156,4 @@ class HealthController:
         kinds = ["activation", "activation_gradient", "parameter", "gradient"]
         plain = [key for key, one in STATISTICS.items() if isinstance(one, Statistic) and not (one.relative or one.paired)]
         rule = Rule(kinds=kinds, sites=pattern, statistics=[one for one in plain if not one.startswith("token")], every_n_steps=list(steps))
-        self._run.engine.model.add_detail(rule, Capture(sites=pattern, steps=list(steps), kinds=kinds))
+        self._run.model.add_detail(rule, Capture(sites=pattern, steps=list(steps), kinds=kinds))

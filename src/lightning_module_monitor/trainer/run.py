@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.health.causes import Diagnoses, diagnose
 from lightning_module_monitor.health.history import History
@@ -81,9 +82,14 @@ class Run:
         return self.engine.recipe
 
     @property
+    def model(self) -> ObservedModel:
+        """The module while it is monitored."""
+        return self.engine.model
+
+    @property
     def planner(self) -> Planner:
         """What is recorded of the module."""
-        return self.engine.model.planner
+        return self.model.planner
 
     @property
     def index(self) -> ModelIndex:

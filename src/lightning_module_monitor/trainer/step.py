@@ -134,7 +134,7 @@ class StepController:
         options, running = self._run.options, self._trainer.state.stage
         stage = "" if running is None else running.value
         if options.observes(stage) and not (self._trainer.sanity_checking or options.dry_run):
-            self._engine.model.wrapper = self._trainer.strategy.model
+            self._run.model.wrapper = self._trainer.strategy.model
             self._engine.begin_stage(STAGES[stage], step_of(self._trainer))
         else:
             self._engine.gate.close(self)
@@ -187,7 +187,7 @@ class StepController:
     def _begin_step(self, step: int) -> bool:
         """Begin a step, and return whether anything is to be done in it: also where it is not monitored, it may be timed or searched."""
         if self._names is None:
-            self._names = ContextNames(self._monitor, self._trainer.optimizers)
+            self._names = ContextNames(self._run.model, self._trainer.optimizers)
         overhead = self._overhead
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
             self._monitored = MonitoredStep(self._run, self._names, self.fail)
