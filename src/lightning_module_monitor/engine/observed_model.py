@@ -57,8 +57,7 @@ class LoggedValues:
         stream = self._streams.get((kind, site, name, stage))
         if stream is None or stream.values[name] != value:
             stream = self._streams[kind, site, name, stage] = Stream(kind, site, {name: value}, stage, self._prefix)
-            if kind not in (OWN_KIND, CONTEXT_KIND):
-                self.by_users.append(stream)
+            self.by_users = [known for known in self._streams.values() if known.kind not in (OWN_KIND, CONTEXT_KIND)]
         return stream
 
 
