@@ -342,7 +342,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
     def monitor_gradients(
         self, before_clip: bool = False, parameters: Iterable[Tensor] | None = None, scale: Tensor | float | None = None
     ) -> None:
-        """Take in the gradients of the parameters, as they are now.
+        """Observe the gradients of the parameters, as they are now.
 
         Args:
             before_clip: Whether they are about to be clipped; they get keys of their own then.
@@ -354,7 +354,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             self.engine.observing_step.observe_gradients(kind, parameters, scale)
 
     def monitor_parameters(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Take in the parameters, as they are now: before the optimizer moves them.
+        """Observe the parameters, as they are now: before the optimizer moves them.
 
         Args:
             parameters: Which ones, where several optimizers have their own; all without it.
@@ -363,7 +363,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             self.engine.observing_step.observe_parameters(parameters)
 
     def monitor_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
-        """Take in what the optimizer did to the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
+        """Observe the change of the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
 
         Args:
             parameters: Which ones, where several optimizers have their own; all without it.
@@ -375,7 +375,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
     def monitor_attention(
         self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None, *, is_reference: bool = False
     ) -> None:
-        """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
+        """Observe a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
 
         Args:
             module: The module that it belongs to, or a name of it.

@@ -29,7 +29,7 @@ class ValueMethods:
         return self.storage.get_all_metrics()
 
     def monitor_skipped_step(self, is_skipped: bool | Tensor) -> None:
-        """Take in whether a ``GradScaler`` skipped the step of an optimizer; ``monitor/step_skipped`` is 1 if that of any in this step.
+        """Record whether a ``GradScaler`` skipped the step of an optimizer; ``monitor/step_skipped`` is 1 if that of any in this step.
 
         Args:
             is_skipped: Also a tensor of shape ``()``, on any device, which is not 0 if so; it is not read before the step ends.
@@ -39,7 +39,7 @@ class ValueMethods:
             self.engine.monitor_figure(STEP_SKIPPED, value)
 
     def monitor_context(self, name: str, value: Tensor | float, aggregate: str = "mean") -> None:
-        """Take in what training is like in this step, e.g. ``monitor.monitor_context("loss", loss)``: its key is ``context/<name>``.
+        """Record a value of the context of this step, e.g. ``monitor.monitor_context("loss", loss)``: its key is ``context/<name>``.
 
         Args:
             name: Letters, digits, ``_``, ``-`` and ``.``.

@@ -138,10 +138,10 @@ class ModuleTap(Probe):
         """Release the outputs of the micro-batch."""
         for handle in list(self._gradient_hooks.values()):
             handle.remove()
-        self.forget_calls()
+        self.release_calls()
 
-    def forget_calls(self) -> None:
-        """Forget the calls that wait for a recomputation."""
+    def release_calls(self) -> None:
+        """Release the calls that wait for a recomputation."""
         self._waiting.clear()
         self._repeated.clear()
         self._outer_pass.clear()

@@ -204,7 +204,7 @@ class _Probe(BlockGradientProbe):
         """The accumulator of the latest backward pass that reached a block, by the block's place."""
         self._current_pass: int | None = None
         self._norms: list[float | None] | None = None
-        self.tap.forget_calls()
+        self.tap.release_calls()
         self.end_micro_batch()
 
     def norms(self) -> list[float | None]:
