@@ -68,14 +68,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("RMS", ["zero_fraction", "rms"]), nearest("sparsity", ["zero_fraction", "rms"]), nearest("entropy", ["rms"])
     ("; nearest: 'rms'", "; nearest: 'zero_fraction'", '.')
     """
-    by_lower_case = {one.lower(): one for one in known}
-    found = _near(name.lower(), by_lower_case)
-    return "." if found is None else f"; nearest: {by_lower_case[found]!r}"
+    by_lower_case = {name.lower(): name for name in known}
+    match = _near(name.lower(), by_lower_case)
+    return "." if match is None else f"; nearest: {by_lower_case[match]!r}"
 
 
 def _near(name: str, known: Collection[str]) -> str | None:
-    meant = (one for one in known if name in SYNONYMS.get(one, ()) or (len(name) > 2 and one.startswith(f"{name}_")))
-    return next((one for some in (meant, difflib.get_close_matches(name, known, n=1)) for one in some), None)
+    meant = (
+        candidate for candidate in known if name in SYNONYMS.get(candidate, ()) or (len(name) > 2 and candidate.startswith(f"{name}_"))
+    )
+    return next((candidate for some in (meant, difflib.get_close_matches(name, known, n=1)) for candidate in some), None)
 
 
 def nearest_pattern(pattern: str, names: Collection[str]) -> str:

@@ -1,37 +1,48 @@
-"""The monitor of a module, for any loop: what users ask of it, values that they log, and what was recorded."""
+"""The monitor of a module, for any loop."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule, as_tuple, check_choice, default_rules, parse_patterns
+from lightning_module_monitor.config.metrics import MetricMethods
+from lightning_module_monitor.config.rules import (
+    Capture,
+    GradientFlow,
+    Rule,
+    as_tuple,
+    check_choice,
+    default_rules,
+    parse_capture,
+    parse_gradient_flow,
+    parse_patterns,
+    parse_rule,
+)
 from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.display import Described, Description, counted
-from lightning_module_monitor.distributed.shards import fsdp1_units
+from lightning_module_monitor.distributed.ranks import is_first_process
+from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
-from lightning_module_monitor.errors import ConfigError, Log, nearest
+from lightning_module_monitor.engine.step_context import as_scale
+from lightning_module_monitor.engine.values import ValueMethods
+from lightning_module_monitor.errors import ConfigError, Log
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
-from lightning_module_monitor.model.hooks import is_tracing
-from lightning_module_monitor.model.names import ROOT, beginning_with, without_wrappers
-from lightning_module_monitor.plan.planner import DETAIL, Planner
-from lightning_module_monitor.probes.activations import ModuleTable
-from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
-from lightning_module_monitor.probes.reference import Reference, structural_differences
+from lightning_module_monitor.model.names import beginning_with, without_wrappers
+from lightning_module_monitor.plan.planner import Planner
+from lightning_module_monitor.plan.recipe import Recipe
+from lightning_module_monitor.probes.attention_calls import RawCall
+from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, STEP_SKIPPED, TRAIN, Key, Record
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Function = Callable[[Tensor], Any]
-PairFunction = Callable[[Tensor, Tensor], Any]
 
 _monitors: list[weakref.ref[ModuleMonitor]] = []
 """Every monitor that has a module, the newest last."""
@@ -39,11 +50,12 @@ _monitors: list[weakref.ref[ModuleMonitor]] = []
 
 def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     """The monitor of a module; of several, one that observes now, else the one that was set last."""
-    watching = [monitor for ref in reversed(_monitors) if (monitor := ref()) is not None and monitor.watches(module)]
+    monitors = (monitor for ref in reversed(_monitors) if (monitor := ref()) is not None)
+    watching = [monitor for monitor in monitors if monitor.engine.observed is not None and module in monitor.engine.observed.watched]
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
-class ModuleMonitor(Described, StepEngine):
+class ModuleMonitor(Described, MetricMethods, ValueMethods):
     """Observes a module while it trains.
 
     In a plain loop::
@@ -69,7 +81,7 @@ class ModuleMonitor(Described, StepEngine):
         logger: Receives warnings and other messages.
         rules: What to record; methods like :meth:`add_activation_metric` add more.
         gradient_flow: Blocks between which the gain of the gradient is recorded, in every step that ``monitor_step_fn`` picks.
-        capture: Which raw tensors the records of which steps hold.
+        capture: Raw tensors that the records of some steps hold.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are not monitored, with everything inside.
         module: Name of the submodule to monitor. Keys keep the names of the whole model.
         prefix: Put before every key.
@@ -111,53 +123,64 @@ class ModuleMonitor(Described, StepEngine):
         excluded = parse_patterns(as_tuple(exclude), "exclude")
         if excluded_modules_regex is not None:
             excluded += parse_patterns(beginning_with(excluded_modules_regex), "excluded_modules_regex")
-        self._within = module
+        schedule = parse_schedule(monitor_step_fn, "every_n_steps", may_be_by_clock=True)
+        given = default_rules() if rules is None else as_tuple(rules)
+        self.distributed = distributed
+        self.access = ParameterAccess()
+        """Reads parameters and their gradients, from the next :meth:`set_module` on."""
+        self.storage = StorageManager(history)
+        """The records in memory."""
         self._cpu_offload = cpu_offload
-        self._metrics: set[tuple[str, str]] = set()
-        reporter = ErrorReporter(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
-        planner = Planner(
-            parse_schedule(monitor_step_fn, "every_n_steps", may_be_by_clock=True),
-            default_rules() if rules is None else as_tuple(rules),
-            gradient_flow,
-            capture,
+        self._reporter = ErrorReporter(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
+        recipe = Recipe(
+            schedule,
+            tuple(parse_rule(rule, f"rules[{number}]", schedule) for number, rule in enumerate(given)),
+            None if gradient_flow is None else parse_gradient_flow(gradient_flow),
+            () if capture is None else (parse_capture(capture),),
             within=module,
             exclude=excluded,
             format_name=format_module_name_fn,
             prefix=prefix,
             keeps_compiled=compiled == KEEP,
-            reporter=reporter,
         )
-        super().__init__(reporter, planner, StorageManager(history), distributed)
-
-    def _forget_module(self) -> None:
-        super()._forget_module()
-        self._watched: frozenset[nn.Module] = frozenset()
+        self.engine = StepEngine(recipe, self._reporter, self.storage)
+        """Runs the steps."""
+        self._metrics: set[tuple[str, str]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy made in the middle of a run is a monitor without a module: hooks and an open step belong to the original."""
-        closed = object.__new__(type(self))
-        vars(closed).update(vars(self))
-        closed._forget_module()
-        return vars(closed)
+        return vars(self) | {"engine": StepEngine(self.engine.own_recipe, self._reporter, self.storage)}
 
-    # What there is
+    # The module
 
     def _describe(self) -> Description:
-        rules, last = self.planner.rules, self.storage.last_step()
-        module = "no module" if self._module is None else type(self._module).__name__
+        rules, last = self.engine.recipe.rules, self.storage.last_step()
+        module = "no module" if self.module is None else type(self.module).__name__
         title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
         rows = [
-            (", ".join(rule.kinds), " or ".join(one.pattern for one in rule.sites), ", ".join(rule.outputs), str(rule.schedule))
+            (", ".join(rule.kinds), " or ".join(site.pattern for site in rule.sites), ", ".join(rule.outputs), str(rule.schedule))
             for rule in rules
         ]
         return Description(title, ("kinds", "sites", "statistics", "when"), rows)
 
     @property
-    def reference_module(self) -> nn.Module | None:
-        """The module that it is compared with; ``None`` if there is none."""
-        return None if self._reference is None else self._reference.module
+    def module(self) -> nn.Module | None:
+        """The module that is monitored; ``None`` before :meth:`set_module`."""
+        return None if self.engine.observed is None else self.engine.observed.module
 
-    # What is recorded
+    @property
+    def module_names(self) -> dict[nn.Module, str]:
+        """The name of every module of the monitored one, also of those that are excluded; empty before :meth:`set_module`."""
+        return {} if self.engine.observed is None else self.engine.observed.index.names()
+
+    @property
+    def planner(self) -> Planner:
+        """What is recorded of the module.
+
+        Raises:
+            ValueError: If none was set.
+        """
+        return self.engine.model.planner
 
     def set_module(self, module: nn.Module) -> None:
         """Set the module to monitor.
@@ -171,14 +194,51 @@ class ModuleMonitor(Described, StepEngine):
         """
         if not isinstance(module, nn.Module):
             raise ValueError(f"The module is {module!r}; expected a torch.nn.Module.")
-        if self._module is not None:
+        engine = self.engine
+        if engine.observed is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
-        self._awaits_attention |= self._reporter.begin(module)
-        shares_input = not isinstance(self.distributed, bool) and self.distributed.size() > 1
-        sites = self.planner.read_names(module, has_ranks=self.distributed is not False, shares_input=shares_input)
-        self._module, self._watched = module, sites.with_wrapped(module)
-        self._opener.modules = ModuleTable(sites.whole.modules, sites.modules)
+        engine.observed = ObservedModel(
+            module, engine.own_recipe, self._reporter, engine.gate, distributed=self.distributed, access=self.access
+        )
         _monitors.append(weakref.ref(self, _monitors.remove))
+
+    def close(self) -> None:
+        """Remove all hooks and release the module. May be called at any time, and twice."""
+        _monitors[:] = [ref for ref in _monitors if ref() is not self]
+        self.engine.close()
+        self.engine = StepEngine(self.engine.own_recipe, self._reporter, self.storage)
+
+    def __enter__(self) -> ModuleMonitor:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def add_rules(self, rules: Rule | Sequence[Rule], label: str = "rules", *, are_optional: bool = False) -> None:
+        """Add rules to those that the monitor was made with; from the next step on they count.
+
+        Args:
+            rules: One or several.
+            label: What they are called in messages.
+            are_optional: Whether they may match nothing.
+
+        Raises:
+            ConfigError: If one is wrong, or matches nothing in the module.
+        """
+        for rule in as_tuple(rules):
+            self.engine.add_rule(rule, label, is_optional=are_optional)
+
+    # The reference
+
+    @property
+    def reference_module(self) -> nn.Module | None:
+        """The module that it is compared with; ``None`` if there is none."""
+        observed = self.engine.observed
+        return None if observed is None or observed.reference is None else observed.reference.module
+
+    def has_reference_module(self) -> bool:
+        """Whether there is a module to compare with."""
+        return self.reference_module is not None
 
     def set_reference_module(self, module: nn.Module, *, follows: bool = False, wrapper: nn.Module | None = None) -> None:
         """Set the module that the monitored one is compared with, in place of any other.
@@ -204,30 +264,16 @@ class ModuleMonitor(Described, StepEngine):
         Raises:
             ValueError: If no module was set, or if names or shapes of modules or parameters differ; lists them.
         """
-        if self._module is None:
+        if self.engine.observed is None:
             raise ValueError("There is no module that this could be the reference of; call set_module(module) first.")
         self.remove_reference_module()
-        is_of_whole = self._within is not None and not structural_differences(self._module, module)
-        live = self._module if is_of_whole else self.planner.index.within
-        units = fsdp1_units(self.wrapper or self._module) | fsdp1_units(wrapper or module)
-        name, offload = self._within or ROOT, self._cpu_offload
-        self._reference = Reference(live, module, follows=follows, cpu_offload=offload, name=name, wrapper=wrapper, units=units)
-        self.planner.report_uncompiled_reference()
+        self.engine.observed.set_reference(module, follows=follows, cpu_offload=self._cpu_offload, wrapper=wrapper)
 
     def remove_reference_module(self) -> None:
         """Compare with nothing from now on; a step that is open is closed without a record."""
-        if self._reference is not None:
-            self.abandon()
-        self._reference = None
-
-    def has_reference_module(self) -> bool:
-        """Whether there is a module to compare with."""
-        return self._reference is not None
-
-    def awaits_reference(self) -> bool:
-        """Whether the step that is open compares the model's activations with the reference's, which is to be run first."""
-        is_awaited = self._context is not None and self._context.reference is not None
-        return is_awaited and self._reference is not None and not self._reference.follows and not is_tracing()
+        if self.engine.observed is not None and self.engine.observed.reference is not None:
+            self.engine.abandon()
+            self.engine.observed.reference = None
 
     @contextmanager
     def running_reference(self) -> Iterator[None]:
@@ -236,123 +282,100 @@ class ModuleMonitor(Described, StepEngine):
         Raises:
             ValueError: If there is none.
         """
-        if self._reference is None:
+        observed = self.engine.observed
+        if observed is None or observed.reference is None:
             raise ValueError("There is no reference to run; call set_reference_module(module) first.")
-        with self.no_monitor(), self._reference.running():
+        with self.no_monitor(), observed.reference.running():
             yield
 
-    def run_reference(self, call: Callable[[], object]) -> None:
-        """Run the reference; an error is reported and counted, and training continues.
+    # The phases of a step
+
+    @property
+    def current_step(self) -> int | None:
+        """The step that was begun and has not ended, monitored or not, or that of the open validation loop; ``None`` if there is none."""
+        return self.engine.current_step
+
+    def is_step_monitored(self, step: int) -> bool:
+        """Whether the schedule picks a step, a rule with a cadence of its own is due in it, or tensors are captured in it."""
+        return self.engine.is_step_monitored(step)
+
+    def is_monitoring(self) -> bool:
+        """Whether what happens now is observed: nothing is while torch traces (``torch.export``, ``FakeTensorMode``, any dispatch mode)."""
+        return self.engine.is_monitoring()
+
+    def no_monitor(self) -> AbstractContextManager[None]:
+        """Within the block nothing is observed."""
+        return self.engine.gate.closed()
+
+    def begin_step(self, step: int) -> bool:
+        """Begin a step; if it is monitored, the hooks go on. A step that an error left open is closed first.
 
         Args:
-            call: Runs it, e.g. by its ``training_step``. A second time if it needs tensors for a backward pass of its own.
+            step: Number of the optimizer step. It may be lower than before: after a resume it is.
+
+        Returns:
+            Whether the step is monitored.
 
         Raises:
-            MonitorError: If errors are to be raised.
+            ValueError: If no module was set.
         """
-        if self._context is not None and self._context.reference is not None:
-            with self.no_monitor():
-                self._context.reference.run(call)
+        return self.engine.begin_step(step)
 
-    def add_activation_metric(
-        self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
+    def begin_backward(self, scale: Tensor | float | None = None) -> None:
+        """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
+
+        Where neither is ever called, all do, as they arrive.
+
+        Args:
+            scale: What the loss was multiplied by, shape ``()``: those gradients are divided by it, and values are of the loss
+                itself. Of a ``GradScaler`` that is ``scaler.scale(torch.ones((), device=loss.device))``, which unlike
+                ``scaler.get_scale()`` reads nothing on the host.
+        """
+        if self.engine.open_step is not None:
+            self.engine.open_step.modules.begin_backward(as_scale(scale))
+
+    def end_backward(self) -> None:
+        """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
+        if self.engine.open_step is not None:
+            self.engine.open_step.modules.end_backward()
+
+    def monitor_gradients(
+        self, before_clip: bool = False, parameters: Iterable[Tensor] | None = None, scale: Tensor | float | None = None
     ) -> None:
-        """Add a metric of every module's output.
+        """Observe the gradients of the parameters, as they are now.
 
         Args:
-            metric_name: Its name in the key; without a function, that of a built-in statistic.
-            metric_fn: Function of the output, which returns a tensor of any shape.
-            metric_regex: Modules whose name begins like this (``re.match``).
-            metric_aggregation_fn: Function of the concatenated results of a step; the default is their mean.
-
-        Raises:
-            ValueError: If there is one of this name.
+            before_clip: Whether they are about to be clipped; they get keys of their own then.
+            parameters: Of which parameters, where several optimizers have their own; all without it.
+            scale: What they are still multiplied by, where no ``GradScaler.unscale_`` has divided by it; see :meth:`begin_backward`.
         """
-        self._add_metric(("activation",), metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+        if self.engine.observing_step is not None:
+            kind = "gradient_before_clip" if before_clip else "gradient"
+            self.engine.observing_step.observe_gradients(kind, parameters, scale)
 
-    def add_activation_difference_metric(
-        self,
-        metric_name: str,
-        metric_fn: PairFunction | None = None,
-        metric_regex: str = ".*",
-        metric_aggregation_fn: Function | None = None,
-    ) -> None:
-        """Add a metric of every module's output and the reference's; arguments as for :meth:`add_activation_metric`.
-
-        The function gets the output and the reference's output for the same input. A built-in statistic is that of their
-        difference; ``ratio`` its norm over the norm of the reference's, ``cosine`` that of the angle between the two.
-        """
-        self._add_metric(("activation_difference",), metric_name, metric_fn, metric_regex, metric_aggregation_fn)
-
-    def add_parameter_difference_metric(self, metric_name: str, metric_fn: PairFunction | None = None, metric_regex: str = ".*") -> None:
-        """Add a metric of every parameter and the reference's; as for :meth:`add_activation_difference_metric`."""
-        self._add_metric(("parameter_difference",), metric_name, metric_fn, metric_regex, None)
-
-    def add_parameter_metric(self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*") -> None:
-        """Add a metric of every parameter; arguments as for :meth:`add_activation_metric`."""
-        self._add_metric(("parameter",), metric_name, metric_fn, metric_regex, None)
-
-    def add_gradient_metric(self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*") -> None:
-        """Add a metric of every parameter's gradient; arguments as for :meth:`add_activation_metric`."""
-        self._add_metric(("gradient", "gradient_before_clip"), metric_name, metric_fn, metric_regex, None)
-
-    def add_rules(self, rules: Rule | Sequence[Rule], label: str = "rules", *, are_optional: bool = False) -> None:
-        """Add rules to those that the monitor was made with; from the next step on they count.
+    def monitor_parameters(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Observe the parameters, as they are now: before the optimizer moves them.
 
         Args:
-            rules: One or several.
-            label: What they are called in messages.
-            are_optional: Whether they may match nothing.
-
-        Raises:
-            ConfigError: If one is wrong, or matches nothing in the module.
+            parameters: Which ones, where several optimizers have their own; all without it.
         """
-        self._has_agreed = False
-        self._opener.forget_plans()
-        for rule in as_tuple(rules):
-            self.planner.add(rule, label, is_optional=are_optional)
+        if self.engine.observing_step is not None:
+            self.engine.observing_step.observe_parameters(parameters)
 
-    def add_detail(self, rule: Rule, capture: Capture) -> None:
-        """Record more, of what the module has of it, and capture more, in some steps, until the module is released."""
-        self.add_rules(rule, DETAIL, are_optional=True)
-        self.planner.add_capture(capture)
-
-    def watches(self, module: nn.Module) -> bool:
-        """Whether a module is, or is in, the one to monitor, and is not excluded."""
-        return module in self._watched
-
-    # Phases of a step
-
-    def monitor_skipped_step(self, is_skipped: bool | Tensor) -> None:
-        """Take in whether a ``GradScaler`` skipped the step of an optimizer; ``monitor/step_skipped`` is 1 if that of any in this step.
+    def monitor_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
+        """Observe the change of the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
 
         Args:
-            is_skipped: Also a tensor of shape ``()``, on any device, which is not 0 if so; it is not read before the step ends.
+            parameters: Which ones, where several optimizers have their own; all without it.
+            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them.
         """
-        if not is_tracing():
-            value = (is_skipped != 0).float() if isinstance(is_skipped, Tensor) else float(is_skipped)
-            self.monitor_figure(STEP_SKIPPED, value)
-
-    def monitor_figure(self, name: str, value: Tensor | float) -> None:
-        """Take in one of the monitor's own figures in this step: ``monitor/<name>`` is the largest of all ranks."""
-        if self._context is not None and not is_tracing():
-            self.logged.add(self._context, OWN_KIND, name, value, "max")
-
-    def monitor_context(self, name: str, value: Tensor | float, aggregate: str = "mean") -> None:
-        """Take in what training is like in this step, e.g. ``monitor.monitor_context("loss", loss)``: its key is ``context/<name>``.
-
-        Args:
-            name: Letters, digits, ``_``, ``-`` and ``.``.
-            value: A number, or a tensor of one element on any device, which is not read before the step ends.
-            aggregate: How several values of this step and of all ranks are joined: ``mean``, ``sum``, ``min`` or ``max``.
-        """
-        if self._context is not None and self.is_monitoring():
-            self.logged.add(self._context, CONTEXT_KIND, name, value, aggregate)
+        if self.engine.observing_step is not None:
+            self.engine.observing_step.observe_updates(parameters, is_skipped=is_skipped)
 
     def monitor_attention(
         self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None, *, is_reference: bool = False
     ) -> None:
-        """Take in a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
+        """Observe a call of scaled dot product attention; see :func:`monitor_scaled_dot_product_attention`.
 
         Args:
             module: The module that it belongs to, or a name of it.
@@ -363,88 +386,24 @@ class ModuleMonitor(Described, StepEngine):
         Raises:
             ValueError: If there is no such module, or no reference that it could belong to.
         """
-        if is_reference and self._reference is None:
+        if is_reference and not self.has_reference_module():
             raise ValueError("There is no reference that this attention could belong to; call set_reference_module(module) first.")
-        if self._context is None or self._module is None or not (is_reference or self.is_monitoring()):
-            return
-        of_reference = self._reference if is_reference else None
-        live = module if of_reference is None or isinstance(module, str) else of_reference.model_of(module)
-        site, attention = None if live is None else self.planner.index.module_site(live), self._context.attention
-        if site is None and all(live is not one for one in self._module.modules()):
-            what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
-            names = [one.name for one in self.planner.index.modules]
-            which = "of the reference" if is_reference else "that are watched"
-            near = nearest(module, names) if isinstance(module, str) else ""
-            raise ValueError(f"{what} is none of the {len(names)} modules {which}{near}")
-        if site is None or attention is None:  # it is excluded, or an error has ended the step
-            return
-        watched, call = attention.watched(site), RawCall((), arguments, output)
-        if of_reference is not None:
-            attention.keep_of_reference(watched, read_scaled_dot_product_attention, call, to_host=of_reference.cpu_offload)
-        else:
-            watched = self.planner.attention_by_hand(watched, self._context.stage)
-            attention.observe(watched, read_scaled_dot_product_attention, call, is_reported=True)
+        context = self.engine.open_step if is_reference else self.engine.observing_step
+        if context is not None:
+            self.engine.model.observe_attention(context, module, RawCall((), arguments, output), is_reference=is_reference)
 
-    def close(self) -> None:
-        """Remove all hooks and release the module. May be called at any time, and twice."""
-        self.abandon()
-        if self.ranks is not None:
-            self.ranks.close()
-        _monitors[:] = [ref for ref in _monitors if ref() is not self]
-        self._forget_module()
-        self.planner.forget_names()
+    def after_micro_batch(self) -> None:
+        """End one of several micro-batches of a step."""
+        if self.engine.open_step is not None:
+            self.engine.open_step.end_micro_batch()
 
-    def __enter__(self) -> ModuleMonitor:
-        return self
+    def end_step(self) -> Record | None:
+        """End the step: hooks off, one transfer, values finished.
 
-    def __exit__(self, *_error: object) -> None:
-        self.close()
-
-    # Values of the user's own
-
-    def log_scalar(self, key: str, value: float | Tensor, aggregation_fn: Function | None = None, force: bool = False) -> None:
-        """Record a value of your own in this step. Several of one key are joined as those of a metric are.
-
-        Args:
-            key: At most three parts, ``kind/site/name``, of letters, digits, ``_``, ``-`` and ``.``.
-            value: A number, or a tensor on any device, which is not read before the step ends.
-            aggregation_fn: Function of the concatenated values; the default is their mean.
-            force: In a step that is not monitored, record it at once all the same.
-
-        Raises:
-            ValueError: If the key does not fit, or is one that the monitor has a value for.
+        Returns:
+            The record, if the step was monitored.
         """
-        parts = Key.of_user(key)
-        stage = TRAIN if self._context is None else self._context.stage
-        whole = parts._replace(stage=stage, prefix=self.planner.prefix).format()
-        if self._module is not None and self.planner.is_taken(whole, stage):
-            expected = f"expected one of your own, e.g. 'own/{parts.statistic}'"
-            raise ValueError(f"key {whole!r} is one that the monitor records itself; {expected}.")
-        if self._context is not None and self.is_monitoring():
-            aggregate = aggregation_fn or "mean"
-            self.logged.add(self._context, parts.kind, parts.statistic, value, aggregate, site=parts.site)
-        elif force:
-            last = self.storage.last_step()
-            number = float(value)
-            self.storage.add(Record(0 if last is None else last, {parts._replace(prefix=self.planner.prefix).format(): number}))
+        return self.engine.end_step()
 
-    def log_scalars(self, monitor_dict: Mapping[str, float | Tensor], force: bool = False) -> None:
-        """Record several values; see :meth:`log_scalar`."""
-        for key, value in monitor_dict.items():
-            self.log_scalar(key, value, force=force)
-
-    def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: Function | None = None) -> None:
-        """Record the mean of a tensor's elements, or what a function makes of those of the whole step; see :meth:`log_scalar`."""
-        self.log_scalar(key, tensor.clone(), aggregation_fn)
-
-    # Inside
-
-    def _add_metric(
-        self, kinds: tuple[str, ...], name: str, function: Callable[..., Any] | None, regex: str, aggregation: Function | None
-    ) -> None:
-        if (kinds[0], name) in self._metrics:
-            raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
-        recorded: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
-        rule = Rule(kinds=list(kinds), sites=beginning_with(regex), aggregate=aggregation or "mean", **recorded)
-        self.add_rules(rule, f"metric {name!r}")
-        self._metrics.add((kinds[0], name))
+    def _speaks_for_all(self) -> bool:
+        return self.distributed is False or is_first_process()

@@ -50,7 +50,7 @@ SECONDS_PER_STEP = "seconds_per_step"
 """The name of the time that a step took since the last record, where steps are picked by the clock: the largest of all ranks."""
 
 RANK_DISAGREEMENT = "rank_disagreement"
-"""The name of the number of parameters of which ranks have different values, and should have the same; also that of the finding."""
+"""The name of the number of parameters that differ between ranks although they must be equal, and of the finding about them."""
 
 OWN_FIGURES = ("errors", OVERHEAD_FRACTION, STEP_SKIPPED, RCC_SKIPPED_CALLS, STEPS_SINCE_NONFINITE, SECONDS_PER_STEP, RANK_DISAGREEMENT)
 """The names under :data:`OWN_KIND`: with them ``monitor`` is the kind, with any other statistic it may be a module's name."""
@@ -90,23 +90,23 @@ def fit_for_loggers(name: str, max_length: int = MAX_SITE_LENGTH) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is true of everything of one kind."""
+    """The properties of a kind."""
 
     name: str
     site: Literal["module", "parameter"]
-    """What its sites are: a rule's ``sites`` are matched with names of these."""
+    """The sort of its sites: a rule's ``sites`` are matched with names of modules or of parameters."""
     is_relative: bool = False
-    """Whether it has something to be relative to, as an update has its parameter: whether it has a ``ratio``."""
+    """Whether it has a base, as an update has its parameter, and so a ``ratio``."""
     in_every_stage: bool = False
-    """Whether it is also there in a loop without training."""
+    """Whether it exists in loops without training, too."""
     of_heads: bool = False
-    """Whether it is of the heads of the attention within the module: they are known when it runs, and so are their keys."""
+    """Whether its sites are the heads of the attention within the module, which are known once it runs."""
     of_layers: bool = False
-    """Whether it is of the linear maps within the module, which the coordinate check compares with those of the reference."""
+    """Whether its sites are the linear maps within the module, which the coordinate check compares with the reference's."""
     is_pair: bool = False
-    """Whether it is of two tensors, the model's and the reference's: functions get both, and there is a ``cosine``."""
+    """Whether it compares two tensors, the model's and the reference's: functions get both, and there is a ``cosine``."""
     needs_reference: bool = False
-    """Whether there is nothing to see of it without a reference."""
+    """Whether it requires a reference."""
     values: tuple[str, ...] = ()
     """The names of its values, where they are not statistics of a tensor."""
     can_be_captured: bool = False
@@ -177,9 +177,9 @@ class Key(NamedTuple):
             Its parts.
         """
         *head, statistic = text.split("/")
-        own = statistic in OWN_FIGURES and head[-1:] == [OWN_KIND]
-        of_context = head[-1:] == [CONTEXT_KIND] and not KINDS.keys() & head[-2:-1]  # behind a kind it is a module of this name
-        site = head.pop() if len(head) >= 2 and not (own or of_context) else ""
+        is_figure = statistic in OWN_FIGURES and head[-1:] == [OWN_KIND]
+        is_of_context = head[-1:] == [CONTEXT_KIND] and not KINDS.keys() & head[-2:-1]  # behind a kind it is a module of this name
+        site = head.pop() if len(head) >= 2 and not (is_figure or is_of_context) else ""
         kind = head.pop() if head else ""
         stage = head.pop() if head and head[-1] in STAGES else TRAIN
         return cls(kind, site, statistic, stage, "/".join(head))
@@ -242,21 +242,21 @@ class RawTensor:
     kind: str
     site: str
     call: int
-    """Which of the step's calls of the module it is of: 0, 1, ... in the order of the forward passes, over all micro-batches. A gradient
-    has the number of the output that it is of. A parameter has one, 0, and so have its gradient and its update."""
+    """Number of the module's call in the step: 0, 1, ... in the order of the forward passes, over all micro-batches. A gradient has the
+    number of its output. For parameters, their gradients and updates it is 0."""
     value: Tensor
     """On the CPU, of any shape and dtype, part of no graph, and not shared."""
 
 
 class ModuleInfo(NamedTuple):
-    """What a module is, and what it returned first in the first monitored step in which it ran."""
+    """Description of a module, and its first output in the first monitored step in which it ran."""
 
     name: str
     """As in keys."""
     type: str
     """Name of its class."""
     num_parameters: int
-    """Number of elements of its parameters and of those of all modules in it."""
+    """Number of elements of its parameters, modules inside included."""
     output_shape: tuple[int, ...] | None = None
     """Of the first tensor in its output; ``None`` if there was none yet."""
     output_dtype: str = ""
@@ -269,7 +269,7 @@ Severity = Literal["warning", "error"]
 
 @dataclass(frozen=True, repr=False)
 class Finding:
-    """Something that is not well with the model, reported once for each cause."""
+    """A fault of the model, reported once for each cause."""
 
     step: int
     """Number of the optimizer step in which it was found."""
@@ -284,7 +284,7 @@ class Finding:
     """The key of the series that shows it; empty where there is none."""
 
     words: str
-    """What was found, in sentences with figures."""
+    """The fault, in sentences with figures."""
 
     severity: Severity = "warning"
 
@@ -362,8 +362,8 @@ class Facts:
 
     def as_values(self) -> dict[str, float]:
         """The conditions among them, as values of a record."""
-        own = {Key(FACT_KIND, name, "in_eval").format(): 1.0 for name in self.in_eval}
-        return {Key(FACT_KIND, "", "softmax_twice").format(): float(self.softmax_twice), **own}
+        in_eval = {Key(FACT_KIND, name, "in_eval").format(): 1.0 for name in self.in_eval}
+        return {Key(FACT_KIND, "", "softmax_twice").format(): float(self.softmax_twice), **in_eval}
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Facts:

@@ -330,7 +330,7 @@ def test_hydra_makes_the_callback_in_every_mode(convert: str) -> None:
         one.monitor.close()
     assert keys[0] == keys[1]
     assert {"activation/model.0/spread", "activation/model.1/rms", "gradient/model.0.bias/norm"} <= {*keys[0]}
-    assert [rule.outputs for rule in given.monitor.planner.rules] == [rule.outputs for rule in expected.monitor.planner.rules]
+    assert [rule.outputs for rule in given.monitor.engine.recipe.rules] == [rule.outputs for rule in expected.monitor.engine.recipe.rules]
 
 
 @pytest.mark.parametrize(

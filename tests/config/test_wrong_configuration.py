@@ -393,12 +393,12 @@ def test_what_ranks_would_decide_together_is_refused_where_each_has_values_of_it
 def test_norms_of_tokens_of_sharded_parameters_are_refused(strategy: object) -> None:
     """A rank may have parts of a token; under NO_SHARD it has all."""
     rules = Rule(kinds=["activation", "gradient"], statistics=["norm", "token_rms"])
-    planner, health = ModuleMonitor(rules=rules).planner, parse_health(None, (), has_default_rules=True)
+    recipe, health = ModuleMonitor(rules=rules).engine.recipe, parse_health(None, (), has_default_rules=True)
     trainer = SimpleNamespace(strategy=strategy, world_size=2)
     with pytest.raises(ConfigError, match=rf"rules\[0\]\.statistics 'token_rms': under {type(strategy).__name__} a rank has parts"):
-        check_strategy(cast("Trainer", trainer), health, planner)
+        check_strategy(cast("Trainer", trainer), health, recipe)
     trainer.strategy = FSDPStrategy(sharding_strategy="NO_SHARD")
-    check_strategy(cast("Trainer", trainer), health, planner)
+    check_strategy(cast("Trainer", trainer), health, recipe)
 
 
 @pytest.mark.parametrize(

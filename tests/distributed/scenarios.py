@@ -731,11 +731,11 @@ def _monitored_step(
 
 
 def _monitored_loop(monitor: ModuleMonitor, model: nn.Module, stage: str, step: int, x: Tensor, *, fails: bool) -> None:
-    monitor.begin_stage(stage, step)
+    monitor.engine.begin_stage(stage, step)
     model(x)
     if fails:
         raise OnPurposeError
-    monitor.end_stage()
+    monitor.engine.end_stage()
 
 
 class Corrupts(Callback):

@@ -16,10 +16,10 @@ from helpers.zoo import ZOO, Outputs, RawTensors, Shared, batches, make, raw_ten
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_module_monitor import ModuleMonitor, Record, Rule
+from lightning_module_monitor import Capture, ModuleMonitor, Record, Rule
+from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels import numba_kernel
-from lightning_module_monitor.plan.planner import DETAIL
 
 KINDS = ["activation", "activation_gradient", "parameter", "gradient"]
 
@@ -309,7 +309,7 @@ def test_a_function_cannot_change_training() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
-def test_a_metric_that_raises_is_said_once_and_recorded_as_nan(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_raises_is_logged_once_and_is_nan(caplog: pytest.LogCaptureFixture) -> None:
     """Module, shape and cause are named; the others' values are there; every failure is counted."""
 
     def picky(x: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ def test_a_value_of_the_users_own_overwrites_none_of_ours(key: str) -> None:
         assert monitor.get_step_metrics() == {"run1/activation/fc/own": 1.0, "run1/monitor/errors": 0.0}
 
 
-def test_a_value_of_the_users_own_that_turns_out_to_be_ours_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logged_value_with_a_key_of_the_monitor_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """A further output has a key that is not known before it comes: what was measured is recorded."""
 
     class Two(nn.Module):
@@ -610,7 +610,7 @@ def test_metrics_match_by_the_beginning_of_a_name_and_return_any_shape() -> None
 
 
 @pytest.mark.shows("frozen parameters", "gradients")
-def test_a_frozen_parameter_has_no_gradient_and_nothing_is_said_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_frozen_parameter_has_no_gradient_and_no_message(caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere that is a warning for each of them at every step."""
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     with caplog.at_level(logging.WARNING), ModuleMonitor() as monitor:
@@ -670,7 +670,7 @@ def test_module_names_has_every_module_by_the_name_that_it_has_in_keys() -> None
     formatted.close()
 
 
-def test_engine_misuse_is_told() -> None:
+def test_misuse_of_the_engine_is_an_error() -> None:
     """A second module, no module, a repeated name."""
     monitor = ModuleMonitor()
     with pytest.raises(ValueError, match="There is no module to monitor; call set_module"):
@@ -792,7 +792,7 @@ def test_two_rules_that_give_one_name_to_different_things_are_refused(other: dic
         assert "activation/fc/spread" in monitor.planner.planned_keys()
         with pytest.raises(ConfigError, match=r"two: another rule records something else as '.*' of kind 'activation' at '_root_'"):
             monitor.add_rules(Rule(kinds="activation", **other), "two")
-        assert len(monitor.planner.rules) == 2
+        assert len(monitor.engine.recipe.rules) == 2
     with (
         ModuleMonitor(1, rules=[*rules, Rule(kinds="activation", **other)]) as monitor,
         pytest.raises(ConfigError, match=r"rules.2.: another rule records something else as '.*' of kind 'activation' at '_root_'"),
@@ -803,7 +803,7 @@ def test_two_rules_that_give_one_name_to_different_things_are_refused(other: dic
 def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The record of the step has the step's values, and there is none of the loop."""
 
-    def fail(_monitor: ModuleMonitor) -> None:
+    def fail(_engine: StepEngine) -> None:
         raise RuntimeError("on purpose")
 
     with ModuleMonitor(1, rules=[Rule(kinds="activation", statistics="max")]) as monitor:
@@ -811,10 +811,10 @@ def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.
         assert monitor.module is not None
         monitor.begin_step(3)
         monitor.module(torch.ones(1, 2))
-        monkeypatch.setattr(ModuleMonitor, "agree", fail)
+        monkeypatch.setattr(StepEngine, "agree", fail)
         with pytest.raises(RuntimeError, match="on purpose"):
-            monitor.begin_stage("validation", 3)
-        assert monitor.end_stage() is None
+            monitor.engine.begin_stage("validation", 3)
+        assert monitor.engine.end_stage() is None
         record = monitor.end_step()
     assert record is not None
     assert (record.step, record.values["activation/relu/max"]) == (3, 1.0)
@@ -825,7 +825,7 @@ def test_a_closer_look_lasts_for_its_steps() -> None:
     with ModuleMonitor(1, rules=[Rule(kinds="activation", statistics="max")]) as monitor:
         monitor.set_module(nn.Sequential(OrderedDict(relu=nn.ReLU())))
         assert monitor.module is not None
-        monitor.add_rules(Rule(kinds="activation", statistics="min", every_n_steps=[1]), DETAIL)
+        monitor.engine.model.add_detail(Rule(kinds="activation", statistics="min", every_n_steps=[1]), Capture(sites="relu", steps=1))
         found = []
         for step in range(3):
             monitor.begin_step(step)
@@ -833,9 +833,9 @@ def test_a_closer_look_lasts_for_its_steps() -> None:
             record = monitor.end_step()
             assert record is not None
             found.append("activation/relu/min" in record.values)
-        monitor.begin_stage("validation", 3)
+        monitor.engine.begin_stage("validation", 3)
         monitor.module(torch.ones(1, 2))
-        record = monitor.end_stage()
+        record = monitor.engine.end_stage()
     assert found == [False, True, False]
     assert record is not None
     assert [key for key in record.values if "relu" in key] == ["validation/activation/relu/max"]

@@ -90,9 +90,9 @@ def test_what_is_set_and_which_step_is_open_can_be_read() -> None:
     for step in (4, 5):
         assert monitor.begin_step(step) is (step == 4)
         assert monitor.current_step == step
-        monitor.begin_stage("validation", 7)
+        monitor.engine.begin_stage("validation", 7)
         assert monitor.current_step == 7
-        monitor.end_stage()
+        monitor.engine.end_stage()
         assert monitor.current_step == step
         monitor.end_step()
         assert monitor.current_step is None

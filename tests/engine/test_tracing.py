@@ -212,14 +212,14 @@ def test_a_counter_of_operations_counts_the_users_own(has_kernel: bool, monkeypa
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with everything(net, follows=False) as monitor:
         assert monitor.begin_step(0)
-        assert monitor.awaits_reference()
+        assert monitor.engine.awaits_reference()
         monitor.end_step()
         for is_monitored in (False, True):
             with Counts() as counts, FlopCounterMode(display=False) as flop_counter:
                 if is_monitored:
                     assert monitor.begin_step(1)
                 assert not monitor.is_monitoring()
-                assert not monitor.awaits_reference()
+                assert not monitor.engine.awaits_reference()
                 monitor.begin_backward()
                 net(x).square().mean().backward()
                 monitor.end_backward()

@@ -437,10 +437,10 @@ def test_no_monitor_and_other_stages() -> None:
         model(query, key, key)
         with monitor.no_monitor():
             model(3 * query, key, key)
-        assert monitor.begin_stage("validation", 0)
+        assert monitor.engine.begin_stage("validation", 0)
         with torch.inference_mode():
             model(2 * query, key, key)
-        validation = monitor.end_stage()
+        validation = monitor.engine.end_stage()
         model(4 * query, key, key)
         train = monitor.end_step()
     assert train is not None

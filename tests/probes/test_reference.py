@@ -295,7 +295,7 @@ def test_without_a_reference_there_is_no_difference(caplog: pytest.LogCaptureFix
     x = batches(4)[0][0]
     with caplog.at_level("INFO"):
         monitor.begin_step(0)
-        assert monitor.awaits_reference()
+        assert monitor.engine.awaits_reference()
         model(x)
         assert monitor.end_step().values == {"monitor/errors": 0}  # type: ignore[union-attr]
         assert "The reference has not run before the model" in caplog.text
@@ -307,7 +307,7 @@ def test_without_a_reference_there_is_no_difference(caplog: pytest.LogCaptureFix
         assert "The reference ran modules more often than the model did; such calls are not compared: layers.0" in caplog.text
     monitor.remove_reference_module()
     monitor.begin_step(2)
-    assert not monitor.awaits_reference()
+    assert not monitor.engine.awaits_reference()
     assert not any(part._forward_hooks for part in reference.modules())
     model(x)
     assert monitor.end_step().values == {"monitor/errors": 0}  # type: ignore[union-attr]
@@ -328,10 +328,10 @@ def test_a_loop_of_another_stage_in_the_middle_of_a_step_is_not_compared() -> No
                 with monitor.no_monitor():
                     reference(x)
                 if validates:
-                    monitor.begin_stage("validation", 0)
+                    monitor.engine.begin_stage("validation", 0)
                     with torch.no_grad(), torch.random.fork_rng():
                         reference(x * 2), model(x * 2)
-                    monitor.end_stage()
+                    monitor.engine.end_stage()
                 model(x)
                 monitor.after_micro_batch()
             records.append(monitor.end_step())

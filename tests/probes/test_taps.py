@@ -49,7 +49,7 @@ class CountReads(ParameterAccess):
         return taken
 
 
-def with_everything(model: nn.Module, name: str) -> ModuleMonitor:
+def with_everything(model: nn.Module, name: str, access: ParameterAccess | None = None) -> ModuleMonitor:
     """A monitor that records every kind but RCC and attention, and has functions, capture, gradient flow and a reference."""
     rules = [
         Rule(kinds=SINGLE, statistics=["norm", "hist"], functions={"own": torch.sum}),
@@ -58,6 +58,7 @@ def with_everything(model: nn.Module, name: str) -> ModuleMonitor:
     ]
     capture = Capture(sites=".*", steps=0, kinds=[name for name, kind in KINDS.items() if kind.can_be_captured])
     monitor = ModuleMonitor(rules=rules, gradient_flow=GradientFlow(blocks=FLOWS[name]), capture=capture, on_error="raise")
+    monitor.access = access or monitor.access
     monitor.set_module(model)
     monitor.set_reference_module(copy.deepcopy(model), follows=True)
     return monitor
@@ -70,8 +71,8 @@ def test_a_parameter_is_read_once_at_each_moment_of_a_step(makes_copies: bool) -
     names = [name for name, _parameter in model.named_parameters()]
     once = {what: {(what, name, 1) for name in names} for what in ("parameter", "gradient")}
     x, y = batches(4)[0]
-    with with_everything(model, "mlp") as monitor:
-        access = monitor.access = CountReads(makes_copies=makes_copies)
+    access = CountReads(makes_copies=makes_copies)
+    with with_everything(model, "mlp", access) as monitor:
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         monitor.begin_step(0)
         F.cross_entropy(model(x), y).backward()
@@ -193,7 +194,7 @@ def test_the_call_of_a_wrapper_is_no_call_of_the_module() -> None:
     rules = [Rule(kinds=["activation", "activation_gradient", "activation_difference"], statistics=["norm", "nonfinite_count"])]
     with ModuleMonitor(rules=rules, on_error="raise") as monitor:
         monitor.set_module(model)
-        monitor.wrapper = wrapper
+        monitor.engine.model.wrapper = wrapper
         monitor.set_reference_module(reference, follows=True)
         for step in range(2):
             monitor.begin_step(step)

@@ -199,7 +199,7 @@ def test_memory_is_not_grown_by_a_graph() -> None:
         monitor.set_module(model)
         monitor.set_reference_module(reference)
         monitor.begin_step(0)
-        peak = peak_bytes(lambda: monitor.run_reference(lambda: reference(x)))
+        peak = peak_bytes(lambda: monitor.engine.run_reference(lambda: reference(x)))
         model(x)
         record = monitor.end_step()
     assert record is not None
@@ -461,7 +461,7 @@ def test_one_message_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
         for step, (reference_calls, model_calls) in enumerate(plans):
             monitor.begin_step(step)
             reference.calls, model.calls = reference_calls, model_calls
-            monitor.run_reference(lambda: reference(inputs()))
+            monitor.engine.run_reference(lambda: reference(inputs()))
             model(inputs())
             monitor.end_step()
     assert [record.getMessage() for record in caplog.records] == [

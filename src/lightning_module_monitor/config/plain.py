@@ -26,7 +26,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401  # any value of any option
         return plain(value.as_dict())
     if hasattr(value, "tolist"):  # arrays and tensors, and their scalars
         return value.tolist()
-    return [plain(one) for one in value] if isinstance(value, Collection) else value
+    return [plain(item) for item in value] if isinstance(value, Collection) else value
 
 
 @dataclasses.dataclass(frozen=True)  # jsonargparse takes a mapping for a dataclass only if all its bases are dataclasses

@@ -173,7 +173,7 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
         kinds=kinds,
         sites=parse_patterns(_not_empty(rule.sites, f"{label}.sites", "'.*' for every site"), f"{label}.sites"),
         exclude=parse_patterns(rule.exclude, f"{label}.exclude"),
-        types=None if types is None else tuple(_parse_type(one, f"{label}.types") for one in types),
+        types=None if types is None else tuple(_parse_type(type_, f"{label}.types") for type_ in types),
         leaf_modules=rule.leaf_modules,
         schedule=schedule if rule.every_n_steps is None else parse_schedule(rule.every_n_steps, f"{label}.every_n_steps"),
         outputs=outputs,
@@ -272,13 +272,13 @@ def options_of(kind: type[Options], value: object, label: str, example: str) -> 
     if not isinstance(value, Mapping):
         raise ConfigError(f"{label} is {value!r}; expected options, e.g. {example}.")
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass
-    known = [one.name for one in fields]
+    known = [option.name for option in fields]
     for name in value:
         if name not in known:
             raise ConfigError(f"{label} has no option {name!r}; expected {', '.join(known)}{nearest(str(name), known)}")
-    for one in fields:
-        if one.name not in value and one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{label} lacks {one.name}; expected e.g. {example}.")
+    for option in fields:
+        if option.name not in value and option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{label} lacks {option.name}; expected e.g. {example}.")
     return kind(**value)
 
 
@@ -305,7 +305,7 @@ def as_tuple(value: object) -> tuple[Any, ...]:
 
 
 _FAMILIES = ("attention_", "rcc_")
-_KINDS_IN_SHORT = ", ".join(dict.fromkeys(next((f"{one}*" for one in _FAMILIES if name.startswith(one)), name) for name in KINDS))
+_KINDS_IN_SHORT = ", ".join(dict.fromkeys(next((f"{family}*" for family in _FAMILIES if name.startswith(family)), name) for name in KINDS))
 """Every kind, large families by their common beginning: a message has to stay within two lines."""
 
 
@@ -326,10 +326,10 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
         raise ConfigError(f"{label}.functions is {rule.functions!r}; expected functions by name, e.g. {{kurtosis: my_project.kurtosis}}.")
     if rule.functions and len({KINDS[kind].is_pair for kind in kinds}) > 1:
         raise ConfigError(f"{label}.functions of kinds {', '.join(kinds)}: some have two tensors, some one; expected a rule for each sort.")
-    for name, given in rule.functions.items():
+    for name, option in rule.functions.items():
         if name in outputs:
             raise ConfigError(f"{label}.functions {name!r} is also in its statistics; expected another name, for keys must differ.")
-        function = _function(given, f"{label}.functions {name!r}")
+        function = _function(option, f"{label}.functions {name!r}")
         if not callable(function):
             raise ConfigError(f"{label}.functions {name!r} is {function!r}; expected a function of a tensor or a torchmetrics object.")
         _check_name(name, f"{label}.functions")
@@ -385,16 +385,16 @@ def _not_empty(value: object, label: str, example: str) -> tuple[Any, ...]:
     return as_tuple(value)
 
 
-def _function(given: object, label: str) -> object:
+def _function(value: object, label: str) -> object:
     """A function, of its import path, or an object of ``class_path`` and ``init_args``, as LightningCLI makes them."""
-    if isinstance(given, str):
-        return _imported(given, label)
-    path = given.get("class_path") if isinstance(given, Mapping) else None
-    if not isinstance(given, Mapping) or not isinstance(path, str):
-        return given
+    if isinstance(value, str):
+        return _imported(value, label)
+    path = value.get("class_path") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(path, str):
+        return value
     made: Any = _imported(path, label)
     try:
-        return made(**given.get("init_args") or {})
+        return made(**value.get("init_args") or {})
     except Exception as error:
         raise ConfigError(f"{label} {path!r} was not made ({type(error).__name__}: {error}); expected init_args that it takes.") from error
 
@@ -402,10 +402,10 @@ def _function(given: object, label: str) -> object:
 def _parse_type(value: object, label: str) -> type[nn.Module] | str:
     if isinstance(value, str) and value.isidentifier():
         return value  # looked up when there is a model
-    found = _imported(value, label) if isinstance(value, str) else value
-    if not isinstance(found, type) or not issubclass(found, nn.Module):
+    class_ = _imported(value, label) if isinstance(value, str) else value
+    if not isinstance(class_, type) or not issubclass(class_, nn.Module):
         raise ConfigError(f"{label} {value!r} is not a module class; expected one like torch.nn.Linear, or the name of one in the model.")
-    return found
+    return class_
 
 
 def _imported(path: str, label: str) -> object:

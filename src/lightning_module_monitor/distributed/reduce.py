@@ -1,8 +1,8 @@
-"""Reduce the numbers of a step over ranks: one transfer, and with several ranks two collectives.
+"""Reduce the numbers of a step over ranks: two collectives, after the one transfer.
 
 All ranks keep streams in the same order: those of the rules, which are checked to be equal, then those that were first observed during
 training (a further output, a head of attention) on any rank. A rank that observes a new stream sends its name to the others, and that step
-is reduced again. A single process needs no collectives.
+is reduced again.
 """
 
 from __future__ import annotations
@@ -39,20 +39,16 @@ class Reduced(NamedTuple):
     """Replicated streams whose values differ between ranks."""
 
 
-def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks | None, on_error: OnError) -> Reduced:
+def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks, on_error: OnError) -> Reduced:
     """Reduce a step over ranks, and add new streams to ``layout``.
 
     Args:
         observe: Returns the observations of this rank. If it fails, the step is lost on every rank; the error is raised after the
             collectives that the other ranks wait for.
         layout: The streams that all ranks know.
-        ranks: The ranks that train together; ``None`` for a single process.
+        ranks: The ranks that train together.
         on_error: Receives a stream whose name cannot be sent to other ranks.
     """
-    if ranks is None:
-        observed = observe()
-        layout.add(observed.streams)
-        return Reduced(observed, observed.numbers(layout))
     lost, error, unsent = Observed(is_lost=True), None, set[Identity]()
     try:
         observed = observe()

@@ -1,19 +1,23 @@
-"""One step, or one validation loop, while it is observed."""
+"""Steps, and loops of other stages, while they are observed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
+from lightning_module_monitor.config.schedule import MinutesSchedule
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.hooks import Unobserved
+from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.probes.attention import AttentionProbe
-from lightning_module_monitor.probes.base import Probe, StepTools
+from lightning_module_monitor.probes.base import Among, Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.parameters import ParameterTap
 from lightning_module_monitor.probes.reference import ReferenceProbe
@@ -21,32 +25,37 @@ from lightning_module_monitor.probes.reporting import unchanged_grad_mode
 from lightning_module_monitor.probes.tap import ModuleTap
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.stream import Stream
 
 
 @dataclass(eq=False)
 class StepContext:
-    """One step, or one loop of another stage, while it is observed: its probes and what they observe."""
+    """One step, or one loop of another stage, while it is observed: its probes, and the accumulator that they fill."""
 
     step: int
-    stage: str
+    plan: Plan
     tools: StepTools
     ranks: Ranks | None
-    parameters: ParameterTap
     modules: ModuleTap
-    capture: CaptureProbe
+    probes: list[Probe]
+    """All probes, in the order in which they register their hooks. A probe that the plan does not need is not made."""
+    stage: str
+    errors_key: str
+    """The key of the number of errors."""
+    parameters: ParameterTap | None
+    capture: CaptureProbe | None
     reference: ReferenceProbe | None
-    """Keeps what the reference computes, if that is needed."""
+    """Keeps what the reference computes."""
     attention: AttentionProbe | None
-    """A model can report attention to it by hand; ``None`` in a step that was lost."""
-    probes: Sequence[Probe]
-    """All of them, in the order in which they register their hooks."""
+    clock: MinutesSchedule | None
+    """The schedule, if it picked the step by the clock."""
     uncompiled: Uncompiled | None
-    """Given where compiled code runs uncompiled in the step."""
+    """Has compiled code run uncompiled in the step."""
     _num_unobserved: int = field(default_factory=lambda: Unobserved.number)
 
     @property
     def accumulator(self) -> StepAccumulator:
-        """Everything that is observed."""
+        """The values of the step."""
         return self.tools.accumulator
 
     def attach(self) -> None:
@@ -55,6 +64,36 @@ class StepContext:
             self.uncompiled.begin()
         for probe in self.probes:
             probe.attach()
+
+    def add(self, stream: Stream, name: str, value: Tensor | float) -> None:
+        """Add a value that no probe observes; a tensor is not read before the step ends."""
+        value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
+        self.accumulator.add_result(stream, name, value, size)
+
+    def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Tensor | float | None) -> None:
+        """Observe the gradients of some parameters, or of all."""
+        if self.parameters is not None:
+            with self.guard("gradients"):
+                self.parameters.observe_gradients(kind, _identities(parameters), as_scale(scale))
+
+    def observe_parameters(self, parameters: Iterable[Tensor] | None) -> None:
+        """Observe some parameters, or all, before the optimizer moves them."""
+        if self.parameters is not None:
+            with self.guard("parameters"):
+                self.parameters.observe_parameters(_identities(parameters))
+
+    def observe_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
+        """Observe the updates of some parameters, or of all."""
+        if self.parameters is not None:
+            with self.guard("updates"):
+                self.parameters.observe_updates(_identities(parameters), is_skipped=is_skipped)
+
+    def attention_by_hand(self) -> AttentionProbe:
+        """The probe to which a model reports calls of attention; without hooks where no rule is about attention."""
+        if self.attention is None:
+            self.attention = AttentionProbe(self.plan.modules, (), self.tools, is_requested=False)
+            self.probes.append(self.attention)
+        return self.attention
 
     def has_missed(self) -> bool:
         """Whether something was not observed because torch traced it."""
@@ -71,7 +110,7 @@ class StepContext:
     def lose(self) -> None:
         """Discard everything that was observed: no rank makes a record."""
         self.close()
-        self.attention, self.probes = None, ()
+        self.probes.clear()
         self.accumulator.is_lost = True
 
     @contextmanager
@@ -86,12 +125,14 @@ class StepContext:
 
     def finish_probes(self) -> list[RawTensor]:
         """Let the probes finish what waits for the end of the step; returns the raw tensors of the step."""
-        with self.guard("whole tensors"):
-            self.parameters.assemble()
+        if self.parameters is not None:
+            with self.guard("whole tensors"):
+                self.parameters.assemble()
         self._each("what has waited", lambda probe: probe.finish())
         tensors: list[RawTensor] = []
-        with self.guard("raw tensors"):
-            tensors += self.capture.tensors()
+        if self.capture is not None:
+            with self.guard("raw tensors"):
+                tensors += self.capture.tensors()
         return tensors
 
     def derive(self, values: dict[str, float]) -> None:
@@ -109,3 +150,52 @@ class StepContext:
                     raise
                 except Exception as error:
                     self.tools.reporter.not_taken(what, error, self.accumulator)
+
+
+class OpenSteps:
+    """The step that is open, and the steps that loops of other stages have suspended; the gate follows."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.current: StepContext | None = None
+        """The step, or the loop, that runs; ``None`` where none is observed."""
+        self.suspended: list[StepContext | None] = []
+        """Innermost last; ``None`` for a step that is not monitored."""
+
+    def go_on_with(self, context: StepContext | None) -> None:
+        """From now on this step observes what happens, or none does."""
+        self.current = context
+        self._gate.enter(None if context is None else context.accumulator)
+
+    def suspend(self) -> None:
+        """A loop of another stage begins in the middle of the step."""
+        self.suspended.append(self.current)
+        self.go_on_with(None)
+
+    def resume(self) -> None:
+        """The loop that was begun last is over."""
+        self.go_on_with(self.suspended.pop() if self.suspended else None)
+
+    def lose(self) -> None:
+        """After an error the open steps give no record when they end, which they must all the same: other ranks wait for that."""
+        for context in (self.current, *self.suspended):
+            if context is not None:
+                context.lose()
+
+    def close(self) -> None:
+        """Close all of them at once and without a record, on this rank alone."""
+        with ExitStack() as stack:
+            for context in (self.current, *self.suspended):
+                if context is not None:
+                    stack.callback(context.close)
+        self.go_on_with(None)
+        self.suspended.clear()
+
+
+def _identities(parameters: Iterable[Tensor] | None) -> Among:
+    return None if parameters is None else frozenset(map(id, parameters))
+
+
+def as_scale(scale: Tensor | float | None) -> Tensor | None:
+    """A scale of the loss as a tensor."""
+    return torch.tensor(scale, dtype=torch.float64, device="cpu") if isinstance(scale, float | int) else scale

@@ -53,14 +53,14 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
         ConfigError: If it picks nothing at all, names the nearest right name; or only what is inside compiled code.
     """
     sites_of = {kind: matching(rule, kind, index) for kind in rule.kinds}
-    idle = [kind for kind, found in sites_of.items() if not any(_can_occur(site, kind, index) for site in found)]
+    idle = [kind for kind, sites in sites_of.items() if not any(_can_occur(site, kind, index) for site in sites)]
     if len(idle) < len(rule.kinds):
         return idle
     if index.whole is not index:
         idle_kinds(rule, index.whole)  # fails, with the nearest right name, if nothing matches inside compiled code either
         inside = [site.name for kind in rule.kinds for site in matching(rule, kind, index.whole)]
         raise index.refusal(f"{rule.label}.kinds {', '.join(rule.kinds)}", inside)
-    never_run = [site.name for found in sites_of.values() for site in found]
+    never_run = [site.name for sites in sites_of.values() for site in sites]
     if never_run:
         expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
         raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
@@ -68,9 +68,9 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     sites: Sequence[Site] = index.modules if what == "module" else index.parameters
     if not any(matches(site.aliases, rule.sites) for site in sites):
         patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in sites]
-        near = next((end for end in (nearest_pattern(one, names) for one in patterns) if end != "."), ".")
+        near = next((end for end in (nearest_pattern(pattern, names) for pattern in patterns) if end != "."), ".")
         raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(sites)} {what} names{near}")
-    types = [one if isinstance(one, str) else one.__name__ for one in rule.types or ()]
+    types = [kind if isinstance(kind, str) else kind.__name__ for kind in rule.types or ()]
     options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": types}
     limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
     limits += ["leaf_modules"] if rule.leaf_modules else []
@@ -84,9 +84,9 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
 def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
     """For each pattern of a rule's sites that matches no name the end of a sentence, with the nearest name."""
     sites: list[Site] = [*index.modules, *index.parameters]
-    idle = [one for one in rule.sites if not any(matches(site.aliases, (one,)) for site in sites)]
+    idle = [pattern for pattern in rule.sites if not any(matches(site.aliases, (pattern,)) for site in sites)]
     names = [site.name for site in sites]
-    return [f"{one.pattern!r} matches none of {len(names)} names{nearest_pattern(one.pattern, names)}" for one in idle]
+    return [f"{pattern.pattern!r} matches none of {len(names)} names{nearest_pattern(pattern.pattern, names)}" for pattern in idle]
 
 
 def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:
@@ -110,7 +110,7 @@ _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward", "m
 
 def is_picked(site: Site, module: nn.Module, rule: ParsedRule) -> bool:
     """Whether a rule picks a site; ``module`` is its module, or the one that owns the parameter."""
-    if rule.types is not None and not any(_is_of(module, one) for one in rule.types):
+    if rule.types is not None and not any(_is_of(module, cls) for cls in rule.types):
         return False
     if rule.leaf_modules and not (site.is_leaf if isinstance(site, ModuleSite) else next(module.children(), None) is None):
         return False
@@ -154,11 +154,11 @@ def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside
     """
     names = shortened([without_wrappers(name) for name in index.compiled.names])
     left_out = f"{num_inside} of the {num_inside + len(plan.modules)} modules that the rules match"
-    of_watches = [rule for rule in rules if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds)]
-    idle = {name: None for rule in of_watches for name in rule.outputs if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
+    watch_rules = [rule for rule in rules if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds)]
+    idle = {name: None for rule in watch_rules for name in rule.outputs if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
     unjudged = f" {OF_WATCHES} has no {', '.join(idle)} to judge." if idle else ""
     heads = [rule for rule in rules if any(KINDS[kind].of_heads for kind in rule.kinds) and rule.label != OF_WATCHES]
-    callers = [one.site.name for one in plan.modules_with_heads if heads and one.site.module in index.compiled.callers]
+    callers = [watched.site.name for watched in plan.modules_with_heads if heads and watched.site.module in index.compiled.callers]
     attention = (
         f" {shortened(callers)} call compiled functions: attention is recorded in modules within, not in their own code." if callers else ""
     )
@@ -175,9 +175,11 @@ def check_types(rule: ParsedRule, index: ModelIndex) -> None:
     """
     for name in rule.types or ():
         if isinstance(name, str) and not any(_is_of(site.module, name) for site in index.modules):
-            own = sorted({unwrapped_class(site.module).__name__ for site in index.modules})
+            classes = sorted({unwrapped_class(site.module).__name__ for site in index.modules})
             why = f"is the class of none of {len(index.modules)} modules"
-            raise ConfigError(f"{rule.label}.types {name!r} {why}; expected e.g. {shortened(own)}, or an import path{nearest(name, own)}")
+            raise ConfigError(
+                f"{rule.label}.types {name!r} {why}; expected e.g. {shortened(classes)}, or an import path{nearest(name, classes)}"
+            )
 
 
 def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
@@ -201,7 +203,7 @@ def check_tensor_parallel(rule: ParsedRule) -> None:
     if names:
         why = "in tensor parallel training a rank may have parts of the tokens"
         raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
-    of_heads = [kind for kind in rule.kinds if KINDS[kind].of_heads]
-    if of_heads:
+    head_kinds = [kind for kind in rule.kinds if KINDS[kind].of_heads]
+    if head_kinds:
         why = "in tensor parallel training a rank may have some of the heads, and does not know which"
-        raise ConfigError(f"{rule.label}.kinds {of_heads[0]!r}: {why}; expected kinds of whole modules, or of parameters.")
+        raise ConfigError(f"{rule.label}.kinds {head_kinds[0]!r}: {why}; expected kinds of whole modules, or of parameters.")

@@ -22,46 +22,46 @@ class Plan:
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
-        """The modules of which heads of attention are recorded."""
-        return [one for one in self.modules if any(KINDS[kind].of_heads for kind in one.streams)]
+        """The modules with a rule about heads of attention."""
+        return [watched for watched in self.modules if any(KINDS[kind].of_heads for kind in watched.streams)]
 
     def streams(self) -> list[Stream]:
         """Every stream of a rule, modules first, in the model's order."""
-        of_modules = [stream for watched in self.modules for stream in watched.all_streams()]
-        return of_modules + [stream for watched in self.parameters for stream in watched.all_streams()]
+        module_streams = [stream for watched in self.modules for stream in watched.all_streams()]
+        return module_streams + [stream for watched in self.parameters for stream in watched.all_streams()]
 
     def all_streams(self) -> list[Stream]:
-        """Those of the rules, and of the gradient flow."""
+        """Every stream of a rule, and the streams of the gradient flow."""
         return self.streams() + ([] if self.chain is None else list(self.chain.streams))
 
     def knows_all_keys(self, kind: str = "") -> bool:
-        """Whether there is no function, of a kind or of any, whose keys are not known before its first result, and no head of attention."""
+        """Whether all keys, of a kind or of any, are known before the first step: attention and some functions have others."""
         if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
             return False
         return all(stream.planned_keys == stream.number_keys for stream in self.streams() if kind in ("", stream.kind))
 
     def has_coordinate_check(self) -> bool:
-        """Whether anything of the refined coordinate check is recorded."""
+        """Whether the refined coordinate check is recorded."""
         return any(watched.layers for watched in self.modules)
 
     def has_heads(self) -> bool:
-        """Whether heads of attention are recorded, whose number is not known before they run, nor are their keys."""
+        """Whether heads of attention are recorded. Neither their number nor their keys are known before they run."""
         return bool(self.modules_with_heads)
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
-        of_rules = [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.planned_keys]
-        return of_rules + (self.chain.keys() if self.chain is not None else [])
+        keys = [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.planned_keys]
+        return keys + (self.chain.keys() if self.chain is not None else [])
 
     def histogram_keys(self) -> list[str]:
         """Every key of a histogram, kind by kind."""
         return [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.histogram_keys]
 
     def expected(self) -> list[Stream]:
-        """The streams that values are expected of, kind by kind: a container never runs, and a frozen parameter has no gradient."""
-        of_modules = [
+        """The streams that will have values, kind by kind: a container never runs, and a frozen parameter has no gradient."""
+        module_streams = [
             stream for watched in self.modules for stream in watched.all_streams() if watched.site.runs or KINDS[stream.kind].of_heads
         ]
-        of_parameters = [one for watched in self.parameters for kind, one in watched.streams.items() if watched.site.has(kind)]
-        order = {kind: place for place, kind in enumerate(KINDS)}
-        return sorted(of_modules + of_parameters, key=lambda stream: order[stream.kind])
+        parameter_streams = [stream for watched in self.parameters for kind, stream in watched.streams.items() if watched.site.has(kind)]
+        order = {kind: position for position, kind in enumerate(KINDS)}
+        return sorted(module_streams + parameter_streams, key=lambda stream: order[stream.kind])

@@ -36,7 +36,7 @@ class ActivationProbe(Consumer[_Measured]):
     """Measures outputs and their gradients. It keeps no tensor, and reads no value on the host."""
 
     def __init__(self, watched: Sequence[WatchedModule], tools: StepTools) -> None:
-        measured = [(one.site, one.streams) for one in watched if ACTIVATION in one.streams or GRADIENT in one.streams]
+        measured = [(module.site, module.streams) for module in watched if ACTIVATION in module.streams or GRADIENT in module.streams]
         super().__init__([(site.module, (site.name, streams.get(ACTIVATION), streams.get(GRADIENT))) for site, streams in measured])
         self._tools = tools
         self._accumulator = tools.accumulator
@@ -52,14 +52,14 @@ class ActivationProbe(Consumer[_Measured]):
             if not elements.is_floating_point():
                 self._unsupported[elements.dtype].append(site)
                 continue
-            of_output, of_gradient = activation, gradient
+            output_stream, gradient_stream = activation, gradient
             if path and (name := self._tools.output_name(site, path)) != site:
-                of_output, of_gradient = activation and activation.at(name), gradient and gradient.at(name)
-            if of_output is not None and not is_repeated:
-                self._accumulator.observe(of_output, elements_of(elements))
+                output_stream, gradient_stream = activation and activation.at(name), gradient and gradient.at(name)
+            if output_stream is not None and not is_repeated:
+                self._accumulator.observe(output_stream, elements_of(elements))
             # Also of a recomputed output: under reentrant checkpointing no other has a gradient.
-            if of_gradient is not None:
-                yield tensor, None, of_gradient
+            if gradient_stream is not None:
+                yield tensor, None, gradient_stream
 
     def finish(self) -> None:
         """Log which outputs are not recorded."""
@@ -85,8 +85,8 @@ class DifferenceProbe(Consumer[_Compared]):
     """Compares outputs with the outputs of the reference at the same call."""
 
     def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe) -> None:
-        compared = ((one, one.streams.get(DIFFERENCE), reference.reference.sibling(one.site.module)) for one in watched)
-        super().__init__((one.site.module, (stream, sibling)) for one, stream, sibling in compared if stream and sibling is not None)
+        compared = ((module, module.streams.get(DIFFERENCE), reference.reference.sibling(module.site.module)) for module in watched)
+        super().__init__((module.site.module, (stream, sibling)) for module, stream, sibling in compared if stream and sibling is not None)
         for _module, (_stream, sibling) in self.targets:
             reference.want(sibling, DIFFERENCE, _floating_outputs)
         self._tools = tools
@@ -117,9 +117,9 @@ class DifferenceProbe(Consumer[_Compared]):
                 self._reference.not_compared[OTHER_SHAPE].add(sibling)
                 continue
             name = self._tools.output_name(stream.site, path)
-            own = stream if name == stream.site else stream.at(name)
-            with failing_alone(functools.partial(self._accumulator.fail, own, elements)):
-                self._accumulator.observe_pair(own, elements, references[path])
+            part = stream if name == stream.site else stream.at(name)
+            with failing_alone(functools.partial(self._accumulator.fail, part, elements)):
+                self._accumulator.observe_pair(part, elements, references[path])
 
 
 def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTensors:
@@ -145,20 +145,20 @@ class ModuleTable:
         return OutputShapeProbe(self._waiting, self._outputs) if self._waiting else None
 
     def not_run(self) -> list[str]:
-        """The names of modules with weights to train of which no call was observed, but for those that no module calls."""
+        """The names of modules with trainable weights and without an observed call, except modules that are never called."""
         return [
             site.name
             for site in self._waiting
             if site.name not in self._outputs
             and not isinstance(site.module, NonDynamicallyQuantizableLinear)  # nn.MultiheadAttention reads its weight
-            and any(one is not None and one.requires_grad for one in site.module._parameters.values())
+            and any(parameter is not None and parameter.requires_grad for parameter in site.module._parameters.values())
         ]
 
     def modules(self) -> Sequence[ModuleInfo]:
         """All modules; the same object until more is known."""
 
         def num_parameters(site: ModuleSite) -> int:
-            return sum(one.numel() for one in site.module.parameters() if not is_lazy(one))
+            return sum(parameter.numel() for parameter in site.module.parameters() if not is_lazy(parameter))
 
         if not self._modules:  # not before the first step: parameters of lazy modules have no size
             self._modules = tuple(
@@ -166,7 +166,7 @@ class ModuleTable:
             )
         if self._num_known != len(self._outputs):
             self._num_known = len(self._outputs)
-            self._modules = tuple(ModuleInfo(*one[:3], *self._outputs.get(one.name, (None, ""))) for one in self._modules)
+            self._modules = tuple(ModuleInfo(*info[:3], *self._outputs.get(info.name, (None, ""))) for info in self._modules)
         return self._modules
 
 

@@ -53,7 +53,7 @@ class Gate:
         self._closed_by: set[object] = set()
 
     def enter(self, step: object) -> None:
-        """A step goes on, of which this is the accumulator, or none does."""
+        """The step with this accumulator goes on, or none does."""
         self.current = step
         self._update()
 
@@ -112,10 +112,10 @@ class StepTools(NamedTuple):
 
     def log_unsupported(self, what: str, names: Mapping[torch.dtype | type, list[str]]) -> None:
         """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype or class."""
-        for sort, of_sort in names.items():
-            of_what = f"dtype {sort}" if isinstance(sort, torch.dtype) else f"class {sort.__name__}"
+        for sort, sites in names.items():
+            description = f"dtype {sort}" if isinstance(sort, torch.dtype) else f"class {sort.__name__}"
             why = "only real floating ones are" if isinstance(sort, torch.dtype) else "no tensor is found in them"
-            self.reporter.log_once(f"{shortened(of_sort)}: {what} of {of_what} are not recorded; {why}.")
+            self.reporter.log_once(f"{shortened(sites)}: {what} of {description} are not recorded; {why}.")
 
     def report_not_captured(self, what: str, error: Exception) -> None:
         """Report and count a raw tensor that could not be captured."""
@@ -138,4 +138,4 @@ class Probe:
         """Remove every hook and release every tensor; a second call does nothing."""
 
     def derive(self, values: dict[str, float]) -> None:
-        """After the step, on the host: replace values that are only parts of others by those others."""
+        """After the step, on the host: replace intermediate values by derived ones."""

@@ -29,7 +29,7 @@ class CaptureProbe(Consumer[WatchedModule]):
     """
 
     def __init__(self, modules: Sequence[WatchedModule], tools: StepTools) -> None:
-        super().__init__((one.site.module, one) for one in modules)
+        super().__init__((watched.site.module, watched) for watched in modules)
         self._name = tools.output_name
         self._report = tools.report_not_captured
         self._num_calls: Counter[str] = Counter()  # by name of the output

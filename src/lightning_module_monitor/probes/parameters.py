@@ -24,6 +24,7 @@ from lightning_module_monitor.distributed.shards import (
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter
+from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -38,7 +39,7 @@ class ParameterAccess:
     """Whether a read takes memory of its own: then one is read after the other."""
 
     def parameter(self, parameter: Tensor) -> Tensor | None:
-        """All elements of a parameter; of one that is laid out over ranks by torch, the tensor that says so."""
+        """All elements of a parameter, or its DTensor."""
         return parameter
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
@@ -70,7 +71,7 @@ class WholeTensors:
     """Keeps a copy of this rank's part until the step is over.
 
     When a parameter or a gradient is observed, an error may have ended the step on one rank, and the others would wait for its part.
-    At the end of the step the ranks exchange which parts they have; tensors of which every rank has its part are assembled.
+    At the end of the step the ranks exchange which parts they have; a tensor is assembled if every rank has its part.
 
     Args:
         expected: All tensors that may come, by name, in the same order on every rank: those of FSDP1 with their shard. Without any there
@@ -114,7 +115,7 @@ class WholeTensors:
                         use(*tensors)
         self._kept.clear()
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Release all parts, as the step is lost; the other ranks then assemble nothing."""
         self._kept.clear()
 
@@ -128,17 +129,19 @@ def expected_tensors(
     watched: Sequence[WatchedParameter], captured: Sequence[WatchedParameter], flat: Mapping[str, FlatShard]
 ) -> dict[str, FlatShard | None]:
     """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name."""
-    named = [(name_of(kind, one.site.name), one.site) for one in watched for kind, stream in one.streams.items() if stream.functions]
-    named += [(name_of(kind, one.site.name), one.site) for one in captured for kind in one.streams]
+    named = [
+        (name_of(kind, target.site.name), target.site) for target in watched for kind, stream in target.streams.items() if stream.functions
+    ]
+    named += [(name_of(kind, target.site.name), target.site) for target in captured for kind in target.streams]
     parameters = [(name, site.name, site.tensor()) for name, site in named]
-    return {name: flat.get(site) for name, site, one in parameters if site in flat or (one is not None and is_sharded(one))}
+    return {name: flat.get(site) for name, site, target in parameters if site in flat or (target is not None and is_sharded(target))}
 
 
 def fail_removed(watched: Sequence[WatchedParameter], accumulator: StepAccumulator) -> None:
     """Record NaN for parameters that were removed from their modules: an absent value would go unnoticed."""
-    for one in watched:
-        for stream in one.streams.values() if one.site.is_removed() else ():
-            accumulator.fail(stream, one.site.owner, LookupError("the module has no parameter of this name any more"))
+    for target in watched:
+        for stream in target.streams.values() if target.site.is_removed() else ():
+            accumulator.fail(stream, target.site.owner, LookupError("the module has no parameter of this name any more"))
 
 
 _Tensors = Sequence[tuple[WatchedParameter, Tensor]]
@@ -157,8 +160,8 @@ class ParameterTap(Probe):
     watched: Sequence[WatchedParameter]
     captured: Sequence[WatchedParameter]
     """The parameters that are captured; their streams say which kinds."""
-    keep: Callable[[str, str, int, Tensor], None]
-    """Copies what is captured: its kind, its site, the number of its call, and the tensor."""
+    capture: CaptureProbe | None
+    """Copies what is captured; ``None`` where nothing is."""
     tools: StepTools
     access: ParameterAccess
     ranks: Ranks | None
@@ -174,22 +177,22 @@ class ParameterTap(Probe):
         expected = expected_tensors(self.watched, self.captured, self.flat)
         self._whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
         self._accumulator = self.tools.accumulator
-        self._captured = {(kind, one.site.name) for one in self.captured for kind in one.streams}
-        known = {one.site.name for one in self.watched} if self.captured else ()
-        self._sites = [*self.watched, *(Watched(one.site, {}) for one in self.captured if one.site.name not in known)]
+        self._captured = {(kind, target.site.name) for target in self.captured for kind in target.streams}
+        known = {target.site.name for target in self.watched} if self.captured else ()
+        self._sites = [*self.watched, *(Watched(target.site, {}) for target in self.captured if target.site.name not in known)]
 
     def observe_parameters(self, among: Among = None) -> None:
         """Observe parameters, and copy those whose update is recorded."""
         for read in self._read({PARAMETER, DIFFERENCE, UPDATE}, among, self.access.parameter):
             self._observe(PARAMETER, "parameters", read)
             # One after the other: all differences at once would take as much memory as the parameters.
-            for one, parameter in () if self.reference is None else read:
-                with self._failing({DIFFERENCE}, one, parameter):
-                    self._compare(one, parameter)
-            for one, parameter in read:
-                if UPDATE in one.streams or (UPDATE, one.site.name) in self._captured:
-                    with self._failing({UPDATE}, one, parameter):
-                        self._copy(one, parameter)
+            for target, parameter in () if self.reference is None else read:
+                with self._failing({DIFFERENCE}, target, parameter):
+                    self._compare(target, parameter)
+            for target, parameter in read:
+                if UPDATE in target.streams or (UPDATE, target.site.name) in self._captured:
+                    with self._failing({UPDATE}, target, parameter):
+                        self._copy(target, parameter)
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
@@ -199,21 +202,21 @@ class ParameterTap(Probe):
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
         """Observe parameters minus their copies, and release the copies. The update of a skipped step is 0, whatever else moved them."""
-        before = [(one, copy) for one, identity, copy in self._before.values() if among is None or identity in among]
+        before = [(target, copy) for target, identity, copy in self._before.values() if among is None or identity in among]
         if not before:
             return
-        for one, _copy in before:
-            del self._before[one.site.name]
-        relative_to = [(one.streams[UPDATE], copy) for one, copy in before if UPDATE in one.streams and copy.is_floating_point()]
+        for target, _copy in before:
+            del self._before[target.site.name]
+        relative_to = [(target.streams[UPDATE], copy) for target, copy in before if UPDATE in target.streams and copy.is_floating_point()]
         self._accumulator.observe_base(self._own(relative_to))
         updates: list[tuple[WatchedParameter, Tensor]] = []
-        for one, copy in before:
-            parameter = one.site.tensor()
+        for target, copy in before:
+            parameter = target.site.tensor()
             if parameter is not None:
-                with self._failing({UPDATE}, one, copy):
+                with self._failing({UPDATE}, target, copy):
                     after = None if is_skipped else self.access.parameter(parameter)
                     if is_skipped or after is not None:
-                        updates.append((one, copy.zero_() if after is None else update(copy, after)))
+                        updates.append((target, copy.zero_() if after is None else update(copy, after)))
         self._observe(UPDATE, "updates", updates)
 
     def finish(self) -> None:
@@ -228,64 +231,68 @@ class ParameterTap(Probe):
         """Release the copies; nothing is read any more."""
         self._sites = []
         self._before.clear()
-        self._whole_tensors.forget()
+        self._whole_tensors.close()
 
     def _read(
         self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False
     ) -> Iterator[_Tensors]:
-        """Read the parameters of which any of some kinds is recorded or captured: all at once, where that takes no memory."""
+        """Read the parameters with a stream or a capture of these kinds: all at once, where that takes no memory."""
         captured = {site for kind, site in self._captured if kind in kinds}
-        wanted = [one for one in self._sites if not kinds.isdisjoint(one.streams) or one.site.name in captured]
-        present = [(one, tensor) for one in wanted if (tensor := one.site.tensor()) is not None and (among is None or id(tensor) in among)]
+        wanted = [target for target in self._sites if not kinds.isdisjoint(target.streams) or target.site.name in captured]
+        present = [
+            (target, tensor) for target in wanted if (tensor := target.site.tensor()) is not None and (among is None or id(tensor) in among)
+        ]
         if not (makes_copies or self.access.makes_copies):
-            yield [(one, tensor) for one, parameter in present if (tensor := read(parameter)) is not None]
+            yield [(target, tensor) for target, parameter in present if (tensor := read(parameter)) is not None]
             return
         # One after the other: all at once would take as much memory as the parameters.
-        for one, parameter in present:
+        for target, parameter in present:
             tensor = None
-            with self._failing(kinds, one, parameter):
+            with self._failing(kinds, target, parameter):
                 tensor = read(parameter)
             if tensor is not None:
-                yield [(one, tensor)]
+                yield [(target, tensor)]
 
     def _observe(self, kind: str, what: str, read: _Tensors) -> None:
         """Measure tensors, call the user's functions with them, and keep those that are captured."""
         measured = [
-            (one.streams[kind], tensor) for one, tensor in read if kind in one.streams and self._is_supported(one.site.name, tensor)
+            (target.streams[kind], tensor)
+            for target, tensor in read
+            if kind in target.streams and self._is_supported(target.site.name, tensor)
         ]
         if measured:
             with self.tools.reporter.guard(what, self._accumulator):
                 self._accumulator.measure_all(self._own(measured))
-        for one, tensor in read:
-            if (kind in one.streams and one.streams[kind].functions) or (kind, one.site.name) in self._captured:
-                name = name_of(kind, one.site.name)
+        for target, tensor in read:
+            if (kind in target.streams and target.streams[kind].functions) or (kind, target.site.name) in self._captured:
+                name = name_of(kind, target.site.name)
                 with failing_alone(functools.partial(self.tools.report_not_captured, name)):
-                    self._whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, one))
+                    self._whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, target))
 
-    def _use_whole(self, kind: str, one: WatchedParameter, tensor: Tensor) -> None:
+    def _use_whole(self, kind: str, target: WatchedParameter, tensor: Tensor) -> None:
         """Call the user's functions with a whole tensor, and keep it if it is captured."""
-        if kind in one.streams and tensor.is_floating_point():
-            self._accumulator.call_functions(one.streams[kind], tensor)
-        if (kind, one.site.name) in self._captured:
-            self.keep(kind, one.site.name, 0, tensor)
+        if kind in target.streams and tensor.is_floating_point():
+            self._accumulator.call_functions(target.streams[kind], tensor)
+        if self.capture is not None and (kind, target.site.name) in self._captured:
+            self.capture.keep(kind, target.site.name, 0, tensor)
 
-    def _copy(self, one: WatchedParameter, parameter: Tensor) -> None:
+    def _copy(self, target: WatchedParameter, parameter: Tensor) -> None:
         """Copy a parameter before the optimizer moves it, in place of an older copy."""
-        if (UPDATE, one.site.name) in self._captured or self._is_supported(one.site.name, parameter):
+        if (UPDATE, target.site.name) in self._captured or self._is_supported(target.site.name, parameter):
             copy = in_memory(parameter).detach()
             copy = copy.clone() if copy.layout is torch.strided else copy.to_dense()
-            self._before[one.site.name] = one, id(one.site.tensor()), copy
+            self._before[target.site.name] = target, id(target.site.tensor()), copy
 
-    def _compare(self, one: WatchedParameter, parameter: Tensor) -> None:
+    def _compare(self, target: WatchedParameter, parameter: Tensor) -> None:
         """Observe the difference of a parameter from the reference's."""
         assert self.reference is not None
-        stream, reference = one.streams.get(DIFFERENCE), self.reference.parameter(one.site)
-        if stream is None or reference is None or not self._is_supported(one.site.name, parameter):
+        stream, reference = target.streams.get(DIFFERENCE), self.reference.parameter(target.site)
+        if stream is None or reference is None or not self._is_supported(target.site.name, parameter):
             return
         parameter, reference = parameter.detach(), reference.detach()
-        own, of_reference = self._own_part(stream, parameter), self._own_part(stream, reference)
-        if own is not None and of_reference is not None:
-            self._accumulator.measure_pair(stream, own, of_reference.to(own.device))
+        live_part, reference_part = self._own_part(stream, parameter), self._own_part(stream, reference)
+        if live_part is not None and reference_part is not None:
+            self._accumulator.measure_pair(stream, live_part, reference_part.to(live_part.device))
         if stream.functions:
             call = functools.partial(self._accumulator.call_functions, stream)
             self._whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference.to(parameter.device)), call)
@@ -326,16 +333,16 @@ class ParameterTap(Probe):
             self._accumulator.parts.add(stream)
         return part
 
-    def _failing(self, kinds: Set[str], one: WatchedParameter, tensor: Tensor) -> AbstractContextManager[None]:
-        return failing_alone(functools.partial(self._fail, kinds, one, tensor))
+    def _failing(self, kinds: Set[str], target: WatchedParameter, tensor: Tensor) -> AbstractContextManager[None]:
+        return failing_alone(functools.partial(self._fail, kinds, target, tensor))
 
-    def _fail(self, kinds: Set[str], one: WatchedParameter, tensor: Tensor, error: Exception) -> None:
+    def _fail(self, kinds: Set[str], target: WatchedParameter, tensor: Tensor, error: Exception) -> None:
         """Report a parameter that cannot be read, copied or compared."""
         for kind in sorted(kinds):
-            if kind in one.streams:
-                self._accumulator.fail(one.streams[kind], tensor, error)
-            if (kind, one.site.name) in self._captured:
-                self.tools.report_not_captured(name_of(kind, one.site.name), error)
+            if kind in target.streams:
+                self._accumulator.fail(target.streams[kind], tensor, error)
+            if (kind, target.site.name) in self._captured:
+                self.tools.report_not_captured(name_of(kind, target.site.name), error)
 
     def _is_supported(self, site: str, tensor: Tensor) -> bool:
         """Whether a tensor is a real floating one; another is noted."""

@@ -49,20 +49,18 @@ class ErrorReporter:
     def __init__(self, logger: Log, on_error: str, is_first: Callable[[], bool]) -> None:
         self._logger = logger
         self._raises = on_error == "raise"
-        self._is_first = is_first
+        self.is_first = is_first
         self._reported: set[str] = set()
         self._model: weakref.ref[nn.Module] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_model": None}
 
-    def begin(self, model: nn.Module) -> bool:
-        """A model is about to be observed. Of another one than before everything may be reported again; returns whether it is."""
-        is_other = self._model is None or self._model() is not model
-        if is_other:
+    def begin(self, model: nn.Module) -> None:
+        """A model is about to be observed. If it is not the same as before, everything may be reported again."""
+        if self._model is None or self._model() is not model:
             self._reported.clear()
             self._model = weakref.ref(model)
-        return is_other
 
     @contextmanager
     def guard(self, what: str, accumulator: StepAccumulator) -> Iterator[None]:
@@ -114,6 +112,6 @@ class ErrorReporter:
 
     def log_once(self, message: str, level: int = logging.INFO, once: str = "", error: Exception | None = None) -> None:
         """Log a message once, with the traceback of an error; one that is no problem is logged by one of several ranks."""
-        if (level >= logging.WARNING or self._is_first()) and (once or message) not in self._reported:
+        if (level >= logging.WARNING or self.is_first()) and (once or message) not in self._reported:
             self._reported.add(once or message)
             self._logger.log(level, message, exc_info=error)

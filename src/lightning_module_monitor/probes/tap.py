@@ -82,8 +82,8 @@ class ModuleTap(Probe):
     Unlike a module's backward hook, a hook on a tensor leaves in-place layers as they are. Only gradients between
     :meth:`begin_backward` and :meth:`end_backward` count, and so not those of an inner ``autograd.grad``.
 
-    Under reentrant checkpointing an output has a gradient only when it is computed again, within the backward pass. Such a gradient is
-    assigned to the first call: stretches of the model are run again from the last to the first, each from its beginning to its end.
+    Under reentrant checkpointing an output has a gradient only when it is recomputed, within the backward pass. Such a gradient is
+    assigned to the first call: segments are recomputed last to first.
     """
 
     def __init__(self, consumers: Iterable[Consumer[Any]], gate: Gate, step: object) -> None:
@@ -106,9 +106,9 @@ class ModuleTap(Probe):
         self._waiting: defaultdict[Hashable, deque[Any]] = defaultdict(functools.partial(deque, maxlen=MAX_WAITING_CALLS))
         """Calls whose output has no gradient, by name: a backward pass may run them again."""
         self._repeated: list[tuple[GradientHook, Consumer[Any], deque[Any]]] = []
-        """Hooks of the stretch that is being run again, each with a consumer and the calls of which it repeats one."""
+        """Hooks of the segment that is being recomputed, each with a consumer and the calls that it may repeat."""
         self._outer_pass: dict[int, int] = {}
-        """The backward pass that runs a stretch again, by the pass within it."""
+        """The backward pass that recomputes a segment, by the pass within it."""
 
     def attach(self) -> None:
         """Register the hooks on modules."""
@@ -138,10 +138,10 @@ class ModuleTap(Probe):
         """Release the outputs of the micro-batch."""
         for handle in list(self._gradient_hooks.values()):
             handle.remove()
-        self.forget_calls()
+        self.release_calls()
 
-    def forget_calls(self) -> None:
-        """Forget the calls that wait for a recomputation."""
+    def release_calls(self) -> None:
+        """Release the calls that wait for a recomputation."""
         self._waiting.clear()
         self._repeated.clear()
         self._outer_pass.clear()
@@ -205,7 +205,7 @@ class ModuleTap(Probe):
     def begin_gradient(self, hook: GradientHook) -> None:
         """A gradient arrives at an output whose calls are numbered."""
         if any(hook is repeated for repeated, _consumer, _waiting in self._repeated):
-            # The stretch is complete, as a gradient arrives in it: its calls repeat the last ones that wait, in their order.
+            # The segment is complete, as a gradient arrives in it: its calls repeat the last ones that wait, in their order.
             for repeated, consumer, waiting in reversed(self._repeated):
                 if waiting:
                     repeated.takers += ((consumer, waiting.pop()),)

@@ -204,7 +204,7 @@ class _Probe(BlockGradientProbe):
         self._current_pass = -1
         self._norms: list[float | None] = []
         """Empty after a new gradient."""
-        self.tap.forget_calls()
+        self.tap.release_calls()
         self.end_micro_batch()
 
     def norms(self) -> list[float | None]:

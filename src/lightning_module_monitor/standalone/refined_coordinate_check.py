@@ -68,4 +68,4 @@ class RefinedCoordinateCheck:
     def refined_coordinate_check(self) -> None:
         """End the check of a micro-batch, after its forward passes, which computed the terms."""
         if self._monitor.is_monitoring():
-            self._monitor.end_comparison()
+            self._monitor.engine.end_comparison()

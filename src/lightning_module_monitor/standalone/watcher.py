@@ -149,12 +149,12 @@ class TorchWatcher:
         is_training = self.model.training and torch.is_grad_enabled()
         mode, other = (self._training, self._evaluation) if is_training else (self._evaluation, self._training)
         if is_training:
-            other.monitor.abandon()  # training continues: the evaluation was not logged
+            other.monitor.engine.abandon()  # training continues: the evaluation was not logged
             is_expected = self._next_step is None or self._schedule(self._next_step)
             if mode.is_over and mode.is_open:
                 self._report("A step was observed, but watch() was not called. Set every_n_steps.", logging.INFO)
         else:
-            other.monitor.gate.close(other)
+            other.monitor.engine.gate.close(other)
             is_expected = self._watches_evaluation
         mode.begin_forward(is_expected)
 
@@ -175,7 +175,7 @@ class TorchWatcher:
         is_first = self._next_step is None
         self._awaits_update, self._next_step = not mode.is_over, step + 1
         if not self._schedule(step):
-            mode.monitor.abandon()
+            mode.monitor.engine.abandon()
             return False
         if not mode.is_open and not is_first:
             self._report(f"The layers were not observed in step {step}: after the previous step, another number was expected.")
@@ -216,15 +216,15 @@ class _Mode:
     def begin_forward(self, is_expected: bool) -> None:
         """Begin a forward pass in this mode; values from before the last optimizer step are dropped."""
         if self.is_over:
-            self.monitor.abandon()
+            self.monitor.engine.abandon()
         self.is_over = False
         if is_expected and not self.is_open:
             self.monitor.begin_step(0)
-        self.monitor.gate.open(self)
+        self.monitor.engine.gate.open(self)
 
     def end(self, step: int, gradients: bool, parameters: bool) -> Record:
         """Return the values of the mode, with the current gradients and parameters."""
-        self.monitor.gate.open(self)
+        self.monitor.engine.gate.open(self)
         if not self.is_open:
             self.monitor.begin_step(step)
         if gradients:

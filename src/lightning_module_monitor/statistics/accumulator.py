@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import operator
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -16,16 +15,26 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.distributed.reduce import reduce_step
+from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.kernels.elements import strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
-from lightning_module_monitor.statistics.finish import Finisher
-from lightning_module_monitor.statistics.functions import Aggregate, Function, Results, Value, by_part, undisturbed, wide_of
-from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Flags, Layout, Numbers, Observed
+from lightning_module_monitor.statistics.functions import (
+    Aggregate,
+    Results,
+    aggregated,
+    by_part,
+    computed,
+    copy_of,
+    is_metric,
+    synchronized,
+    undisturbed,
+    wide_of,
+)
+from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Finisher, Flags, Layout, Numbers, Observed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Recent, dead_fraction, in_either, is_alive, memory
 from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
@@ -35,7 +44,7 @@ OnError = Callable[[Stream, str, str, Exception], None]
 
 
 class SeriesState:
-    """What lives from step to step: the layout, copies of torchmetrics objects, and which units were alive.
+    """State kept between steps: the layout, copies of torchmetrics objects, and which units were alive.
 
     Args:
         streams: Those that are planned.
@@ -50,7 +59,7 @@ class SeriesState:
         self._finisher = Finisher(())
 
     def finisher(self, is_observed: Flags) -> Finisher:
-        """Finishes the statistics of the streams that were observed; made anew only when they differ from those of the step before."""
+        """Finishes the statistics of the observed streams; the same object while these do not change."""
         rows = [*itertools.compress(zip(self.layout.streams, self.layout.first_rows, strict=True), is_observed)]
         if self._finisher.rows != rows:
             self._finisher = Finisher(rows)
@@ -65,7 +74,7 @@ class StepAccumulator:
         self._state = SeriesState() if state is None else state
         self._table = MomentTable()
         self._rows: dict[Stream, int] = {}
-        """First row of what was observed."""
+        """First row of each observed stream."""
         self._num_rows = 0
         self._results: dict[str, tuple[Stream, str, Results]] = {}
         self._metrics: dict[str, tuple[Stream, str, Metric]] = {}
@@ -116,13 +125,13 @@ class StepAccumulator:
             for stream, part in targets:
                 needs = stream.base_needs if part == BASE else stream.needs
                 # A row without a histogram gets none of another's.
-                enough = (one for one in rows if not needs & ~one and not (needs ^ one) & Need.HISTOGRAM)
+                enough = (known for known in rows if not needs & ~known and not (needs ^ known) & Need.HISTOGRAM)
                 if needs:
                     rows.setdefault(next(enough, needs), []).append(self._row(stream) + part)
                 if stream.functions and part == OWN:
                     self.call_functions(stream, strided(term.written()))
-            for needs, of_needs in rows.items():
-                self._table.add(of_needs, term.tensor, needs, term.other, term.shift)
+            for needs, needing in rows.items():
+                self._table.add(needing, term.tensor, needs, term.other, term.shift)
 
     def observe_pair(self, stream: Stream, current: Tensor, reference: Tensor) -> None:
         """Take the difference of two tensors, the model's and the reference's, and what its statistics need of either.
@@ -166,8 +175,8 @@ class StepAccumulator:
             for stream, _tensor in measured:  # it is not known how many were added
                 self._give_up(stream)
             raise
-        for place, error in failed:
-            self.fail(*measured[place], error)
+        for index, error in failed:
+            self.fail(*measured[index], error)
 
     def observe_rows(self, streams: Sequence[Stream], values: Tensor, counts: Tensor) -> None:
         """Take a short tensor for each of several streams, of which not every element has to count.
@@ -178,18 +187,18 @@ class StepAccumulator:
             counts: Which elements count, of the same shape. A function gets NaN in place of those that do not.
         """
         values = strided(values)
-        measured = [place for place, stream in enumerate(streams) if stream.needs & Need.EVERYTHING]
+        measured = [index for index, stream in enumerate(streams) if stream.needs & Need.EVERYTHING]
         if measured:
-            needs = functools.reduce(operator.or_, (streams[place].needs for place in measured))
+            needs = functools.reduce(operator.or_, (streams[index].needs for index in measured))
             moments = moments_of_rows(values, counts, needs)
             if len(measured) < len(streams):
                 moments = moments.rows(torch.tensor(measured, device=values.device))
-            self._table.add_moments([self._row(streams[place]) for place in measured], moments)
-        for stream, row, of_row in zip(streams, values, counts, strict=True):
+            self._table.add_moments([self._row(streams[index]) for index in measured], moments)
+        for stream, row, is_counted in zip(streams, values, counts, strict=True):
             if stream.histograms:
-                self._table.add_counts(self._row(stream), row, of_row)
+                self._table.add_counts(self._row(stream), row, is_counted)
             if stream.functions:
-                self.call_functions(stream, torch.where(of_row, row, torch.nan))
+                self.call_functions(stream, torch.where(is_counted, row, torch.nan))
 
     def observe_base(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
         """Take what relative statistics are relative to, for streams that have one."""
@@ -222,12 +231,12 @@ class StepAccumulator:
             TypeError: If it is neither tensor nor number.
         """
         key = stream.keys[name]
-        found = self._results.get(key) or (stream, name, Results(stream.values[name].aggregate))
-        found[2].add(result, num_elements)
-        self._results[key] = found
+        entry = self._results.get(key) or (stream, name, Results(stream.values[name].aggregate))
+        entry[2].add(result, num_elements)
+        self._results[key] = entry
 
     def drop_overwriting(self, logged: Collection[Stream]) -> list[str]:
-        """Discard the values of some streams whose keys are those of what was measured; returns the keys."""
+        """Discard logged values whose keys are measured as well; returns the keys."""
         results = [key for key, (stream, *_rest) in self._results.items() if stream in logged]
         measured = set(itertools.chain.from_iterable(stream.number_keys for stream in self._rows if results))
         dropped = [key for key in results if key in measured]
@@ -236,7 +245,7 @@ class StepAccumulator:
         return dropped
 
     def fail(self, stream: Stream, observed: object, error: Exception) -> None:
-        """Record NaN for all outputs of a stream, of which something could not be computed."""
+        """Record NaN for all outputs of a stream."""
         self.num_errors += 1
         self._give_up(stream)
         self._on_error(stream, ", ".join(stream.outputs), _describe(observed), error)
@@ -254,8 +263,7 @@ class StepAccumulator:
         """
         layout = self._state.layout
         try:
-            observe = functools.partial(self._observed, is_alone=ranks is None)
-            observed, numbers, copied, self.differing = reduce_step(observe, layout, ranks, self._cannot_send)
+            observed, numbers, copied, self.differing = self._alone() if ranks is None else self._of_all(ranks)
         except Exception:
             self.is_lost = True
             raise
@@ -270,8 +278,8 @@ class StepAccumulator:
         results = self._finished_once(observed, numbers, copied, ranks)
         values = self._state.finisher(numbers.observed).values(numbers.moments, self._fail)
         merged_values = zip(layout.values, numbers.merged([value.aggregate for _stream, _name, value in layout.values]), strict=True)
-        of_numbers = itertools.compress(merged_values, numbers.called)
-        values |= {stream.keys[name]: result for (stream, name, value), result in of_numbers if value.is_number} | results
+        observed_values = itertools.compress(merged_values, numbers.called)
+        values |= {stream.keys[name]: result for (stream, name, value), result in observed_values if value.is_number} | results
         for stream, units in zip(layout.with_units, numbers.units, strict=True):
             alive = units[units != ABSENT] > 0
             for key in (stream.keys[name] for name in stream.units) if len(alive) else ():
@@ -283,12 +291,23 @@ class StepAccumulator:
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
         return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
 
+    def _alone(self) -> Reduced:
+        """The step of a single process: its numbers are those of all."""
+        observed = self._observed(is_alone=True)
+        self._state.layout.add(observed.streams)
+        return Reduced(observed, observed.numbers(self._state.layout))
+
+    def _of_all(self, ranks: Ranks) -> Reduced:
+        """The step of several ranks, by two collectives."""
+        observe = functools.partial(self._observed, is_alone=False)
+        return reduce_step(observe, self._state.layout, ranks, self._cannot_send)
+
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
         final: dict[str, Tensor] = {}
         for stream, name, metric in self._metrics.values() if is_alone else ():
-            final |= self._parts(stream, name, functools.partial(_computed, metric))
-        named = {key: one for key, (_stream, _name, one) in self._results.items() if isinstance(one.aggregate, str)}
+            final |= self._parts(stream, name, functools.partial(computed, metric))
+        named = {key: result for key, (_stream, _name, result) in self._results.items() if isinstance(result.aggregate, str)}
         whole: dict[str, tuple[Aggregate, Tensor]] = {}
         for key, (stream, name, results) in self._results.items():
             if key not in named:
@@ -310,9 +329,9 @@ class StepAccumulator:
             moments=np.concatenate([moments, NO_MOMENTS], 1),
             counts=dict(zip((stream.identity for stream in counted), np.reshape(sums, (-1, NUM_COUNTS)), strict=True)) if counts else {},
             units={stream.identity: parts(len(alive)) for stream, alive in self._units.items()},
-            results={key: (str(one.aggregate), parts(len(one.values)).tolist(), one.weights) for key, one in named.items()},
+            results={key: (str(result.aggregate), parts(len(result.values)).tolist(), result.weights) for key, result in named.items()},
             final={key: float(parts(1)[0]) for key in final},
-            whole_results={key: (how, torch.from_numpy(parts(len(one))).to(one.dtype)) for key, (how, one) in whole.items()},
+            whole_results={key: (how, torch.from_numpy(parts(len(result))).to(result.dtype)) for key, (how, result) in whole.items()},
             metrics={key: metric for key, (_stream, _name, metric) in self._metrics.items()},
             parts=frozenset(stream.identity for stream in self.parts),
             failed=frozenset(self._failed),
@@ -325,21 +344,25 @@ class StepAccumulator:
 
         On every rank, in the same order, whatever this one has. What failed on any rank is NaN on all, and no rank gathers its results.
         """
-        due = [one for one in itertools.compress(self._state.layout.values, numbers.called * (1 - numbers.raised)) if not one[2].is_number]
-        own, gathered = {key: results for key, (_aggregate, results) in observed.whole_results.items()}, []
+        due = [
+            entry
+            for entry in itertools.compress(self._state.layout.values, numbers.called * (1 - numbers.raised))
+            if not entry[2].is_number
+        ]
+        results_here, gathered = {key: results for key, (_aggregate, results) in observed.whole_results.items()}, []
         if ranks is None:
-            gathered = [own]
-        elif any(not _is_metric(value) for _stream, _name, value in due):
+            gathered = [results_here]
+        elif any(not is_metric(value) for _stream, _name, value in due):
             ours = [stream.keys[name] for stream, name, _value in due if ranks.sharing_index == 0 or stream.identity not in copied]
-            gathered = ranks.gather({key: own[key] for key in ours if key in own})
+            gathered = ranks.gather({key: results_here[key] for key in ours if key in results_here})
         values = dict(observed.final)
         for stream, name, value in due:
             key = stream.keys[name]
-            if not _is_metric(value):
-                aggregate = observed.whole_results[key][0] if key in own else value.aggregate
-                compute = functools.partial(_aggregated, aggregate, [results[key] for results in gathered if key in results])
+            if not is_metric(value):
+                aggregate = observed.whole_results[key][0] if key in results_here else value.aggregate
+                compute = functools.partial(aggregated, aggregate, [results[key] for results in gathered if key in results])
             elif ranks is not None:
-                compute = functools.partial(_synchronized, self._metrics[key][2] if key in self._metrics else _copy_of(value), ranks)
+                compute = functools.partial(synchronized, self._metrics[key][2] if key in self._metrics else copy_of(value), ranks)
             else:
                 continue  # it is among the final ones
             values |= {part: float(result) for part, result in self._parts(stream, name, compute).items()}
@@ -357,11 +380,11 @@ class StepAccumulator:
         key = stream.keys[name]
         if key not in self._state.metrics:
             self._state.metrics[key] = metric.clone()
-        own = self._state.metrics[key]
+        copy = self._state.metrics[key]
         if key not in self._metrics:
-            own.to(tensors[0].device).reset()
-            self._metrics[key] = (stream, name, own)
-        own.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
+            copy.to(tensors[0].device).reset()
+            self._metrics[key] = (stream, name, copy)
+        copy.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
 
     def _parts(self, stream: Stream, name: str, compute: Callable[[], object]) -> dict[str, Tensor]:
         """A final result by key; of a dict each part has its own."""
@@ -387,16 +410,6 @@ class StepAccumulator:
         self._on_error(stream, name, source, error)
 
 
-def _is_metric(value: Value) -> bool:
-    return isinstance(value, Function) and isinstance(value.function, Metric)
-
-
-def _copy_of(value: Value) -> Metric:
-    assert isinstance(value, Function)
-    assert isinstance(value.function, Metric)
-    return value.function.clone()
-
-
 def _parts_of(array: Array) -> Callable[[int], Array]:
     """Returns the next elements of an array, as many as it is asked for."""
     start = 0
@@ -407,30 +420,6 @@ def _parts_of(array: Array) -> Callable[[int], Array]:
         return array[start - num : start]
 
     return following
-
-
-def _aggregated(aggregate: Aggregate, results: Sequence[Tensor]) -> object:
-    """What an aggregate of the user's makes of results of all ranks, on the host."""
-    assert callable(aggregate)
-    with undisturbed(torch.device("cpu")):
-        return aggregate(torch.cat(list(results)))
-
-
-def _computed(metric: Metric) -> object:
-    with undisturbed(metric.device), warnings.catch_warnings():
-        # Of several ranks only some may have had tensors for it.
-        warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
-        try:
-            return metric.compute()
-        finally:
-            metric.reset()
-
-
-def _synchronized(metric: Metric, ranks: Ranks) -> object:
-    """What a torchmetrics object computes over all ranks, whose states it exchanges itself."""
-    metric.process_group = ranks.group  # where its collectives meet none of training's
-    metric.to("cpu")  # the group is one of the host
-    return _computed(metric)
 
 
 def _describe(value: object) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.elements import own_elements, plain
 from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.model.unchanged import unchanged_random_states
@@ -123,3 +125,40 @@ def by_part(result: object) -> dict[str, Tensor]:
     """A final result as one number, by ``""``, or for a dict several, by the names of its parts; each of shape ``()``, on its device."""
     parts = result if isinstance(result, Mapping) else {"": result}
     return {str(part): joined(as_tensor(value), "mean") for part, value in parts.items()}
+
+
+def is_metric(value: Value) -> bool:
+    """Whether it is a torchmetrics object."""
+    return isinstance(value, Function) and isinstance(value.function, Metric)
+
+
+def copy_of(value: Value) -> Metric:
+    """A copy of a torchmetrics object."""
+    assert isinstance(value, Function)
+    assert isinstance(value.function, Metric)
+    return value.function.clone()
+
+
+def aggregated(aggregate: Aggregate, results: Sequence[Tensor]) -> object:
+    """What an aggregate of the user's makes of results of all ranks, on the host."""
+    assert callable(aggregate)
+    with undisturbed(torch.device("cpu")):
+        return aggregate(torch.cat(list(results)))
+
+
+def computed(metric: Metric) -> object:
+    """The result of a torchmetrics object, which is empty afterwards."""
+    with undisturbed(metric.device), warnings.catch_warnings():
+        # Of several ranks only some may have had tensors for it.
+        warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
+        try:
+            return metric.compute()
+        finally:
+            metric.reset()
+
+
+def synchronized(metric: Metric, ranks: Ranks) -> object:
+    """What a torchmetrics object computes over all ranks, whose states it exchanges itself."""
+    metric.process_group = ranks.group  # where its collectives meet none of training's
+    metric.to("cpu")  # the group is one of the host
+    return computed(metric)

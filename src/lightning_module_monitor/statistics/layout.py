@@ -1,11 +1,12 @@
-"""Where the numbers of each stream are, in an order that every rank has alike; and all numbers of a step in this order."""
+"""The order of streams that all ranks share, the numbers of a step in this order, and how moments become statistics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Array, Moments
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
-from lightning_module_monitor.statistics.stream import Identity, Stream
+from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
 
 ABSENT = -1.0
 """Stands for a unit that a rank does not have: less than 0, dead, and 1, alive."""
@@ -54,7 +55,7 @@ class Layout:
         self.with_units: list[Stream] = []
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
-        self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] | None = None
+        self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] = {}, np.zeros(0), np.full(0, -1)
         self.add(streams)
 
     def add(self, streams: Iterable[Stream]) -> None:
@@ -74,15 +75,15 @@ class Layout:
     def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
         """Which streams have rows, and the place of each row of the layout among these; -1 for what there is no row of.
 
-        Made anew only when rows or streams differ from those of the step before.
+        It is computed again only if rows or streams have changed since the last step.
         """
-        if self._order is None or self._order[0] != rows or len(self._order[1]) != len(self.streams):
+        if self._order[0] != rows or len(self._order[1]) != len(self.streams):
             observed, order = np.zeros(len(self.streams)), np.full(self.num_rows, -1)
             for stream, row in rows.items():
-                place = self.places.get(stream.identity)
-                if place is not None:
-                    first = self.first_rows[place]
-                    observed[place] = 1.0
+                position = self.places.get(stream.identity)
+                if position is not None:
+                    first = self.first_rows[position]
+                    observed[position] = 1.0
                     order[first : first + stream.num_rows] = range(row, row + stream.num_rows)
             self._order = dict(rows), observed, order
         return self._order[1], self._order[2]
@@ -132,7 +133,7 @@ class Numbers:
         means = np.where((self.num_results == 1) & (self.weights != 0) & (self.has_nan == 0), self.extremes, means)
         extremes = np.where(self.has_nan > 0, np.nan, self.extremes)
         by_name = {"mean": means, "sum": self.totals, "max": extremes, "min": -extremes}
-        return [float(by_name[one][index]) if isinstance(one, str) else math.nan for index, one in enumerate(aggregates)]
+        return [float(by_name[aggregate][index]) if isinstance(aggregate, str) else math.nan for index, aggregate in enumerate(aggregates)]
 
 
 LARGEST = ("observed", "failed", "called", "raised", "extremes", "has_nan", "units", "is_lost", "has_more")
@@ -162,9 +163,9 @@ class Observed:
     final: Mapping[str, float] = field(default_factory=dict)
     """What they computed, by key, where this is the only rank."""
     parts: frozenset[Identity] = frozenset()
-    """Streams of which this rank has a part that is its own to count."""
+    """Streams of which this rank holds its own shard."""
     failed: frozenset[str] = frozenset()
-    """Keys of what could not be computed."""
+    """Keys of outputs that could not be computed."""
     num_errors: int = 0
     is_lost: bool = False
 
@@ -172,9 +173,9 @@ class Observed:
         """All numbers in the order of a layout; what the layout lacks is left out."""
         observed, rows = layout.order_of(self.rows)
         units = np.full((len(layout.with_units), MAX_UNITS), ABSENT)
-        for of_stream, stream in zip(units, layout.with_units, strict=True):
+        for row, stream in zip(units, layout.with_units, strict=True):
             alive = self.units.get(stream.identity, ())
-            of_stream[: len(alive)] = alive
+            row[: len(alive)] = alive
         counts = [self.counts.get(stream.identity, _NO_COUNTS) for stream in layout.counted]
         keys = [stream.keys[name] for stream, name, _value in layout.values]
         return Numbers(
@@ -207,3 +208,68 @@ class Observed:
 
 def _flags(values: Iterable[float]) -> Flags:
     return np.array([*values], dtype=np.float64)
+
+
+class _Group(NamedTuple):
+    """Streams with the same statistics, which are finished together."""
+
+    first: Stream
+    parts: Sequence[np.ndarray]
+    """For each row offset the rows of all streams: int64, shape ``(streams,)``."""
+    keys: Sequence[str]
+    """Of every statistic of the first stream, of the second, and so on."""
+
+
+class Finisher:
+    """Finishes the statistics of some streams, given with their first rows."""
+
+    def __init__(self, rows: Sequence[tuple[Stream, int]]) -> None:
+        self.rows = rows
+        alike: defaultdict[tuple[str, ...], list[tuple[Stream, int]]] = defaultdict(list)
+        for stream, row in rows:
+            if stream.statistics:
+                alike[tuple(stream.statistics)].append((stream, row))
+        self._groups: list[_Group] = []
+        for members in alike.values():
+            first = members[0][0]
+            parts = [np.array([row + part for _stream, row in members]) for part in range(first.num_rows)]
+            keys = [stream.keys[name] for stream, _row in members for name in first.statistics]
+            self._groups.append(_Group(first, parts, keys))
+
+    def values(self, moments: Array, fail: Callable[[Stream, str, str, Exception], None]) -> dict[str, float]:
+        """Statistics by key.
+
+        Args:
+            moments: Of all rows, shape ``(fields, rows)``, float64; written into.
+            fail: Receives a statistic that could not be finished: a stream that has it, its name, "its moments", the error. Its values
+                are NaN.
+        """
+        values: dict[str, float] = {}
+        with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
+            fields = nan_where_empty(moments)
+            for group in self._groups:
+                numbers = np.empty((len(group.parts[0]), len(group.first.statistics)))
+                parts = [Moments(*fields[:, index]) for index in group.parts]
+                for column, (name, statistic) in enumerate(group.first.statistics.items()):
+                    taken = (CURRENT, BASE, PRODUCT) if statistic.paired else (OWN, BASE) if statistic.relative else (OWN,)
+                    try:
+                        numbers[:, column] = statistic.finish(*[parts[part] for part in taken])
+                    except Exception as error:  # one of the user's own
+                        numbers[:, column] = np.nan
+                        fail(group.first, name, "its moments", error)
+                values.update(zip(group.keys, numbers.ravel().tolist(), strict=True))
+        return values
+
+
+def nan_where_empty(fields: Array) -> Array:
+    """Make mean, spread and extremes of empty tensors NaN, in place of what merging starts from.
+
+    ``fields`` of all rows' moments, shape ``(fields, rows)``, float64, is written into and returned.
+    """
+    if 0.0 in fields[0].tolist():
+        fields[np.ix_(_OF_ELEMENTS, fields[0] == 0)] = np.nan
+    return fields
+
+
+_OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "third", "fourth", "maximum", "minimum")]
+"""The moments that there are none of without an element."""

@@ -69,7 +69,7 @@ class Stream:
 
     @functools.cached_property
     def values(self) -> dict[str, Value]:
-        """The outputs that are results: of functions, or of what is computed elsewhere."""
+        """The outputs that are results of functions, or are computed elsewhere."""
         return {name: output for name, output in self.outputs.items() if isinstance(output, Value)}
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class Stream:
 
     @functools.cached_property
     def base_needs(self) -> int:
-        """Which moments are needed of what the relative statistics are relative to; 0 if none is."""
+        """The moments of the base that relative statistics need; 0 without such a statistic."""
         needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values() if output.relative), 0)
         return needs | (Need.SQUARES if self.is_paired else 0)
 
@@ -124,12 +124,12 @@ class Stream:
 
     @functools.cached_property
     def moment_keys(self) -> list[str]:
-        """Keys of what is made of the tensors themselves: of statistics, histograms and units."""
+        """Keys of the outputs that are made of tensors: statistics, histograms and units."""
         return [self.keys[name] for name in (*self.statistics, *self.histograms, *self.units)]
 
     @functools.cached_property
     def planned_keys(self) -> list[str]:
-        """The keys of numbers that are known before the first step: not those of results that may turn out to be dicts."""
+        """The keys of numbers that are known before the first step; a result that may be a dict has none."""
         unknown = {self.keys[name] for name, output in self.values.items() if not output.is_number}
         return [key for key in self.number_keys if key not in unknown]
 

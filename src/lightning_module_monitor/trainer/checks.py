@@ -15,6 +15,7 @@ from lightning_module_monitor.lightning_packages import LightningModule, Trainer
 from lightning_module_monitor.model.compiled import compiled_parts
 from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan.planner import Planner
+from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Record
@@ -43,7 +44,7 @@ def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_ev
         )
 
 
-def check_manual_optimization(pl_module: LightningModule, planner: Planner, reference: str) -> None:
+def check_manual_optimization(pl_module: LightningModule, recipe: Recipe, reference: str) -> None:
     """Under manual optimization refuse a reference that runs its own ``training_step``, and gradients before clipping.
 
     ``reference`` is the name of the option that requests such a reference, or empty.
@@ -55,7 +56,7 @@ def check_manual_optimization(pl_module: LightningModule, planner: Planner, refe
         reason = f"{model} uses manual optimization, and a reference cannot run its training_step"
         remedy = f"module, the name of a submodule that training_step calls: a copy of that submodule then runs. Or leave {reference} out"
         raise ConfigError(f"{reference} is given; {reason}. Expected {remedy}.")
-    rule = planner.first_of_kind("gradient_before_clip", without="gradient")
+    rule = recipe.first_of_kind("gradient_before_clip", without="gradient")
     if rule is not None:
         reason = f"{model} uses manual optimization, and when it clips, if it does, is not known"
         raise ConfigError(f"{rule}: {reason}; expected 'gradient', what the optimizer uses.")
@@ -131,7 +132,7 @@ class AwaitedKeys:
 
 def _may_come(planner: Planner, pattern: str) -> bool:
     """Whether a pattern without a planned key may match a later key: of a further output, of a head, or of a value that the user logs."""
-    start = f"{planner.prefix}/" if planner.prefix else ""
+    start = f"{planner.recipe.prefix}/" if planner.recipe.prefix else ""
     stage, *rest = pattern.removeprefix(start).split("/", 1)
     kind, *_more = rest[0].split("/") if stage in STAGES and rest else [stage]
     is_plain = re.fullmatch(r"\w+", kind) is not None and pattern.startswith(start)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.record import KINDS, LOSS, OWN_KIND, Facts, Key
 from lightning_module_monitor.trainer.facts import LossFacts, facts_of, first_gradient
@@ -35,7 +35,7 @@ CONTEXT = {
 class ContextNames:
     """The names that the context of a fit has in keys, the same in every step."""
 
-    def __init__(self, monitor: ModuleMonitor, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, model: ObservedModel, optimizers: Sequence[Optimizer]) -> None:
         """Announce the values to the monitor, before the first step of the fit, when the optimizers exist."""
         self._namer = Namer()
         self._names: dict[str, str] = {}
@@ -43,7 +43,7 @@ class ContextNames:
         num_rates = sum(len(optimizer.param_groups) for optimizer in optimizers)
         rates = [_name_of_rate(number) for number in range(num_rates)]
         expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
-        monitor.logged.expect_context(expected)
+        model.expect_context(expected)
         for name in expected:
             self._namer.name(name)
 

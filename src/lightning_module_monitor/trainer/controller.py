@@ -54,7 +54,7 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
         monitor.add_rules(default_rules(), "rules", are_optional=True)
     if options.attention:
         monitor.add_rules(attention_rules(), "rules")
-    needed_by = monitor.planner.first_of_reference()
+    needed_by = monitor.engine.recipe.first_of_reference()
     if options.reference is None and needed_by is not None:
         raise ConfigError(f"{needed_by} needs a reference; expected reference: init, or the path of a checkpoint.")
     if options.rcc:
@@ -106,8 +106,8 @@ class RunController:
             run.results.findings, run.results.state = [], {}
         runs_training_step = options.reference is not None and options.observes("train") and options.arguments["module"] is None
         requested_by = ("rcc" if options.arguments["reference"] is None else "reference") if runs_training_step else ""
-        checks.check_manual_optimization(run.module, run.planner, "" if options.dry_run else requested_by)
-        strategy.check_strategy(run.trainer, options.health, run.planner)
+        checks.check_manual_optimization(run.module, run.recipe, "" if options.dry_run else requested_by)
+        strategy.check_strategy(run.trainer, options.health, run.recipe)
         self._check_compiled()
         if not checks.makes_layers_late(run.module):
             self._set_module()
@@ -126,11 +126,11 @@ class RunController:
         health.load(self._resumed.get("health", {}))
         reference = None
         if run.is_fit:
-            run.monitor.wrapper = run.trainer.strategy.model
+            run.model.wrapper = run.trainer.strategy.model
             if self._origin is not None:
                 reference, self._origin = self._origin.make(), None
             if not options.dry_run:
-                run.monitor.agree()
+                run.engine.agree()
             if run.trainer.is_global_zero and options.dry_run:
                 print(dry_run(run.planner, options.every_n_steps, run.trainer.max_steps))
             elif run.trainer.is_global_zero:
@@ -148,21 +148,21 @@ class RunController:
         Raises:
             ConfigError: If a pattern matches nothing in it, or another callback has the same keys.
         """
-        run, monitor, planner, trainer = self._run, self._run.monitor, self._run.planner, self._run.trainer
+        run, monitor, trainer = self._run, self._run.monitor, self._run.trainer
         monitor.distributed, monitor.access = strategy.ranks_of(trainer), strategy.access_of(trainer)
-        left_out = planner.leave_out(strategy.unavailable_kinds(trainer))
+        left_out = run.engine.leave_out(strategy.unavailable_kinds(trainer))
         if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
             run.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
         monitor.set_module(run.module)
         warm_up(trainer.strategy.root_device)
-        if not planner.has_any():
+        if not run.recipe.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
         self._check_coordinate_check()
         self._check_keys()
 
     def _check_coordinate_check(self) -> None:
         """Check that the model has a layer that the coordinate check knows."""
-        index = self._run.planner.index
+        index = self._run.index
         if self._run.options.rcc and not any(layer_parts(site.module) for site in index.modules):
             inside = [site.name for site in index.whole.modules if layer_parts(site.module)]
             if inside:

@@ -32,7 +32,7 @@ class HealthController:
         self._sinks = sinks
         self._trainer = run.trainer
         self.options = run.options.health
-        index = run.planner.index
+        index = run.index
         self._judge = Judge(self.options.rules, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
         run.results.history = self._judge.history
         self.nonfinite = None if self.options.nonfinite == IGNORE else NonfiniteSearch(run)
@@ -67,7 +67,7 @@ class HealthController:
             for number, diagnosis in enumerate(self._run.results.diagnoses(), 1):
                 messages.warning("[monitor] Diagnosis %d: %s", number, diagnosis)
             if self._judge.history.steps and not self.options.is_off:
-                types = {type(site.module).__name__ for site in self._run.planner.index.modules}
+                types = {type(site.module).__name__ for site in self._run.index.modules}
                 verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)
                 messages.info("[monitor] Verdict: %s.", verdict.sentence)
         return findings
@@ -142,7 +142,7 @@ class HealthController:
         that the gradient has passed.
         """
         self._details[site] = steps
-        sites, chain = self._run.planner.index, self._run.planner.plan().chain
+        sites, chain = self._run.index, self._run.planner.plan().chain
         streams = {} if chain is None else dict(zip(chain.transitions, chain.streams[1:], strict=True))
         name = streams[site].site if site in streams else site
         while sites.module_site(name) is None and "." in name:
@@ -159,4 +159,4 @@ class HealthController:
             if isinstance(entry, Statistic) and not (entry.relative or entry.paired or name.startswith("token"))
         ]
         rule = Rule(kinds=kinds, sites=pattern, statistics=statistics, every_n_steps=list(steps))
-        self._run.monitor.add_detail(rule, Capture(sites=pattern, steps=list(steps), kinds=kinds))
+        self._run.model.add_detail(rule, Capture(sites=pattern, steps=list(steps), kinds=kinds))

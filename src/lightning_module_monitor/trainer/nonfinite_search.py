@@ -64,11 +64,12 @@ class NonfiniteSearch:
     def __init__(self, run: Run) -> None:
         self._options = run.options.health
         self._monitor = run.monitor
-        self._planner = run.planner
+        self._engine = run.engine
+        self._recipe = run.recipe
         self._trainer = run.trainer
         self._module = run.module
         self._on_error = run.options.arguments["on_error"]
-        index = run.planner.index
+        index = run.index
         self._probe = NonfiniteProbe(index.modules, self._report_hook_error)
         # The flag and the second run also cover compiled code: by gradients, and by a copy that runs uncompiled.
         self._all_sites = index.whole.modules
@@ -105,7 +106,7 @@ class NonfiniteSearch:
             self._probe.attach()
         steps_since = self._flag.steps_since(step) if is_monitored else None
         if steps_since is not None:
-            self._monitor.monitor_figure(STEPS_SINCE_NONFINITE, steps_since)
+            self._engine.monitor_figure(STEPS_SINCE_NONFINITE, steps_since)
 
     def begin_micro_batch(self, batch: object, batch_idx: int) -> None:
         """A micro-batch is about to be run."""
@@ -151,7 +152,7 @@ class NonfiniteSearch:
             return None
         first_here = self._flag.first_nonfinite()
         self._flag.forget()
-        first = _first_of_all_ranks(first_here, self._monitor.ranks)
+        first = _first_of_all_ranks(first_here, self._engine.model.ranks)
         if search is not None:
             search.was_finite = first is None and search.was_finite is not False
         if first is None or self.is_reported:
@@ -169,14 +170,14 @@ class NonfiniteSearch:
         Returns:
             The finding, if only the record shows the non-finite value.
         """
-        num_steps = 0.0 if record is None else record.values.get(self._planner.own_key(STEPS_SINCE_NONFINITE), 0.0)
+        num_steps = 0.0 if record is None else record.values.get(self._recipe.figure_key(STEPS_SINCE_NONFINITE), 0.0)
         finding = None if self.is_reported or not num_steps > 0 else self._finding_of_marked_step(step, num_steps)
         search = self._search
         if search is not None and search.has_probe and self._marks_steps and record is not None:
-            was_skipped = record.values.get(self._planner.own_key(STEP_SKIPPED), 0.0) > 0
+            was_skipped = record.values.get(self._recipe.figure_key(STEP_SKIPPED), 0.0) > 0
             search.was_finite = not _has_nonfinite(record, was_skipped=was_skipped)
             if not search.was_finite:
-                rank, first = _earliest(producer(self._probe.observed()), self._monitor.ranks)
+                rank, first = _earliest(producer(self._probe.observed()), self._engine.model.ranks)
                 finding = finding if first is None or self.is_reported else self._finding(step, rank, first)
         self.is_reported &= search is None or not search.was_finite
         self.end_search()
@@ -215,7 +216,7 @@ class NonfiniteSearch:
                 source = source if source is None or source.is_known or is_here else None
         except Exception as error:
             reason = f"the step could not be run again ({type(error).__name__}: {error})"
-        rank, first = _earliest(source, self._monitor.ranks)
+        rank, first = _earliest(source, self._engine.model.ranks)
         if first is None:
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {reason.removesuffix('.')}."
             first = Producer(ROOT, True, UNKNOWN, 0, words)

@@ -148,11 +148,11 @@ class OptimizerTracker:
         # A GradScaler sets these two on an optimizer that unscales and skips by itself.
         self._observe_gradients(first, getattr(optimizer, "grad_scale", None))
         self._decide(first, is_skipped=getattr(optimizer, "found_inf", False))
-        self._monitor.gate.close(self)
+        self._monitor.engine.gate.close(self)
 
     def _after_update(self, optimizer: Optimizer) -> None:
         """An optimizer has moved its parameters; other code has not changed them yet."""
-        self._monitor.gate.open(self)
+        self._monitor.engine.gate.open(self)
         # A further step has no update: no copy of the parameters was made before it.
         self._monitor.monitor_updates(self._first_steps[optimizer].parameters)
 
@@ -172,7 +172,7 @@ class OptimizerTracker:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._monitor.gate.open(self)
+        self._monitor.engine.gate.open(self)
         self._hooks.close()
 
     def _observe_gradients(self, first: _FirstStep, scale: Tensor | None) -> None:
@@ -251,7 +251,7 @@ class EngineTracker:
         """There are no hooks."""
 
     def _all_monitor(self) -> bool:
-        ranks = self._monitor.ranks
+        ranks = self._monitor.engine.model.ranks
         is_monitoring = self._monitor.is_monitoring()
         if ranks is None:
             return is_monitoring

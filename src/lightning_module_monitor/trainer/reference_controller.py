@@ -43,7 +43,7 @@ class ReferenceController:
     def run_on(self, batch: object, batch_idx: int) -> None:
         """Run the reference on a batch, before the model gets it."""
         module = cast(LightningModule, self.module)  # it has a training_step
-        self.run.monitor.run_reference(lambda: run_training_step(module, self.run.trainer, batch, batch_idx, self.wrapper))
+        self.run.engine.run_reference(lambda: run_training_step(module, self.run.trainer, batch, batch_idx, self.wrapper))
 
     def state(self) -> dict[str, Any]:
         """The entries of a checkpoint: the reference, as tensors only, if the checkpoint holds it."""
@@ -89,14 +89,14 @@ class ReferenceOrigin:
         self._is_resumed = False
         self._initial = self._present_values() if self._source == INIT else {}
         """The values of the model; empty if it does not exist yet."""
-        needs_layout = self._source == INIT and run.planner.first_of_reference(running=True) is not None
+        needs_layout = self._source == INIT and run.recipe.first_of_reference(running=True) is not None
         self._unconfigured = LaidOutCopy.of(run.trainer, run.module) if needs_layout else None
         """A copy of the model from before it was laid out over ranks."""
 
     def _present_values(self) -> Mapping[str, Tensor]:
         module, within = self._run.module, self._within or ""
         try:
-            live = self._run.planner.index.within if self._run.monitor.module is not None else module.get_submodule(within)
+            live = self._run.index.within if self._run.monitor.module is not None else module.get_submodule(within)
         except AttributeError:  # the submodule does not exist yet
             return {}
         if copies.lazy_tensors(live):
@@ -122,7 +122,7 @@ class ReferenceOrigin:
             ConfigError: If it cannot be made, or does not have the model's structure.
         """
         run, trainer, wrapper = self._run, self._run.trainer, None
-        has_shards = is_laid_out(run.planner.index.within)
+        has_shards = is_laid_out(run.index.within)
         if has_shards:
             reference, wrapper = self._made_of_shards()
         else:
@@ -142,7 +142,7 @@ class ReferenceOrigin:
     def _copied(self) -> nn.Module:
         """A copy of the model, of the user's module, or of the weights of a file."""
         # The user's module is copied too, and stays as it is.
-        live = self._source if isinstance(self._source, nn.Module) else self._run.planner.index.within
+        live = self._source if isinstance(self._source, nn.Module) else self._run.index.within
         if self._within is None and not callable(getattr(live, "training_step", None)):
             expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
             raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
@@ -159,10 +159,10 @@ class ReferenceOrigin:
         Raises:
             ConfigError: If it cannot be made.
         """
-        live, reason = self._run.planner.index.within, "the model is laid out over ranks"
+        live, reason = self._run.index.within, "the model is laid out over ranks"
         if self._source != INIT:
             raise ConfigError(f"reference is {self._name!r}, and {reason}; expected reference: init.")
-        needed_by = self._run.planner.first_of_reference(running=True)
+        needed_by = self._run.recipe.first_of_reference(running=True)
         if needed_by is None:
             return copies.parameter_copy(live), None
         laid_out = self._unconfigured

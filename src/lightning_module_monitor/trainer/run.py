@@ -7,11 +7,15 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_module_monitor.engine.observed_model import ObservedModel
+from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.health.causes import Diagnoses, diagnose
 from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer
+from lightning_module_monitor.model.names import ModelIndex
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.planner import Planner
+from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.checks import AwaitedKeys
@@ -68,9 +72,29 @@ class Run:
     stage: str
 
     @property
+    def engine(self) -> StepEngine:
+        """The engine of the monitor."""
+        return self.monitor.engine
+
+    @property
+    def recipe(self) -> Recipe:
+        """The rules of the monitor."""
+        return self.engine.recipe
+
+    @property
+    def model(self) -> ObservedModel:
+        """The module while it is monitored."""
+        return self.engine.model
+
+    @property
     def planner(self) -> Planner:
-        """The planner of the monitor: it knows what is recorded."""
-        return self.monitor.planner
+        """The planner of the module: it knows what is recorded."""
+        return self.model.planner
+
+    @property
+    def index(self) -> ModelIndex:
+        """The names of the module."""
+        return self.planner.index
 
     @property
     def is_fit(self) -> bool:

@@ -43,7 +43,6 @@ class SinksController:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._options = run.options
-        self._planner = run.planner
         self._trainer = run.trainer
         self._patterns = run.options.callback_metrics
         self._stages = [name for stage, name in STAGES.items() if run.options.observes(stage)]
@@ -109,11 +108,11 @@ class SinksController:
             SECONDS_PER_STEP: self._options.every_n_steps.by_clock is not None and run.is_fit,
         }
         figures = [name for name, is_measured in measured.items() if is_measured]
-        return self._planner.planned_keys(self._stages, figures=figures, context=[*CONTEXT] if run.is_fit else [])
+        return self._run.planner.planned_keys(self._stages, figures=figures, context=[*CONTEXT] if run.is_fit else [])
 
     def planned_histograms(self) -> list[str]:
         """Every key of a histogram that is known before the first step."""
-        return self._planner.planned_histograms(self._stages)
+        return self._run.planner.planned_histograms(self._stages)
 
     def roll_ups_in_words(self) -> str:
         """A sentence about roll-ups, if loggers get any."""
@@ -122,7 +121,8 @@ class SinksController:
     def _rolls_up(self) -> bool:
         """Whether loggers get roll-ups; by the plan and not by the record, so that a logger has the same columns at every step."""
         return any(
-            len(self._planner.planned_keys([stage])) + len(self._planner.planned_histograms([stage])) > self._options.max_logged_keys
+            len(self._run.planner.planned_keys([stage])) + len(self._run.planner.planned_histograms([stage]))
+            > self._options.max_logged_keys
             for stage in self._stages
         )
 

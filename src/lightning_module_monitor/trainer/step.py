@@ -30,6 +30,7 @@ class StepController:
     def __init__(self, run: Run, health: HealthController, sinks: SinksController, reference: ReferenceController | None) -> None:
         self._run = run
         self._monitor = run.monitor
+        self._engine = run.engine
         self._trainer = run.trainer
         self._observes_training = run.observes_training
         self._health = health
@@ -47,7 +48,7 @@ class StepController:
 
     @cached_property
     def _names(self) -> ContextNames:
-        return ContextNames(self._monitor, self._trainer.optimizers)
+        return ContextNames(self._run.model, self._trainer.optimizers)
 
     # A training step
 
@@ -59,10 +60,10 @@ class StepController:
         if is_first:
             self._step = step
             # An error below must not prevent the end of the step, which other ranks wait for.
-            self.is_idle = not self._observes_training or self._monitor.has_lost_ranks
+            self.is_idle = not self._observes_training or self._engine.has_lost_ranks
             self._sinks.begin_step(step)
         if self.is_idle:
-            if self._monitor.has_lost_ranks:
+            if self._engine.has_lost_ranks:
                 self._health.close()
             return
         if self._overhead is not None:
@@ -75,7 +76,7 @@ class StepController:
         self._monitor.end_backward()
         if self._monitored is not None:
             self._monitored.begin_batch(batch)
-        if self._reference is not None and self._monitor.awaits_reference():
+        if self._reference is not None and self._engine.awaits_reference():
             self._reference.run_on(batch, batch_idx)
         if self._nonfinite is not None:
             if is_first:
@@ -132,21 +133,21 @@ class StepController:
         options, running = self._run.options, self._trainer.state.stage
         stage = "" if running is None else running.value
         if options.observes(stage) and not (self._trainer.sanity_checking or options.dry_run):
-            self._monitor.wrapper = self._trainer.strategy.model
-            self._monitor.begin_stage(STAGES[stage], step_of(self._trainer))
+            self._run.model.wrapper = self._trainer.strategy.model
+            self._engine.begin_stage(STAGES[stage], step_of(self._trainer))
         else:
-            self._monitor.gate.close(self)
+            self._engine.gate.close(self)
 
     def end_loop(self) -> None:
         """End the loop at the last event that may log values. Later hooks of the module belong to no stage."""
-        record = self._monitor.end_stage()
+        record = self._engine.end_stage()
         if record is not None:
-            self._monitor.gate.close(self)
+            self._engine.gate.close(self)
         self._emit(record)
 
     def continue_step(self) -> None:
         """The loop is over; training continues."""
-        self._monitor.gate.open(self)
+        self._engine.gate.open(self)
 
     # The end
 
@@ -159,14 +160,14 @@ class StepController:
         is_meant_for_user = isinstance(error, MonitorError | ConfigError) or self._run.options.arguments["on_error"] == "raise"
         if is_meant_for_user and not isinstance(error, RanksLostError):
             raise error
-        self._monitor.gate.open(self)
+        self._engine.gate.open(self)
         self._close_monitored()
         if self._nonfinite is not None:
             self._nonfinite.end_search()
         if isinstance(error, RanksLostError):
-            self._monitor.lose_ranks(error)
+            self._engine.lose_ranks(error)
             return
-        self._monitor.lose()
+        self._engine.lose()
         name = type(error).__name__
         message = f"{event} failed ({name}: {error}); this step is not monitored. Logged once."
         self._run.reporter.log_once(message, logging.WARNING, f"{event} {name}", error)
@@ -176,7 +177,7 @@ class StepController:
         self.is_idle = True
         with ExitStack() as stack:
             stack.callback(self._close_monitored)
-            stack.callback(self._monitor.gate.open, self)
+            stack.callback(self._engine.gate.open, self)
             stack.callback(self._health.close)
 
     # Inside
@@ -196,7 +197,7 @@ class StepController:
         if not is_allowed and self._monitor.is_step_monitored(step):
             message = f"{option}at most one step in {closest} is monitored, from step {step} on. This is logged once."
             self._run.reporter.log_once(message, once="left out")
-        if not is_allowed and self._run.planner.is_captured(step) and is_first_process():
+        if not is_allowed and self._run.recipe.is_captured(step) and is_first_process():
             reason = f"capture has step {step}, less than {closest} steps after another that was monitored"
             message = f"{option}{reason}; the raw tensors of such steps are not written. This is logged once."
             self._run.reporter.log_once(message, logging.WARNING, "left out capture")
@@ -221,13 +222,13 @@ class StepController:
                 self._monitored = None
             fraction = None if self._overhead is None else self._overhead.fraction()
             if fraction is not None:
-                self._monitor.monitor_figure(OVERHEAD_FRACTION, fraction)
+                self._engine.monitor_figure(OVERHEAD_FRACTION, fraction)
         except Exception as error:
             self.fail("on_train_batch_end", error)
         # Reached after any error: other ranks wait for this rank.
         record = self._monitor.end_step()
         if record is not None and self._overhead is not None:
-            self._overhead.decide(record.values.get(self._run.planner.own_key(OVERHEAD_FRACTION), math.nan))
+            self._overhead.decide(record.values.get(self._run.recipe.figure_key(OVERHEAD_FRACTION), math.nan))
         if self._nonfinite is not None:
             self._health.note(self._nonfinite.end_step(step_of(self._trainer), record))
         if record is not None and monitored is not None:

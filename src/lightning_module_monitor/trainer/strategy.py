@@ -13,7 +13,7 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alert_options import ALWAYS, STOP, ParsedHealth
 from lightning_module_monitor.lightning_packages import Trainer, is_a
 from lightning_module_monitor.plan.matching import token_statistics
-from lightning_module_monitor.plan.planner import Planner
+from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import KINDS
 
@@ -113,7 +113,7 @@ def unavailable_kinds(trainer: Trainer) -> tuple[str, ...]:
     return ()
 
 
-def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> None:
+def check_strategy(trainer: Trainer, health: ParsedHealth, recipe: Recipe) -> None:
     """Refuse options that a strategy cannot satisfy.
 
     Raises:
@@ -131,7 +131,7 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, planner: Planner) -> 
             raise ConfigError(f"{together[0]}: {reason}; expected 'warn' or 'capture', or nonfinite: {ALWAYS}.")
     is_fsdp1 = is_a(strategy, "FSDPStrategy") and strategy.sharding_strategy is not ShardingStrategy.NO_SHARD
     if is_fsdp1 or is_a(strategy, "ModelParallelStrategy"):
-        for rule in planner.rules:
+        for rule in recipe.rules:
             statistics = token_statistics(rule)
             kinds = [kind for kind in rule.kinds if KINDS[kind].site == "parameter"]
             if statistics and kinds:

@@ -73,7 +73,7 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
 
 def described(options: Options, monitor: ModuleMonitor, results: RunResults) -> Description:
     """The rules, the store and the findings of a callback, for the prompt and a notebook."""
-    rules, findings, store, record = monitor.planner.rules, results.findings, results.store_path, results.last_record
+    rules, findings, store, record = monitor.engine.recipe.rules, results.findings, results.store_path, results.last_record
     last = "none" if record is None else f"of step {record.step}: {counted(len(record.values), 'value')}"
     rows = [
         *(("watched", f"{', '.join(rule.kinds)}: {', '.join(rule.outputs)}, {rule.schedule}") for rule in rules),
