@@ -49,13 +49,15 @@ REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["ur
 
 def statistics() -> str:
     """A table of the built-in statistics: each row is a name and the docstring of its formula."""
-    rows = [f"| `{name}` | {_sentence(one.finish if isinstance(one, Statistic) else type(one))} |" for name, one in STATISTICS.items()]
+    rows = [
+        f"| `{name}` | {_sentence(one.formula if isinstance(one, Statistic) else type(one).__doc__)} |" for name, one in STATISTICS.items()
+    ]
     return "\n".join(["| statistic | formula |", "|---|---|", *rows])
 
 
-def _sentence(documented: object) -> str:
+def _sentence(docstring: str | None) -> str:
     """The docstring as the cell of a table."""
-    text = " ".join((documented.__doc__ or "").split())
+    text = " ".join((docstring or "").split())
     return text.replace("``", "`")
 
 

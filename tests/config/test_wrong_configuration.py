@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "sites like nothing": (rule(sites="zzzzz"), ("rules[0].sites 'zzzzz' matches none of 5 module names.",)),
     "statistic of a textbook": (rule(statistics="L2"), ("rules[0].statistics 'L2'", "nearest: 'norm'")),
     "statistic of another tool": (rule(statistics="sparsity"), ("'sparsity' is not a statistic", "nearest: 'zero_fraction'")),
-    "statistic like none": (rule(statistics="xyz"), ("'xyz' is not a statistic", "dead_fraction.")),
+    "statistic like none": (rule(statistics="xyz"), ("'xyz' is not a statistic", "in STATISTICS).")),
     "kind of another tool": (rule(kinds="grad"), ("rules[0].kinds 'grad' is not a kind", "nearest: 'gradient'")),
     "weights": (rule(kinds="weights"), ("rules[0].kinds 'weights' is not a kind", "nearest: 'parameter'")),
     "action of another tool": (

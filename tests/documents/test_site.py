@@ -66,8 +66,8 @@ def test_the_reference_is_complete(site: Path) -> None:
     options = [name for name in inspect.signature(ModuleMonitorCallback).parameters if name not in pages["options"]]
     assert options == []
     for name, statistic in STATISTICS.items():
-        documented = statistic.finish if isinstance(statistic, Statistic) else type(statistic)
-        formula = " ".join((documented.__doc__ or "").replace("``", "").split())
+        documented = statistic.formula if isinstance(statistic, Statistic) else type(statistic).__doc__
+        formula = " ".join((documented or "").replace("``", "").split())
         assert formula
         assert f"{name} {formula}" in pages["statistics"]
     for command in COMMANDS:

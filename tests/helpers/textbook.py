@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Histogram, Statistic
 from lightning_module_monitor.histogram import EDGES
+from lightning_module_monitor.kernels.moments import Need
 
 
 def histogram(x: Tensor) -> Histogram:
@@ -22,7 +23,12 @@ def histogram(x: Tensor) -> Histogram:
     return Histogram(np.array([(a == -np.inf).sum(), *counts, (a == np.inf).sum(), np.isnan(a).sum()], dtype=np.int64))
 
 
-PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative and not one.paired]
+PLAIN = [
+    name
+    for name, one in STATISTICS.items()
+    if isinstance(one, Statistic) and not one.relative and not one.paired and not one.needs & Need.COUNTS
+]
+"""The statistics of moments alone."""
 
 
 def deviations_of(flat: np.ndarray) -> np.ndarray:
@@ -71,6 +77,7 @@ def textbook(name: str, x: Tensor) -> float:
             "max": flat.max,
             "abs_mean": lambda: np.abs(flat).sum() / n,
             "abs_max": lambda: np.abs(flat).max(),
+            "peak_to_rms": lambda: np.abs(flat).max() / math.sqrt((flat**2).sum() / n),
             "zero_fraction": lambda: (flat == 0).sum() / n,
             "nonfinite_count": lambda: float((~np.isfinite(flat)).sum()),
             "token_norm": lambda: np.sqrt((tokens**2).sum(1)).mean(),

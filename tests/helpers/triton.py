@@ -12,6 +12,7 @@ from torch import Tensor
 
 from helpers.kernels import FIELDS_OF_NEED
 from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
@@ -92,4 +93,4 @@ def assert_added(tensor: Tensor, needs: int = Need.EVERYTHING, rel: float = 1e-1
 
 def row_of_counts(kernel: TritonKernel, row: int = 0) -> Histogram:
     """The histogram of a row."""
-    return Histogram(kernel.counts([row])[0].long().cpu().numpy())
+    return Histogram(kernel.counts(HISTOGRAM, [row])[0].long().cpu().numpy())

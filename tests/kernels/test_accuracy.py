@@ -25,6 +25,7 @@ from helpers.kernels import (
 from helpers.textbook import PLAIN, histogram, textbook
 from torch import Tensor
 
+from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.moments import Need
 
 
@@ -255,7 +256,7 @@ def test_any_view_is_read_right(implementation: Implementation, dtype: torch.dty
     kernel = implementation.make()
     kernel.add((2,), tensor, Need.EVERYTHING | Need.HISTOGRAM)
     kernel.add_all([0, 1, 0], [tensor, tensor, tensor], [Need.EVERYTHING | Need.HISTOGRAM] * 3)
-    moments, counts = collected(kernel, 3), kernel.counts([0, 1, 2]).cpu().long().numpy()
+    moments, counts = collected(kernel, 3), kernel.counts(HISTOGRAM, [0, 1, 2]).cpu().long().numpy()
     for row, expected in enumerate([torch.stack([plain, plain]), plain, plain]):
         assert_textbook(moments, expected, implementation.rtol, row=row)
         np.testing.assert_array_equal(counts[row], histogram(expected).row)
@@ -272,7 +273,7 @@ def test_what_was_made_under_inference_mode(implementation: Implementation, dtyp
     kernel.add((0,), x.clone().requires_grad_().detach(), Need.EVERYTHING | Need.HISTOGRAM)
     kernel.add((0,), x.clone(), Need.EVERYTHING | Need.HISTOGRAM)
     assert_textbook(collected(kernel), x.repeat(4, 1), implementation.rtol)
-    assert float(kernel.counts([0]).sum()) == 4 * x.numel()
+    assert float(kernel.counts(HISTOGRAM, [0]).sum()) == 4 * x.numel()
 
 
 @over_dtypes
@@ -295,7 +296,7 @@ def test_a_tensor_may_be_overwritten_after_it_was_added(implementation: Implemen
     assert_textbook(moments, kept, implementation.rtol)
     assert_textbook(moments, kept.repeat(2), implementation.rtol, ["mean", "std", "norm", "min"], row=1)
     assert_textbook(moments, kept.double() - 1, max(implementation.rtol, 1e-5), ["mean", "std", "norm", "min"], row=2)
-    assert int(kernel.counts([0])[0].sum()) == size
+    assert int(kernel.counts(HISTOGRAM, [0])[0].sum()) == size
 
 
 @over_dtypes
@@ -307,7 +308,7 @@ def test_one_tensor_in_several_rows(implementation: Implementation, dtype: torch
     kernel.add((0, 4, 2), second, Need.EVERYTHING | Need.HISTOGRAM)
     kernel.add((2,), first, Need.EVERYTHING | Need.HISTOGRAM)
     moments = collected(kernel, 5)
-    assert kernel.counts([0, 2, 4, 1000]).sum(1).tolist() == [600, 2100, 2100, 0]
+    assert kernel.counts(HISTOGRAM, [0, 2, 4, 1000]).sum(1).tolist() == [600, 2100, 2100, 0]
     for row, parts in {0: [second], 2: [second, first], 4: [first, second]}.items():
         assert_textbook(moments, torch.cat(parts), implementation.rtol, row=row)
     assert moments.elements[[1, 3]].tolist() == [0, 0]
@@ -324,7 +325,7 @@ def test_many_tensors_at_once_are_as_one_by_one(implementation: Implementation, 
     together.add_all(rows, tensors, needs)
     for row, tensor, need in zip(rows, tensors, needs, strict=True):
         one_by_one.add((row,), tensor, need)
-    assert torch.equal(together.counts(range(30)), one_by_one.counts(range(30)))
+    assert torch.equal(together.counts(HISTOGRAM, range(30)), one_by_one.counts(HISTOGRAM, range(30)))
     moments, others = collected(together, 30), collected(one_by_one, 30)
     for row in range(30):
         mine = torch.cat([tensor.double().reshape(-1) for tensor, at in zip(tensors, rows, strict=True) if at == row])
@@ -345,7 +346,7 @@ def test_more_rows_than_there_were_at_first(implementation: Implementation) -> N
     assert [float(moments.mean[number]) for number in numbers] == [number + 1 for number in numbers]
     assert float(moments.elements.sum()) == 3 * len(numbers)
     assert (float(moments.maximum[20_000]), float(moments.minimum[20_000])) == (-math.inf, math.inf)
-    assert kernel.counts([300, 7, 20_000]).sum(1).tolist() == [3, 0, 0]
+    assert kernel.counts(HISTOGRAM, [300, 7, 20_000]).sum(1).tolist() == [3, 0, 0]
 
 
 @over_implementations
@@ -353,12 +354,12 @@ def test_collecting_changes_nothing(implementation: Implementation) -> None:
     """It may happen twice, and tensors may follow."""
     x, kernel = normal(40, 50), implementation.make()
     kernel.add((1,), x, Need.EVERYTHING | Need.HISTOGRAM)
-    first, counts = collected(kernel, 2), kernel.counts([1]).clone()
+    first, counts = collected(kernel, 2), kernel.counts(HISTOGRAM, [1]).clone()
     kept = [field.clone() for field in first]
     assert all(torch.equal(*pair) for pair in zip(collected(kernel, 2), kept, strict=True))
     kernel.add((1,), x, Need.EVERYTHING | Need.HISTOGRAM)
     assert all(torch.equal(*pair) for pair in zip(first, kept, strict=True))
-    assert torch.equal(kernel.counts([1]), 2 * counts)
+    assert torch.equal(kernel.counts(HISTOGRAM, [1]), 2 * counts)
     assert_textbook(collected(kernel, 2), x.repeat(2, 1), implementation.rtol, row=1)
 
 

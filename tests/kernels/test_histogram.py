@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.kernels import bins_of_floats
+from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -34,7 +35,7 @@ def counted(implementation: Implementation, tensors: list[Tensor], together: boo
     else:
         for tensor in tensors:
             kernel.add((3,), tensor, needs)
-    (row,) = kernel.counts([3]).cpu()
+    (row,) = kernel.counts(HISTOGRAM, [3]).cpu()
     return Histogram(row.long().numpy())
 
 
@@ -124,7 +125,7 @@ def test_the_counts_of_a_difference(implementation: Implementation) -> None:
     a, b, shift = torch.randn(30, 7), torch.randn(30, 7), torch.randn(7)
     kernel = implementation.make()
     kernel.add((1,), a, Need.HISTOGRAM | Need.MEAN, b, shift)
-    np.testing.assert_array_equal(kernel.counts([1])[0].long().numpy(), histogram(a - b - shift).row)
+    np.testing.assert_array_equal(kernel.counts(HISTOGRAM, [1])[0].long().numpy(), histogram(a - b - shift).row)
 
 
 def test_what_does_not_count_is_left_out() -> None:
@@ -132,9 +133,9 @@ def test_what_does_not_count_is_left_out() -> None:
     table = MomentTable()
     values = torch.tensor([1.0, math.nan, 2.0, math.nan, math.inf, 0.0])
     counting = torch.tensor([True, True, False, False, True, True])
-    table.add_counts(2, values, counting)
+    table.add_counts(2, values, counting, Need.HISTOGRAM)
     table.add((2,), torch.tensor([-1.0]), Need.HISTOGRAM)
-    total = torch.stack([share[0] for share in table.collect_counts([2])]).sum(0)
+    total = torch.stack([share[0] for share in table.collect_counts(HISTOGRAM, [2])]).sum(0)
     np.testing.assert_array_equal(total.long().numpy(), histogram(torch.tensor([1.0, math.nan, math.inf, 0.0, -1.0])).row)
 
 
@@ -153,7 +154,7 @@ def test_counting_without_a_read_on_the_host(size: int) -> None:
 
     bins = torch.randint(NUM_COUNTS, (size,), generator=torch.Generator().manual_seed(0))
     with Names() as names:
-        actual = bins_of_floats.scattered_counts(bins)
+        actual = bins_of_floats.scattered_counts(bins, NUM_COUNTS)
     np.testing.assert_array_equal(actual.numpy(), np.bincount(bins.numpy(), minlength=NUM_COUNTS))
     assert names.operations <= {"arange", "remainder_", "mul_", "add_", "zeros", "ones_like", "scatter_add_", "view", "sum"}
 

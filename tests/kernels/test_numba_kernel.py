@@ -41,11 +41,12 @@ def test_the_loops_numbers_are_those_of_moments_and_needs() -> None:
 
 
 def test_each_need_is_a_bit_of_its_own() -> None:
-    """Everything is all of them but the histogram."""
-    bits = [value for name, value in vars(Need).items() if name.isupper() and name not in ("NOTHING", "EVERYTHING")]
+    """Everything is all of them but the rows of counts."""
+    bits = [value for name, value in vars(Need).items() if name.isupper() and name not in ("NOTHING", "EVERYTHING", "COUNTS")]
     assert sorted(bits) == [1 << bit for bit in range(len(bits))]
-    assert sum(bits) == Need.EVERYTHING | Need.HISTOGRAM
-    assert not Need.EVERYTHING & Need.HISTOGRAM
+    assert sum(bits) == Need.EVERYTHING | Need.COUNTS
+    assert not Need.EVERYTHING & Need.COUNTS
+    assert Need.COUNTS == Need.HISTOGRAM | Need.FINE_COUNTS
 
 
 def test_a_compiled_merge_is_that_of_the_moments() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels import bins_of_floats, numba_kernel
+from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
@@ -47,7 +48,7 @@ def collected(table: MomentTable, num_rows: int = 1) -> Moments:
 
 def counted(table: MomentTable, row: int = 0) -> Histogram:
     """The histogram of a row."""
-    return Histogram(torch.stack([share[0] for share in table.collect_counts([row])]).sum(0).long().numpy())
+    return Histogram(torch.stack([share[0] for share in table.collect_counts(HISTOGRAM, [row])]).sum(0).long().numpy())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -247,7 +248,7 @@ def test_only_real_memory_of_a_cpu_is_read_by_compiled_loops() -> None:
 
 def test_a_table_under_inference_mode_and_after_it() -> None:
     """A step may begin in a validation loop, and go on outside of it."""
-    bins_of_floats._bin_of_code_on.cache_clear()
+    bins_of_floats._cells_on.cache_clear()
     table, x = MomentTable(), normal(10, 6)
     with torch.inference_mode():
         table.add((0,), x.clone(), Need.EVERYTHING | Need.HISTOGRAM)

@@ -24,7 +24,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 DEFAULT = Need.SQUARES | Need.EXTREMES | Need.NONFINITE
 """What the default rules need of an activation."""
 
-EVERYTHING = Need.EVERYTHING | Need.HISTOGRAM
+EVERYTHING = Need.EVERYTHING | Need.COUNTS
 BF16, F64 = torch.bfloat16, torch.float64
 TYPES = {torch.float32: "fp32", BF16: "bf16", torch.float16: "fp16", F64: "fp64", torch.int64: "i64"}
 
@@ -45,6 +45,7 @@ LAUNCHES: dict[str, Callable[[TritonKernel], Any]] = {
     "difference": lambda kernel: kernel.add((0,), zeros(64, 96, dtype=BF16), EVERYTHING, zeros(64, 96, dtype=BF16), zeros(96)),
     "parameters": lambda kernel: kernel.add_all([0, 1], [zeros(64, 96), zeros(64)], [Need.SQUARES] * 2),
     "everything of parameters": lambda kernel: kernel.add_all([0, 1], [zeros(64, 96, dtype=BF16), zeros(64, dtype=BF16)], [EVERYTHING] * 2),
+    "fine counts": lambda kernel: kernel.add((0,), zeros(64, 1024, dtype=BF16), Need.FINE_COUNTS | Need.EXTREMES),
     "collect": lambda kernel: kernel.collect(3),
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from helpers.casts import adversaries, fine_counts
 from helpers.textbook import histogram
 from helpers.triton import (
     DEVICE,
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from lightning_module_monitor.histogram import EDGES
 from lightning_module_monitor.kernels import triton_kernel
+from lightning_module_monitor.kernels.bins_of_floats import FINE, HISTOGRAM
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
@@ -270,7 +272,7 @@ def test_tensors_with_different_needs() -> None:
     actual = kernel.collect(3)
     for row, tensor, need in zip([2, 0, 1], tensors, needs, strict=True):
         assert_moments(actual[:, row], [tensor], need)
-    assert kernel.counts([0, 1, 2]).sum(1).tolist() == [0, 70, 0]
+    assert kernel.counts(HISTOGRAM, [0, 1, 2]).sum(1).tolist() == [0, 70, 0]
 
 
 def assert_counted(tensor: Tensor) -> None:
@@ -299,6 +301,36 @@ def test_the_bins_at_their_edges(dtype: torch.dtype) -> None:
     assert_counted(torch.cat([edges, up, down, odd]).to(DEVICE))
 
 
+def assert_finely_counted(tensor: Tensor) -> None:
+    """The fine counts are numpy's."""
+    kernel = TritonKernel(DEVICE)
+    kernel.add((0,), tensor, Need.FINE_COUNTS)
+    np.testing.assert_array_equal(kernel.counts(FINE, [0])[0].long().cpu().numpy(), fine_counts(tensor.cpu()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fine_bins_at_their_edges(dtype: torch.dtype) -> None:
+    """Edges, limits of formats, and their neighbours, subnormal numbers among them, are counted where they belong."""
+    numbers = adversaries(dtype).to(DEVICE)
+    if IS_INTERPRETED and dtype == torch.bfloat16:  # as above
+        numbers = numbers[(numbers == 0) | ~(numbers.abs() < torch.finfo(dtype).smallest_normal)]
+    assert_finely_counted(numbers)
+
+
+def test_fine_counts_of_many_tensors() -> None:
+    """Each row has the counts of its tensors, beside a histogram or without one, of single tensors and of many at once."""
+    kernel, tensors = TritonKernel(DEVICE), [random(300, 7, seed=seed, dtype=dtype) for seed, dtype in enumerate(DTYPES)]
+    needs = [Need.FINE_COUNTS, Need.COUNTS, Need.FINE_COUNTS | Need.SQUARES, Need.HISTOGRAM]
+    kernel.add_all(range(4), tensors, needs)
+    kernel.add((0, 2), tensors[1], Need.FINE_COUNTS)
+    expected = [[tensors[0], tensors[1]], [tensors[1]], [tensors[2], tensors[1]], []]
+    actual = kernel.counts(FINE, range(4)).long().cpu().numpy()
+    for row, members in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(row, fine_counts(torch.cat([torch.empty(0), *(x.cpu().double().reshape(-1) for x in members)])))
+    assert row_of_counts(kernel, 1) == histogram(tensors[1].cpu())
+    assert kernel.counts(HISTOGRAM, range(4)).sum(1).tolist() == [0, 2100, 0, 2100]
+
+
 def test_counts_add_up() -> None:
     """Tensors of a row are counted together, over chunks of memory; a row without any has zeros; rows come in the order asked for."""
     kernel = TritonKernel(DEVICE)
@@ -307,7 +339,7 @@ def test_counts_add_up() -> None:
         kernel.add((5, seed % 2), tensor, Need.HISTOGRAM)
     for row, members in ((5, tensors), (0, tensors[::2]), (1, tensors[1::2])):
         assert row_of_counts(kernel, row) == histogram(torch.cat([tensor.double().cpu() for tensor in members]))
-    actual = kernel.counts([7, 1, 5])
+    actual = kernel.counts(HISTOGRAM, [7, 1, 5])
     assert (actual.dtype, actual.device, actual.sum(1).tolist()) == (torch.float64, DEVICE, [0, 350, 700])
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels import triton_kernel
+from lightning_module_monitor.kernels.bins_of_floats import FINE, HISTOGRAM
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
@@ -38,7 +39,7 @@ class Launches(TorchDispatchMode):
 
 def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch for a tensor and for a difference, one for all tensors of a dtype, at most 20 to finish; no value is read on the host."""
-    needs = Need.EVERYTHING | Need.HISTOGRAM
+    needs = Need.EVERYTHING | Need.COUNTS
     kernel, launches = TritonKernel(DEVICE), Launches(monkeypatch)
     with launches:
         kernel.add((0,), random(3, 1 << 19), needs)
@@ -53,7 +54,8 @@ def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launches.launched == 104
         launches.launched = launches.dispatched = 0
         kernel.collect(6)
-        kernel.counts(range(6))
+        kernel.counts(HISTOGRAM, range(6))
+        kernel.counts(FINE, range(6))
     assert launches.launched == 1
     assert launches.launched + launches.dispatched <= 20
 
@@ -88,7 +90,7 @@ def test_what_cannot_be_launched_raises_and_adds_nothing(monkeypatch: pytest.Mon
             with pytest.raises(RuntimeError, match="ptxas failed"):
                 add((0,), x, Need.EVERYTHING | Need.HISTOGRAM)
     assert_moments(kernel.collect(1)[:, 0], [x])
-    assert not kernel.counts([0]).any()
+    assert not kernel.counts(HISTOGRAM, [0]).any()
 
 
 @pytest.mark.gpu
@@ -101,7 +103,7 @@ def test_nothing_waits_for_the_device() -> None:
         kernel.add((0,), x, needs)
         kernel.add((1,), x, needs, y, y[0])
         kernel.add_all([2, 3], [x, y], [needs] * 2)
-        return kernel.collect(4), kernel.counts([0, 1, 2, 3])
+        return kernel.collect(4), kernel.counts(HISTOGRAM, [0, 1, 2, 3])
 
     x, y, needs = random(300, 70), random(300, 70, seed=1), Need.EVERYTHING | Need.HISTOGRAM
     step()
@@ -127,4 +129,4 @@ def test_tensors_of_several_streams() -> None:
                 matrix @ matrix  # keeps the stream busy while the host goes on
             kernel.add((0,), x, Need.EVERYTHING | Need.HISTOGRAM)
     assert_moments(kernel.collect(1)[:, 0], [x, x], rel=1e-10)
-    assert kernel.counts([0]).sum().item() == 2 * x.numel()
+    assert kernel.counts(HISTOGRAM, [0]).sum().item() == 2 * x.numel()

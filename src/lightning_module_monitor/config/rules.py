@@ -309,12 +309,17 @@ _KINDS_IN_SHORT = ", ".join(dict.fromkeys(next((f"{family}*" for family in _FAMI
 """Every kind, large families by their common beginning: a message has to stay within two lines."""
 
 
+def _statistics_in_short() -> str:
+    """The first statistics, and how many there are: a message has to stay within two lines."""
+    return f"{', '.join([*STATISTICS][:16])}, ... ({len(STATISTICS)} in STATISTICS)"
+
+
 def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, Output]:
     """What a rule records of a tensor, by name; functions are the rule's own and those in ``STATISTICS``."""
     aggregate = _parse_aggregate(rule.aggregate, f"{label}.aggregate")
     outputs: dict[str, Output] = {}
     for name in as_tuple(rule.statistics):
-        check_choice(name, STATISTICS, f"{label}.statistics {name!r} is not a statistic")
+        check_choice(name, STATISTICS, f"{label}.statistics {name!r} is not a statistic", _statistics_in_short())
         _check_name(name, f"{label}.statistics")
         statistic = STATISTICS[name]
         _check_fits(name, statistic, kinds, label)

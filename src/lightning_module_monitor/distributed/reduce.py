@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_module_monitor.distributed.rank_moments import Fingerprints, Replicas, fingerprints_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Array, Moments
 from lightning_module_monitor.statistics.functions import Aggregate, Function, Value
 from lightning_module_monitor.statistics.layout import LARGEST, SUMMED, Layout, Numbers, Observed
@@ -151,7 +150,7 @@ def _fingerprints(numbers: Numbers, layout: Layout) -> Fingerprints:
     num_items = len(layout.streams)
     items = _items(layout, {stream: index for index, stream in enumerate(layout.streams) if stream.is_compared}, num_items)
     results = np.stack([numbers.extremes, numbers.has_nan, numbers.totals, numbers.weights])
-    columns = [(numbers.moments, items.rows), (numbers.counts.T, items.counted), (results, items.values)]
+    columns = [(numbers.moments, items.rows), (numbers.counts[np.newaxis], items.counts), (results, items.values)]
     values = torch.from_numpy(np.concatenate([matrix.ravel() for matrix, _items in columns]))
     item_of_value = torch.cat([item_of_column.repeat(len(matrix)) for matrix, item_of_column in columns])
     return Fingerprints(fingerprints_of(values, item_of_value, num_items), items.item_of_summed(num_items))
@@ -170,23 +169,25 @@ def _replicas(observed: Observed, layout: Layout) -> Replicas:
 
 
 class _Items(NamedTuple):
-    """The item of each row, of each histogram and of each value, int64."""
+    """The item of each row, of each count and of each value, int64."""
 
     rows: Tensor
-    counted: Tensor
+    counts: Tensor
     values: Tensor
 
     def item_of_summed(self, none: int) -> Tensor:
         """The item of each number that is summed: of all fields of the moments, then of ``SUMMED``."""
         results = [self.values] * (len(SUMMED) - 2)
-        counts = self.counted.repeat_interleave(NUM_COUNTS)
-        return torch.cat([self.rows.repeat(NUM_FIELDS), counts, *results, self.values.new_full((1,), none)])
+        return torch.cat([self.rows.repeat(NUM_FIELDS), self.counts, *results, self.values.new_full((1,), none)])
 
 
 def _items(layout: Layout, items: dict[Stream, int], none: int) -> _Items:
     return _Items(
         rows=_indices(items.get(stream, none) for stream in layout.streams for _row in range(stream.num_rows)),
-        counted=_indices(items.get(stream, none) for stream in layout.counted),
+        counts=torch.repeat_interleave(
+            _indices(items.get(stream, none) for stream, _bins in layout.counted),
+            _indices(bins.num_counts for _stream, bins in layout.counted),
+        ),
         values=_indices(items.get(stream, none) for stream, _name, _value in layout.values),
     )
 

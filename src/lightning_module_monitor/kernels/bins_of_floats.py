@@ -1,74 +1,172 @@
-"""Histogram bins of floats, from their bits (sign, exponent, whether the mantissa is zero): integer arithmetic, without rounding."""
+"""Bins of floats, from their bits: comparisons of integers, without rounding. There are two sets, ``HISTOGRAM`` and ``FINE``.
+
+A *row of counts* is in the order of the values: minus infinity, the bins of negative numbers, that of zero, those of positive numbers,
+infinity, NaN.
+The bins of both signs mirror each other, and the *distance* of a bin is how far it lies from that of zero.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_module_monitor.histogram import HIGHEST_EXPONENT, LOWEST_EXPONENT, NUM_BINS, NUM_COUNTS
-
-ZERO_BIN = 1 + NUM_BINS // 2
-"""Index of the zeros in a row of counts."""
+from lightning_module_monitor import histogram
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.kernels.number_formats import NUMBER_FORMATS
 
 SPREAD = 64
 """Rows that the counts of a tensor are spread over on an accelerator, so that atomic additions seldom collide."""
 
-FORMATS = {torch.float32: (torch.int32, 8, 23), torch.float64: (torch.int64, 11, 52)}
-"""IEEE 754 formats: the integer dtype of the same size, and the bits of the exponent and of the mantissa."""
+
+class _Encoding(NamedTuple):
+    """Of an IEEE 754 format."""
+
+    bits: torch.dtype
+    """The integer dtype of the same size."""
+    exponent_size: int
+    mantissa_size: int
 
 
-def bin_of_code(exponent_bits: int) -> NDArray[np.int64]:
-    """Index in a row of counts by the code of a float: whether its mantissa is not zero, whether it is negative, exponent bits.
+_ENCODINGS = {torch.float32: _Encoding(torch.int32, 8, 23), torch.float64: _Encoding(torch.int64, 11, 52)}
 
-    Returns:
-        Shape ``(2, 2, 2**exponent_bits)``.
+
+class Edge(NamedTuple):
+    """Where a bin ends and another begins."""
+
+    magnitude: float
+    is_below: bool
+    """Whether the magnitude itself is in the bin below the edge."""
+
+
+@dataclass(frozen=True)
+class Bins:
+    """A set of bins: for each sign one below the first edge, one above each edge, and one for zero. Copies of a set are equal.
+
+    Attributes:
+        need: The bit of ``Need`` that asks for it.
+        edges: Ascending, all of them floats of 32 bits.
+        mantissa_size: So many leading bits of the mantissa distinguish numbers with an edge between them, except for a single edge.
     """
-    num_exponents = 2**exponent_bits
-    exponent = np.arange(num_exponents) - (num_exponents // 2 - 1)
-    # 1: smaller than any power of two that has a bin, as subnormal numbers of every dtype here are.
-    distance = np.clip(exponent, LOWEST_EXPONENT - 1, HIGHEST_EXPONENT + 1) - LOWEST_EXPONENT + 2
-    bins = np.array([[ZERO_BIN + distance, ZERO_BIN - distance]] * 2, dtype=np.int64)
-    bins[0, :, 0] = ZERO_BIN
-    bins[0, :, -1] = NUM_COUNTS - 2, 0  # infinities
-    bins[1, :, -1] = NUM_COUNTS - 1  # NaN
-    return bins
+
+    need: int
+    edges: tuple[Edge, ...] = field(compare=False)
+    mantissa_size: int = field(compare=False)
+
+    @functools.cached_property
+    def zero_bin(self) -> int:
+        """Index of the zeros in a row of counts; also the distance of infinity."""
+        return len(self.edges) + 2
+
+    @functools.cached_property
+    def num_counts(self) -> int:
+        """Length of a row of counts."""
+        return 2 * self.zero_bin + 2
 
 
-def counts_of(tensor: Tensor) -> Tensor:
+HISTOGRAM = Bins(
+    Need.HISTOGRAM,
+    tuple(Edge(2.0**exponent, is_below=False) for exponent in range(histogram.LOWEST_EXPONENT, histogram.HIGHEST_EXPONENT + 2)),
+    mantissa_size=0,
+)
+"""The bins of ``Histogram``."""
+
+LOWEST_OCTAVE, HIGHEST_OCTAVE = -149, 127
+"""Exponents of the smallest float32, which is subnormal, and of the largest."""
+
+STEPS = tuple(round((2 ** (step / 8) - 1) * 2**23) for step in range(1, 8))
+"""Mantissas of the edges in an octave: those of float32 that are nearest to eighths of an octave."""
+
+LIMITS = tuple(Edge(form.beyond, is_below=not form.is_beyond_rounded_away) for form in NUMBER_FORMATS.values())
+"""Where a cast leaves the range of a format."""
+
+_OCTAVES = [2.0**exponent for exponent in range(LOWEST_OCTAVE, HIGHEST_OCTAVE + 1)]
+FINE = Bins(
+    Need.FINE_COUNTS,
+    tuple(
+        sorted(
+            [
+                *(Edge(octave * (1 + step / 2**23), is_below=True) for octave in _OCTAVES for step in (0, *STEPS)),
+                *LIMITS,
+            ]
+        )
+    ),
+    mantissa_size=6,
+)
+"""Eight bins for each octave of float32, ``(2**k, 2**(k + 1)]``, with edges at all limits besides: 35 KB of counts.
+No number in a bin differs from its middle by more than 4.4 %."""
+
+ALL_BINS = (HISTOGRAM, FINE)
+
+
+def needed_bins(needs: int) -> tuple[Bins, ...]:
+    """The sets of bins that bits of ``Need`` ask for."""
+    return tuple(bins for bins in ALL_BINS if needs & bins.need) if needs & Need.COUNTS else ()
+
+
+def counts_of(tensor: Tensor, bins: Bins, widest: torch.dtype = torch.float64) -> Tensor:
     """The row of counts of a tensor, by torch operations that do not synchronize with the device.
 
     Args:
         tensor: Any shape, any real floating dtype, strided, without a graph.
+        bins: The set of bins.
+        widest: The widest dtype of the device, float64 or float32.
 
     Returns:
-        Counts, int64, shape ``(NUM_COUNTS,)``, on the tensor's device.
+        Counts, int64, shape ``(bins.num_counts,)``, on the tensor's device.
     """
-    # Narrower dtypes fit into float32 without a rounding, their subnormal numbers as normal ones.
-    wide = (tensor if tensor.dtype in FORMATS else tensor.float()).resolve_neg().reshape(-1)
-    integers, exponent_bits, mantissa_bits = FORMATS[wide.dtype]
+    # Narrower dtypes fit into wider ones without a rounding. A subnormal float32 is a normal float64, whose mantissa tells its bin.
+    dtype = tensor.dtype if tensor.dtype == torch.float64 else widest if bins == FINE else torch.float32
+    wide = tensor.to(dtype).resolve_neg().reshape(-1)
+    integers, exponent_size, mantissa_size = _ENCODINGS[dtype]
+    thresholds, indices = _cells_on(tensor.device, bins, dtype)
     bits = wide.view(integers)
-    mantissa = (1 << mantissa_bits) - 1
-    # Bit `mantissa_bits` of the sum is set if any bit of the mantissa is: moved to the left of sign and exponent.
-    codes = (bits & mantissa).add_(mantissa).bitwise_right_shift_(mantissa_bits).bitwise_left_shift_(exponent_bits + 1)
-    codes |= (bits >> mantissa_bits).bitwise_and_((1 << (exponent_bits + 1)) - 1)
-    bins = _bin_of_code_on(tensor.device, exponent_bits).index_select(0, codes)
-    return torch.bincount(bins, minlength=NUM_COUNTS) if bins.is_cpu else scattered_counts(bins)
+    cells = (bits >> (mantissa_size - bins.mantissa_size)).bitwise_and_((1 << (1 + exponent_size + bins.mantissa_size)) - 1)
+    is_above = (bits & torch.iinfo(integers).max) >= thresholds.index_select(0, cells)
+    index = indices.index_select(0, cells.mul_(2).add_(is_above))
+    return torch.bincount(index, minlength=bins.num_counts) if index.is_cpu else scattered_counts(index, bins.num_counts)
 
 
-def scattered_counts(bins: Tensor) -> Tensor:
-    """The number of elements in each bin, int64, shape ``(NUM_COUNTS,)``; ``torch.bincount`` would read a value on the host."""
-    spread = torch.arange(len(bins), device=bins.device).remainder_(SPREAD).mul_(NUM_COUNTS).add_(bins)
-    spread_counts = torch.zeros(SPREAD * NUM_COUNTS, dtype=torch.int64, device=bins.device)
-    spread_counts.scatter_add_(0, spread, torch.ones_like(spread))
-    return spread_counts.view(SPREAD, NUM_COUNTS).sum(0)
+def cells_of(bins: Bins, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The index of a float in a row of counts by its *cell*, which is its sign, exponent, and leading bits of its mantissa.
+
+    Returns:
+        For each cell the bits of the magnitude where a bin begins within the cell, or more than any; for each cell two indices, of
+        magnitudes below and from there on. Where several bins begin within a cell, as for subnormal numbers, all but the first are lost.
+    """
+    integers, exponent_size, mantissa_size = _ENCODINGS[dtype]
+    bits = torch.tensor([math.inf, *(edge.magnitude for edge in bins.edges)], dtype=dtype).view(integers).numpy()
+    is_below = np.array([edge.is_below for edge in bins.edges])
+    # By distance: what is not zero, the bins, infinity, NaN.
+    starts = np.concatenate([[1], bits[1:] + is_below, [bits[0], bits[0] + 1]])
+    shift = mantissa_size - bins.mantissa_size
+    least = np.arange(1 << (exponent_size + bins.mantissa_size)) << shift
+    distance = np.searchsorted(starts, least, side="right")
+    maximum = torch.iinfo(integers).max
+    threshold = np.minimum(np.append(starts, maximum)[distance], maximum)
+    # Each distance is one more from the threshold on, but for that of NaN, which is the largest, whatever the bits.
+    distances = np.stack([distance, np.minimum(distance + (threshold - least < 1 << shift), len(starts))], axis=1).reshape(-1)
+    # The distance of NaN leads to the last index, with either sign.
+    indices = np.concatenate([bins.zero_bin + distances, (bins.zero_bin - distances) % bins.num_counts])
+    return torch.from_numpy(np.tile(threshold, 2)).to(integers), torch.from_numpy(indices.astype(np.int32))
 
 
 @functools.lru_cache(maxsize=32)
-def _bin_of_code_on(device: torch.device, exponent_bits: int) -> Tensor:
+def _cells_on(device: torch.device, bins: Bins, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # It may be called first under inference mode.
     with torch.inference_mode(mode=False):
-        return torch.from_numpy(bin_of_code(exponent_bits).reshape(-1)).to(device)
+        thresholds, indices = cells_of(bins, dtype)
+        return thresholds.to(device), indices.to(device)
+
+
+def scattered_counts(index: Tensor, num_counts: int) -> Tensor:
+    """How often each index occurs, int64, shape ``(num_counts,)``; ``torch.bincount`` would read a value on the host."""
+    spread = torch.arange(len(index), device=index.device).remainder_(SPREAD).mul_(num_counts).add_(index)
+    spread_counts = torch.zeros(SPREAD * num_counts, dtype=torch.int64, device=index.device)
+    spread_counts.scatter_add_(0, spread, torch.ones_like(spread))
+    return spread_counts.view(SPREAD, num_counts).sum(0)

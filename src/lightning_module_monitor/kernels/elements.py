@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 PLAIN = (Tensor, nn.Parameter)
@@ -124,6 +126,18 @@ def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Te
             flat[index] = values
     moments = [values.view(share.shape) for values, share in zip(flat, shares, strict=False)]
     return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *flat[len(shares) :]])
+
+
+def parts_of(array: NDArray[np.float64]) -> Callable[[int], NDArray[np.float64]]:
+    """Returns the next elements of an array, as many as it is asked for."""
+    start = 0
+
+    def following(num: int) -> NDArray[np.float64]:
+        nonlocal start
+        start += num
+        return array[start - num : start]
+
+    return following
 
 
 def transfer(tensor: Tensor) -> Tensor:

@@ -42,6 +42,11 @@ class Need:
 
     HISTOGRAM = 1 << 9
     """Not a moment: a row of counts."""
+    FINE_COUNTS = 1 << 10
+    """Not a moment: a row of counts in finer bins."""
+
+    COUNTS = HISTOGRAM | FINE_COUNTS
+    """All rows of counts."""
 
 
 class Moments(NamedTuple):

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import dlpack
 
-from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.kernels.bins_of_floats import bin_of_code
+from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, HISTOGRAM, Bins, needed_bins
 from lightning_module_monitor.kernels.elements import PLAIN, has_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, num_features
 
@@ -61,9 +60,15 @@ def _compile(numba_loops: ModuleType) -> bool:
     numba_loops.add(wide, 1, Need.EVERYTHING, row)
     numba_loops.add_bfloat16(halves, 1, Need.EVERYTHING, row)
     numba_loops.add_difference(wide, wide, wide, 1, Need.EVERYTHING, row)
-    numba_loops.count(wide.view(np.uint32), np.zeros(1024, np.int64), np.zeros(NUM_COUNTS, np.int64))
-    compiled = (numba_loops.add, numba_loops.add_bfloat16, numba_loops.add_difference, numba_loops.count)
+    for bins in ALL_BINS:
+        _loop_of(numba_loops, bins)(wide.view(np.uint32), np.zeros(bins.num_counts, np.int64))
+    compiled = (numba_loops.add, numba_loops.add_bfloat16, numba_loops.add_difference, numba_loops.count, numba_loops.count_finely)
     return any(loop.stats.cache_misses for loop in compiled if hasattr(loop, "stats"))  # it has none with NUMBA_DISABLE_JIT
+
+
+def _loop_of(numba_loops: ModuleType, bins: Bins) -> Any:  # noqa: ANN401  # a compiled function has no type
+    """The loop that counts in a set of bins."""
+    return numba_loops.count if bins == HISTOGRAM else numba_loops.count_finely
 
 
 def takes(tensor: Tensor) -> bool:
@@ -114,7 +119,8 @@ class NumbaKernel:
 
         self._table = np.tile(_EMPTY_ROW, (FIRST_ROWS, 1))
         """Moments of the rows, shape ``(rows, NUM_FIELDS)``."""
-        self._counts: dict[int, NDArray[np.int64]] = {}
+        self._counts: dict[tuple[Bins, int], NDArray[np.int64]] = {}
+        """By set of bins and row."""
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
         """Measure ``tensor - other - shift`` once, in float32, and merge it into rows."""
@@ -129,9 +135,9 @@ class NumbaKernel:
             (loops().add if is_float32 else loops().add_bfloat16)(array, features, needs, target)
             if len(rows) > 1:
                 self._merge(target, rows)
-        if needs & Need.HISTOGRAM:
+        if needs & Need.COUNTS:
             # A bfloat16 is the upper half of a float32.
-            self._count(rows, array.view(np.uint32) if is_float32 else array.astype(np.uint32) << np.uint32(16))
+            self._count(rows, array.view(np.uint32) if is_float32 else array.astype(np.uint32) << np.uint32(16), needs)
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors."""
@@ -143,14 +149,14 @@ class NumbaKernel:
         self._grow(num_rows)
         return torch.from_numpy(self._table[:num_rows].T.copy())
 
-    def counts(self, rows: Sequence[int]) -> Tensor:
-        """Counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
-        nothing = np.zeros(NUM_COUNTS, np.int64)
-        return torch.from_numpy(np.stack([self._counts.get(row, nothing) for row in rows])).double()
+    def counts(self, bins: Bins, rows: Sequence[int]) -> Tensor:
+        """Counts of some rows, float64, shape ``(len(rows), bins.num_counts)``."""
+        nothing = np.zeros(bins.num_counts, np.int64)
+        return torch.from_numpy(np.stack([self._counts.get((bins, row), nothing) for row in rows])).double()
 
     def _add_difference(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None, shift: Tensor | None) -> None:
         is_repeated = shift is None or shift.shape == tensor.shape[-1:]
-        if not is_repeated or needs & Need.HISTOGRAM:
+        if not is_repeated or needs & Need.COUNTS:
             difference = tensor.float() if other is None else tensor.float() - other.float()
             self.add(rows, difference if shift is None else difference - shift.float(), needs)
             return
@@ -173,11 +179,12 @@ class NumbaKernel:
         for row in rows:
             loops().merge(moments, self._row(row))
 
-    def _count(self, rows: Sequence[int], bits: NDArray[np.uint32]) -> None:
-        counts = np.zeros(NUM_COUNTS, np.int64)
-        loops().count(bits, _BIN_OF_CODE, counts)
-        for row in rows:
-            self._counts[row] = self._counts[row] + counts if row in self._counts else counts
+    def _count(self, rows: Sequence[int], bits: NDArray[np.uint32], needs: int) -> None:
+        for bins in needed_bins(needs):
+            counts = np.zeros(bins.num_counts, np.int64)
+            _loop_of(loops(), bins)(bits, counts)
+            for row in rows:
+                self._counts[bins, row] = self._counts[bins, row] + counts if (bins, row) in self._counts else counts
 
 
 _NO_ELEMENTS: NDArray[np.float32] = np.empty(0, np.float32)
@@ -185,5 +192,3 @@ _NO_ELEMENTS.flags.writeable = False  # the loops are compiled for read-only arr
 
 # A constant, because within a transform of torch.func a new tensor has no memory that numpy could read.
 _EMPTY_ROW: NDArray[np.float64] = np.array([float(field) for field in Moments.empty(1)])
-
-_BIN_OF_CODE: NDArray[np.int64] = np.ascontiguousarray(bin_of_code(8).reshape(-1))

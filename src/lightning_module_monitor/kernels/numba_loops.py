@@ -30,6 +30,16 @@ MAGNITUDE_BITS, SIGN = np.int32(0x7FFFFFFF), np.uint32(1 << 31)
 INFINITY, MINUS_INFINITY = np.int32(0x7F800000), np.uint32(0xFF800000)
 """Bits of float32's infinities. Those of a NaN of the same sign are larger."""
 
+# The sets of bins, as numbers for the same reason.
+MANTISSA_SIZE, MANTISSA, SMALLEST_NORMAL = np.int32(23), np.int32(0x7FFFFF), np.int32(1 << 23)
+ZERO_BIN, NAN_BIN, LOWEST_OCTAVE, NUM_OCTAVES = np.int32(131), np.int32(263), np.int32(63), np.int32(128)
+FINE_ZERO_BIN, FINE_NAN_BIN, FINE_FIRST = np.int32(2222), np.int32(4445), np.int32(-184549376)
+FINE_LOWEST, FINE_SUBNORMAL = np.int32(FINE_FIRST - 1), np.int32(-149 << 23)
+STEP_1, STEP_2, STEP_3, STEP_4, STEP_5, STEP_6, STEP_7 = (
+    np.int32(step) for step in (0x0B95C2, 0x1837F0, 0x25FED7, 0x3504F3, 0x45672A, 0x5744FD, 0x6AC0C7)
+)
+LIMIT_1, LIMIT_2, LIMIT_3, LIMIT_4 = (np.int32(limit) for limit in (0x43E80000, 0x476FFFFF, 0x477FEFFF, 0x7F7F7FFF))
+
 READ_ONLY = Array(float32, 1, "C", readonly=True)
 """Elements of a tensor. Writable arrays are cast to this type, so that a chunk's loops are compiled once."""
 
@@ -253,14 +263,50 @@ def add_difference(elements: Any, other: Any, shift: Any, features: int, needs: 
 
 
 @njit(cache=True)
-def count(bits: Any, bin_of_code: Any, counts: Any) -> None:  # noqa: ANN401
-    """Count elements in the bins of a histogram.
+def _add_to_counts(indices: Any, counts: Any) -> None:  # noqa: ANN401
+    for i in range(indices.size):
+        counts[indices[i]] += 1
+
+
+@njit(cache=True)
+def count(bits: Any, counts: Any) -> None:  # noqa: ANN401
+    """Count elements in the bins of ``HISTOGRAM``.
 
     Args:
         bits: The bits of float32, uint32.
-        bin_of_code: Index in ``counts`` by whether the mantissa is not zero, sign and exponent, shape ``(1024,)``.
         counts: A row of counts, int64.
     """
-    for i in range(bits.size):
-        has_mantissa = np.uint32(512) if bits[i] & np.uint32(0x7FFFFF) else np.uint32(0)
-        counts[bin_of_code[has_mantissa | (bits[i] >> np.uint32(23))]] += 1
+    indices = np.empty(CHUNK, np.int32)
+    for start in range(0, bits.size, CHUNK):
+        chunk = bits[start : start + CHUNK]
+        for i in range(chunk.size):
+            magnitude = np.int32(chunk[i] & MAGNITUDE_BITS)
+            octave = min(max((magnitude >> MANTISSA_SIZE) - LOWEST_OCTAVE, np.int32(-1)), NUM_OCTAVES)
+            distance = octave + np.int32(2) if magnitude != 0 else np.int32(0)
+            distance = distance if magnitude != INFINITY else ZERO_BIN
+            index = ZERO_BIN - distance if chunk[i] >= SIGN else ZERO_BIN + distance
+            indices[i] = index if magnitude <= INFINITY else NAN_BIN
+        _add_to_counts(indices[: chunk.size], counts)
+
+
+@njit(cache=True)
+def count_finely(bits: Any, counts: Any) -> None:  # noqa: ANN401
+    """:func:`count` in the bins of ``FINE``."""
+    indices = np.empty(CHUNK, np.int32)
+    for start in range(0, bits.size, CHUNK):
+        chunk = bits[start : start + CHUNK]
+        for i in range(chunk.size):
+            magnitude = np.int32(chunk[i] & MAGNITUDE_BITS)
+            multiple = np.int32(np.float32(magnitude).view(np.int32) + FINE_SUBNORMAL)
+            code = max(np.int32((magnitude if magnitude >= SMALLEST_NORMAL else multiple) - np.int32(1)), FINE_LOWEST)
+            mantissa = np.int32(code & MANTISSA)
+            distance = np.int32(2) + np.int32(8) * np.int32((code - FINE_FIRST) >> MANTISSA_SIZE)
+            distance += np.int32(mantissa >= STEP_1) + np.int32(mantissa >= STEP_2) + np.int32(mantissa >= STEP_3)
+            distance += np.int32(mantissa >= STEP_4) + np.int32(mantissa >= STEP_5) + np.int32(mantissa >= STEP_6)
+            distance += np.int32(mantissa >= STEP_7) + np.int32(code >= LIMIT_1) + np.int32(code >= LIMIT_2)
+            distance += np.int32(code >= LIMIT_3) + np.int32(code >= LIMIT_4)
+            distance = distance if magnitude != 0 else np.int32(0)
+            distance = distance if magnitude != INFINITY else FINE_ZERO_BIN
+            index = FINE_ZERO_BIN - distance if chunk[i] >= SIGN else FINE_ZERO_BIN + distance
+            indices[i] = index if magnitude <= INFINITY else FINE_NAN_BIN
+        _add_to_counts(indices[: chunk.size], counts)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels import numba_kernel, triton_kernel
+from lightning_module_monitor.kernels.bins_of_floats import Bins
 from lightning_module_monitor.kernels.elements import strided
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
@@ -52,12 +53,12 @@ class Kernel(Protocol):
         On the host for a device without float64. A row without tensors has the moments of an empty tensor.
         """
 
-    def counts(self, rows: Sequence[int]) -> Tensor:
-        """Counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``, on the same device; zeros for rows without any."""
+    def counts(self, bins: Bins, rows: Sequence[int]) -> Tensor:
+        """Counts of some rows, float64, shape ``(len(rows), bins.num_counts)``, on the same device; zeros for rows without any."""
 
 
 class MomentTable:
-    """Numbered rows of moments, and of counts where a histogram is needed, on the devices of their tensors.
+    """Numbered rows of moments, and of counts where they are needed, on the devices of their tensors.
 
     A row may get tensors of several precisions and devices. Methods and arguments are those of :class:`Kernel`, but tensors may have any
     layout and a graph; an empty tensor changes nothing.
@@ -121,11 +122,11 @@ class MomentTable:
             kept = torch.empty(stacked.shape, dtype=stacked.dtype, device=stacked.device).copy_(stacked)
         self._merged.append((rows, kept))
 
-    def add_counts(self, row: int, tensor: Tensor, counting: Tensor) -> None:
-        """Count in a row's histogram the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
+    def add_counts(self, row: int, tensor: Tensor, counting: Tensor, needs: int) -> None:
+        """Count in the bins that a row needs the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
         if tensor.device not in self._masked:
             self._masked[tensor.device] = TorchKernel(tensor.device)
-        self._masked[tensor.device].add_counted(row, tensor, counting)
+        self._masked[tensor.device].add_counted(row, tensor, counting, needs)
 
     def collect(self, num_rows: int) -> list[Tensor]:
         """Shares of every row, to be merged, each float64, shape ``(NUM_FIELDS, num_rows)``, still on its device."""
@@ -135,9 +136,9 @@ class MomentTable:
             shares.append(torch.stack(Moments(*stacked).merge(index, num_rows)))
         return shares
 
-    def collect_counts(self, rows: Sequence[int]) -> list[Tensor]:
-        """Shares of the counts of rows, to be added, each float64, shape ``(len(rows), NUM_COUNTS)``, still on its device."""
-        return [kernel.counts(rows) for kernel in (*self._kernels.values(), *self._masked.values())] if rows else []
+    def collect_counts(self, bins: Bins, rows: Sequence[int]) -> list[Tensor]:
+        """Shares of the counts of rows, to be added, each float64, shape ``(len(rows), bins.num_counts)``, still on its device."""
+        return [kernel.counts(bins, rows) for kernel in (*self._kernels.values(), *self._masked.values())] if rows else []
 
     def _kernel_of(
         self, tensor: Tensor, other: Tensor | None = None, shift: Tensor | None = None

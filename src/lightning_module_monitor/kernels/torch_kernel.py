@@ -9,6 +9,7 @@ each scaled by a power of two, and merges them in float64 on the host: accurate 
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.kernels.bins_of_floats import counts_of
+from lightning_module_monitor.kernels.bins_of_floats import Bins, counts_of, needed_bins
 from lightning_module_monitor.kernels.elements import unwrapped
 from lightning_module_monitor.kernels.moments import Moments, Need, num_features
 
@@ -65,15 +65,17 @@ class TorchKernel:
         self._portion = CPU_PORTION if device.type == "cpu" else PORTION
         self._pieces: defaultdict[int, list[_Pieces]] = defaultdict(list)
         """By needs."""
-        self._counts: dict[int, Tensor] = {}
+        self._counts: dict[tuple[Bins, int], Tensor] = {}
+        """By set of bins and row."""
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
         """Measure ``tensor - other - shift`` once, in float32 or float64, and merge it into rows."""
         for operand in (other, shift):
             if operand is not None:
                 tensor = _widened(tensor) - _widened(operand)
-        if needs & Need.HISTOGRAM:
-            self._add_counts(rows, unwrapped(counts_of(tensor)))
+        for bins in needed_bins(needs):
+            portions = (counts_of(portion, bins, self._wide) for portion in tensor.reshape(-1).split(self._portion))
+            self._add_counts(bins, rows, unwrapped(functools.reduce(torch.add, portions)))
         if not needs & Need.EVERYTHING:
             return
         features = num_features(tensor) if needs & Need.TOKENS else 1
@@ -96,7 +98,7 @@ class TorchKernel:
             alike[tensor.shape, tensor.dtype, need].append((row, tensor))
         for (shape, _dtype, need), members in alike.items():
             size = shape.numel()
-            at_once = 1 if need & Need.HISTOGRAM or self._piece_length(size, 1) < size else max(1, self._portion // size)
+            at_once = 1 if need & Need.COUNTS or self._piece_length(size, 1) < size else max(1, self._portion // size)
             features = num_features(members[0][1]) if need & Need.TOKENS else 1
             for start in range(0, len(members), at_once):
                 stacked_rows, stacked = zip(*members[start : start + at_once], strict=True)
@@ -105,11 +107,12 @@ class TorchKernel:
                 else:
                     self._measure(stacked_rows, torch.stack(stacked).reshape(len(stacked), -1), features, need, is_row_a_piece=True)
 
-    def add_counted(self, row: int, tensor: Tensor, counting: Tensor) -> None:
+    def add_counted(self, row: int, tensor: Tensor, counting: Tensor, needs: int) -> None:
         """Count the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
-        counts = counts_of(torch.where(counting, tensor, torch.nan))
-        counts[-1] -= counting.logical_not().sum()  # elements that do not count are among the NaN
-        self._add_counts((row,), counts)
+        for bins in needed_bins(needs):
+            counts = counts_of(torch.where(counting, tensor, torch.nan), bins, self._wide)
+            counts[-1] -= counting.logical_not().sum()  # elements that do not count are among the NaN
+            self._add_counts(bins, (row,), counts)
 
     def collect(self, num_rows: int) -> Tensor:
         """Moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``; on the host for a device without float64."""
@@ -133,16 +136,16 @@ class TorchKernel:
             groups.append(moments if len(order) == start else moments.rows(torch.tensor(order, device=device)))
         return torch.stack(Moments.joined(groups).merge(torch.tensor(index, device=device), num_rows))
 
-    def counts(self, rows: Sequence[int]) -> Tensor:
-        """Counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``."""
-        nothing = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=self._device)
-        counts = torch.stack([self._counts.get(row, nothing) for row in rows])
+    def counts(self, bins: Bins, rows: Sequence[int]) -> Tensor:
+        """Counts of some rows, float64, shape ``(len(rows), bins.num_counts)``."""
+        nothing = torch.zeros(bins.num_counts, dtype=torch.int64, device=self._device)
+        counts = torch.stack([self._counts.get((bins, row), nothing) for row in rows])
         return counts.double() if self._wide == torch.float64 else counts.cpu().double()
 
-    def _add_counts(self, rows: Sequence[int], counts: Tensor) -> None:
+    def _add_counts(self, bins: Bins, rows: Sequence[int], counts: Tensor) -> None:
         for row in rows:
             # Not in place: a step may begin in a validation loop under inference mode and continue outside of it.
-            self._counts[row] = self._counts[row] + counts if row in self._counts else counts
+            self._counts[bins, row] = self._counts[bins, row] + counts if (bins, row) in self._counts else counts
 
     def _piece_length(self, num_elements: int, features: int) -> int:
         """Elements of a piece, a multiple of the size of a token."""

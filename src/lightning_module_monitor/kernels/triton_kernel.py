@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_module_monitor.histogram import NUM_COUNTS
+from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins, needed_bins
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need, num_features
 
 TILE = 1024
@@ -90,9 +90,10 @@ class TritonKernel:
         self._parts = _Slots(functools.partial(torch.empty, dtype=torch.float64, device=device), device, NUM_FIELDS, 1 << 14)
         self._launches: list[tuple[int, int, int]] = []
         """For each launch and row: the row, the launch's first slot, and its number of slots."""
-        self._counts = _Slots(functools.partial(torch.zeros, dtype=torch.int64, device=device), device, NUM_COUNTS, 64)
-        self._counted: defaultdict[int, list[int]] = defaultdict(list)
-        """Numbers of the slots of each row."""
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+        self._counts = {bins: _Slots(zeros, device, bins.num_counts, 64) for bins in ALL_BINS}
+        self._counted: defaultdict[tuple[Bins, int], list[int]] = defaultdict(list)
+        """Numbers of the slots of each set of bins and row."""
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
         """Measure ``tensor - other - shift`` by one launch, in float32 or float64."""
@@ -108,17 +109,17 @@ class TritonKernel:
         cut = _cut((tensor.numel(),), (features,) if has_rows else None, PROGRAMS_OF_TENSOR)
         num_programs = cut.num_programs[0]
         parts = self._parts.reserve(num_programs)
-        counts = self._counts.reserve(1 if needs & Need.HISTOGRAM else 0)
+        counts = self._reserve_counts(needs, 1)
         launch(
             self._device, self._functions.measure, num_programs,
             tensor, other, shift, shift_stride, tensor.numel(), features if has_rows else cut.columns, cut.steps,
-            parts.chunk, parts.start, counts.chunk, counts.start,
+            parts.chunk, parts.start, *_arguments(counts),
             NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns,
         )  # fmt: skip
         self._launches += [(row, parts.number, num_programs) for row in rows]
-        if needs & Need.HISTOGRAM:
+        for bins in needed_bins(needs):
             for row in rows:
-                self._counted[row].append(counts.number)
+                self._counted[bins, row].append(counts[bins].number)
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """Measure all tensors of the same dtype and needs by a single launch."""
@@ -126,17 +127,17 @@ class TritonKernel:
         for row, tensor, need in zip(rows, tensors, needs, strict=True):
             alike[tensor.dtype, need].append((row, tensor))
         launches: list[tuple[int, int, int]] = []
-        counted: list[tuple[int, int]] = []
+        counted: list[tuple[int, tuple[Bins, int]]] = []
         for (_dtype, need), members in alike.items():
             rows_alike, tensors_alike = zip(*members, strict=True)
-            cut, first_part, first_count = self._measure_alike(tensors_alike, need)
+            cut, first_part, counts = self._measure_alike(tensors_alike, need)
             launches += zip(rows_alike, itertools.accumulate(cut.num_programs, initial=first_part), cut.num_programs, strict=False)
-            if need & Need.HISTOGRAM:
-                counted += enumerate(rows_alike, first_count)
+            for bins in needed_bins(need):
+                counted += enumerate(((bins, row) for row in rows_alike), counts[bins].number)
         # After all launches: if any fails, another kernel measures all tensors.
         self._launches += launches
-        for number, row in counted:
-            self._counted[row].append(number)
+        for number, target in counted:
+            self._counted[target].append(number)
 
     def collect(self, num_rows: int) -> Tensor:
         """Moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``, on the device."""
@@ -149,16 +150,20 @@ class TritonKernel:
             launch(self._device, merge, num_rows, self._parts.all(), layout, len(launches), moments, num_rows, LANES=MERGE_LANES)
         return moments
 
-    def counts(self, rows: Sequence[int]) -> Tensor:
-        """Counts of some rows, float64, shape ``(len(rows), NUM_COUNTS)``, on the device."""
-        counts = torch.zeros((len(rows), NUM_COUNTS), dtype=torch.float64, device=self._device)
-        pairs = [(index, slot) for index, row in enumerate(rows) for slot in self._counted.get(row, ())]
+    def counts(self, bins: Bins, rows: Sequence[int]) -> Tensor:
+        """Counts of some rows, float64, shape ``(len(rows), bins.num_counts)``, on the device."""
+        counts = torch.zeros((len(rows), bins.num_counts), dtype=torch.float64, device=self._device)
+        pairs = [(index, slot) for index, row in enumerate(rows) for slot in self._counted.get((bins, row), ())]
         if not pairs:
             return counts
         indices, slots = _copied(self._device, np.array(pairs, dtype=np.int64).T.copy())
-        return counts.index_add_(0, indices, self._counts.all()[slots].double())
+        return counts.index_add_(0, indices, self._counts[bins].all()[slots].double())
 
-    def _measure_alike(self, tensors: Sequence[Tensor], needs: int) -> tuple[_Cut, int, int]:
+    def _reserve_counts(self, needs: int, num: int) -> dict[Bins, _Reserved]:
+        """Slots of the counts of tensors, for each set of bins."""
+        return {bins: slots.reserve(num if needs & bins.need else 0) for bins, slots in self._counts.items()}
+
+    def _measure_alike(self, tensors: Sequence[Tensor], needs: int) -> tuple[_Cut, int, dict[Bins, _Reserved]]:
         """Measure tensors by a single launch; returns how they are cut, and the first slots of parts and of counts."""
         has_rows = bool(needs & Need.TOKENS)
         tensors = [_readable(tensor, has_rows) for tensor in tensors]
@@ -167,13 +172,13 @@ class TritonKernel:
         cut, layout = _layout(self._device, _current_stream(self._device), addresses, sizes, features)
         total = sum(cut.num_programs)
         parts = self._parts.reserve(total)
-        counts = self._counts.reserve(len(tensors) if needs & Need.HISTOGRAM else 0)
+        counts = self._reserve_counts(needs, len(tensors))
         launch(
             self._device, self._functions.measure_all, total,
-            tensors[0], layout, len(tensors), cut.steps, parts.chunk, parts.start, counts.chunk, counts.start,
+            tensors[0], layout, len(tensors), cut.steps, parts.chunk, parts.start, *_arguments(counts),
             NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns,
         )  # fmt: skip
-        return cut, parts.number, counts.number
+        return cut, parts.number, counts
 
 
 class _Reserved(NamedTuple):
@@ -185,6 +190,11 @@ class _Reserved(NamedTuple):
     """Index of the first in the chunk."""
     number: int
     """Number of the first among all slots."""
+
+
+def _arguments(counts: dict[Bins, _Reserved]) -> tuple[Tensor | int | None, ...]:
+    """The slots of counts as a launch takes them."""
+    return counts[HISTOGRAM].chunk, counts[HISTOGRAM].start, counts[FINE].chunk, counts[FINE].start
 
 
 class _Slots:

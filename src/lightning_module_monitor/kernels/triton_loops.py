@@ -7,12 +7,20 @@ neither a large mean nor a magnitude of 1e30 costs a digit. No result depends on
 
 from __future__ import annotations
 
+import numpy as np
 import triton
 import triton.language as tl
 
 from lightning_module_monitor import histogram
 from lightning_module_monitor.kernels import bins_of_floats
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need
+
+
+def _limits(*, is_below: bool) -> list[int]:
+    """The limits of number formats that belong to the bin below them, or above them, in the bits of float32 less those of 1.0."""
+    limits = [edge.magnitude for edge in bins_of_floats.LIMITS if edge.is_below == is_below]
+    return [int(np.float32(limit).view(np.int32)) - (127 << 23) for limit in limits]
+
 
 # The only globals that a device function can read are constants of Triton.
 CENTRAL = tl.constexpr(Need.MEAN | Need.DEVIATIONS | Need.POWERS)
@@ -25,38 +33,51 @@ ZEROS = tl.constexpr(Need.ZEROS)
 NONFINITE = tl.constexpr(Need.NONFINITE)
 TOKENS = tl.constexpr(Need.TOKENS)
 HISTOGRAM = tl.constexpr(Need.HISTOGRAM)
+FINE_COUNTS = tl.constexpr(Need.FINE_COUNTS)
 FIELDS = tl.constexpr(NUM_FIELDS)
 INFINITY = tl.constexpr(float("inf"))
 
 BELOW = tl.constexpr(histogram.LOWEST_EXPONENT - 1)
 ABOVE = tl.constexpr(histogram.HIGHEST_EXPONENT + 1)
-ZERO_BIN = tl.constexpr(bins_of_floats.ZERO_BIN)
-NUM_COUNTS = tl.constexpr(histogram.NUM_COUNTS)
+ZERO_BIN = tl.constexpr(bins_of_floats.HISTOGRAM.zero_bin)
+NUM_COUNTS = tl.constexpr(bins_of_floats.HISTOGRAM.num_counts)
 NUM_SLOTS = tl.constexpr(512)
 """A power of two, as Triton requires; the last slot is for lanes without an element."""
 
+# The bins of FINE. Bits of float64, of which the lower 29 are zero in every edge, are shifted by them, less the bits of 1.0.
+FINE_ZERO_BIN = tl.constexpr(bins_of_floats.FINE.zero_bin)
+NUM_FINE_COUNTS = tl.constexpr(bins_of_floats.FINE.num_counts)
+LOWEST_OCTAVE = tl.constexpr(bins_of_floats.LOWEST_OCTAVE)
+BELOW_OCTAVES = tl.constexpr(((1023 + bins_of_floats.LOWEST_OCTAVE) << 52) - 1)
+LAST_OCTAVE_END = tl.constexpr(((1023 + bins_of_floats.HIGHEST_OCTAVE + 1) << 52) - 1)
+STEP_1, STEP_2, STEP_3, STEP_4, STEP_5, STEP_6, STEP_7 = map(tl.constexpr, bins_of_floats.STEPS)
+LIMIT_1, LIMIT_2, LIMIT_3 = (tl.constexpr(limit) for limit in _limits(is_below=False))
+(LIMIT_4,) = (tl.constexpr(limit) for limit in _limits(is_below=True))
 
-@triton.jit(do_not_specialize=["shift_stride", "steps", "first_part", "first_counts"])
+
+@triton.jit(do_not_specialize=["shift_stride", "steps", "first_part", "first_counts", "first_fine_counts"])
 def measure(
     tensor, other, shift, shift_stride, num_elements, length, steps, parts, first_part, counts, first_counts,
-    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    fine_counts, first_fine_counts, NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Measure ``tensor - other - shift``, where ``other`` and ``shift`` may be None; see :func:`_measure_span`.
 
-    Programs write to the slots of ``parts`` from ``first_part`` on, and add to the slot ``first_counts`` of ``counts``.
+    Programs write to the slots of ``parts`` from ``first_part`` on, and add to the slot ``first_counts`` of ``counts``, and likewise of
+    ``fine_counts``.
     """
     program = tl.program_id(0)
     part = parts + (first_part + program) * FIELDS
-    row_of_counts = counts
     if HISTOGRAM & NEEDS:
-        row_of_counts = counts + first_counts * NUM_COUNTS
-    _measure_span(tensor, other, shift, shift_stride, num_elements, length, program, steps, part, row_of_counts, NEEDS, ROWS, COLUMNS)
+        counts += first_counts * NUM_COUNTS
+    if FINE_COUNTS & NEEDS:
+        fine_counts += first_fine_counts * NUM_FINE_COUNTS
+    _measure_span(tensor, other, shift, shift_stride, num_elements, length, program, steps, part, counts, fine_counts, NEEDS, ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["first_tensor", "num_tensors", "steps", "first_part", "first_counts"])
+@triton.jit(do_not_specialize=["first_tensor", "num_tensors", "steps", "first_part", "first_counts", "first_fine_counts"])
 def measure_all(
     first_tensor, layout, num_tensors, steps, parts, first_part, counts, first_counts,
-    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    fine_counts, first_fine_counts, NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Measure many tensors of the same dtype.
 
@@ -72,21 +93,24 @@ def measure_all(
         length = tl.load(layout + 4 * number + 2).to(tl.int32)
     program_of_tensor = program - tl.load(layout + 4 * number + 3).to(tl.int32)
     part = parts + (first_part + program) * FIELDS
-    row_of_counts = counts
     if HISTOGRAM & NEEDS:
-        row_of_counts = counts + (first_counts + number) * NUM_COUNTS
+        counts += (first_counts + number) * NUM_COUNTS
+    if FINE_COUNTS & NEEDS:
+        fine_counts += (first_fine_counts + number) * NUM_FINE_COUNTS
     if (address % 16 == 0) & (size % 16 == 0):
         # The compiler loads 16 bytes at once if it can prove the alignment: it can for a product.
         tensor = tl.multiple_of((address // 16 * 16).to(first_tensor.dtype), 16)
-        _measure_span(tensor, None, None, 0, size // 16 * 16, length, program_of_tensor, steps, part, row_of_counts, NEEDS, ROWS, COLUMNS)
+        _measure_span(
+            tensor, None, None, 0, size // 16 * 16, length, program_of_tensor, steps, part, counts, fine_counts, NEEDS, ROWS, COLUMNS
+        )
     else:
         tensor = address.to(first_tensor.dtype)
-        _measure_span(tensor, None, None, 0, size, length, program_of_tensor, steps, part, row_of_counts, NEEDS, ROWS, COLUMNS)
+        _measure_span(tensor, None, None, 0, size, length, program_of_tensor, steps, part, counts, fine_counts, NEEDS, ROWS, COLUMNS)
 
 
 @triton.jit
 def _measure_span(
-    tensor, other, shift, shift_stride, num_elements, length, program, steps, part, counts,
+    tensor, other, shift, shift_stride, num_elements, length, program, steps, part, counts, fine_counts,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Measure the program's span, at most ``steps`` blocks of ``ROWS`` rows of ``length`` elements, ``COLUMNS`` of each row at a time.
@@ -146,6 +170,8 @@ def _measure_span(
             if HISTOGRAM & NEEDS:
                 bins = tl.where(mask, _bin_of(x), NUM_SLOTS - 1)
                 counted += tl.histogram(tl.reshape(bins, [ROWS * COLUMNS]), NUM_SLOTS)
+            if FINE_COUNTS & NEEDS:
+                tl.atomic_add(fine_counts + _fine_bin_of(x), mask.to(tl.int64), mask=mask, sem="relaxed")
         if TOKENS & NEEDS:
             norms += tl.sqrt(tl.sum(token, 1))
 
@@ -278,7 +304,7 @@ def _wide(x):
 
 @triton.jit
 def _bin_of(x):
-    """As ``bin_of_code``: the index of a float in a row of counts, from its bits."""
+    """The index of a float in a row of counts of ``HISTOGRAM``, from its bits."""
     if x.dtype == tl.float64:
         bits = x.to(tl.int64, bitcast=True)
         magnitude = bits & 0x7FFFFFFFFFFFFFFF
@@ -294,3 +320,23 @@ def _bin_of(x):
     index = tl.where(magnitude == 0, ZERO_BIN, index)
     index = tl.where(magnitude == infinity, tl.where(bits < 0, 0, NUM_COUNTS - 2), index)
     return tl.where(magnitude > infinity, NUM_COUNTS - 1, index).to(tl.int32)
+
+
+@triton.jit
+def _fine_bin_of(x):
+    """As :func:`_bin_of`, in a row of counts of ``FINE``."""
+    bits = x.to(tl.float64).to(tl.int64, bitcast=True)
+    magnitude = bits & 0x7FFFFFFFFFFFFFFF
+    infinity = 0x7FF0000000000000
+    code = tl.minimum(tl.maximum(magnitude - 1, BELOW_OCTAVES), LAST_OCTAVE_END)  # less 1: an edge belongs to the bin below it
+    below = ((code >> 29) - (1023 << 23)).to(tl.int32)
+    above = ((tl.minimum(magnitude, LAST_OCTAVE_END) >> 29) - (1023 << 23)).to(tl.int32)  # the first three limits to the bin above them
+    mantissa = below & 0x7FFFFF
+    distance = 2 + 8 * ((below >> 23) - LOWEST_OCTAVE)
+    distance += (mantissa >= STEP_1).to(tl.int32) + (mantissa >= STEP_2).to(tl.int32) + (mantissa >= STEP_3).to(tl.int32)
+    distance += (mantissa >= STEP_4).to(tl.int32) + (mantissa >= STEP_5).to(tl.int32) + (mantissa >= STEP_6).to(tl.int32)
+    distance += (mantissa >= STEP_7).to(tl.int32) + (below >= LIMIT_4).to(tl.int32)
+    distance += (above >= LIMIT_1).to(tl.int32) + (above >= LIMIT_2).to(tl.int32) + (above >= LIMIT_3).to(tl.int32)
+    distance = tl.where(magnitude == 0, 0, tl.where(magnitude == infinity, FINE_ZERO_BIN, distance))
+    index = FINE_ZERO_BIN + tl.where(bits < 0, -distance, distance)
+    return tl.where(magnitude > infinity, NUM_FINE_COUNTS - 1, index)

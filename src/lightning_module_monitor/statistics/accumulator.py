@@ -17,8 +17,9 @@ from torchmetrics import Metric
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
-from lightning_module_monitor.kernels.elements import strided, to_host
+from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.kernels.bins_of_floats import FINE, HISTOGRAM, Bins
+from lightning_module_monitor.kernels.elements import parts_of, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
@@ -124,8 +125,8 @@ class StepAccumulator:
             rows: dict[int, list[int]] = {}
             for stream, part in targets:
                 needs = stream.base_needs if part == BASE else stream.needs
-                # A row without a histogram gets none of another's.
-                enough = (known for known in rows if not needs & ~known and not (needs ^ known) & Need.HISTOGRAM)
+                # A row without counts gets none of another's.
+                enough = (known for known in rows if not needs & ~known and not (needs ^ known) & Need.COUNTS)
                 if needs:
                     rows.setdefault(next(enough, needs), []).append(self._row(stream) + part)
                 if stream.functions and part == OWN:
@@ -195,8 +196,8 @@ class StepAccumulator:
                 moments = moments.rows(torch.tensor(measured, device=values.device))
             self._table.add_moments([self._row(streams[index]) for index in measured], moments)
         for stream, row, is_counted in zip(streams, values, counts, strict=True):
-            if stream.histograms:
-                self._table.add_counts(self._row(stream), row, is_counted)
+            if stream.counted_bins:
+                self._table.add_counts(self._row(stream), row, is_counted, stream.needs)
             if stream.functions:
                 self.call_functions(stream, torch.where(is_counted, row, torch.nan))
 
@@ -276,7 +277,8 @@ class StepAccumulator:
         self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
         # What takes more collectives comes before all that may fail: an error keeps this rank from none of them.
         results = self._finished_once(observed, numbers, copied, ranks)
-        values = self._state.finisher(numbers.observed).values(numbers.moments, self._fail)
+        counts = layout.rows_of_counts(numbers)
+        values = self._state.finisher(numbers.observed).values(numbers.moments, counts[FINE], self._fail)
         merged_values = zip(layout.values, numbers.merged([value.aggregate for _stream, _name, value in layout.values]), strict=True)
         observed_values = itertools.compress(merged_values, numbers.called)
         values |= {stream.keys[name]: result for (stream, name, value), result in observed_values if value.is_number} | results
@@ -285,9 +287,8 @@ class StepAccumulator:
             for key in (stream.keys[name] for name in stream.units) if len(alive) else ():
                 self._state.units[key].append(alive)
                 values[key] = dead_fraction(self._state.units[key])
-        counts = zip(layout.counted, numbers.counts.astype(np.int64), strict=True)
-        there = [(stream, row) for stream, row in counts if numbers.observed[layout.places[stream.identity]]]
-        by_key = {key: Histogram(row) for stream, row in there for key in stream.histogram_keys}
+        histograms = ((stream, Histogram(row.astype(np.int64))) for stream, row in counts[HISTOGRAM].items())
+        by_key = {key: histogram for stream, histogram in histograms for key in stream.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
         return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
 
@@ -315,19 +316,36 @@ class StepAccumulator:
                     whole[key] = results.aggregate, torch.cat(results.values)
                 except Exception as error:
                     self._fail(stream, name, "its results", error)
-        counted = [stream for stream in self._rows if stream.histograms]
-        counts = self._table.collect_counts([self._rows[stream] for stream in counted])
+        counted: defaultdict[Bins, list[Stream]] = defaultdict(list)
+        for stream in self._rows:
+            for bins in stream.counted_bins:
+                counted[bins].append(stream)
+        counted_shares = [
+            (bins, streams, share)
+            for bins, streams in counted.items()
+            for share in self._table.collect_counts(bins, [self._rows[stream] for stream in streams])
+        ]
         scalars = [value for results in named.values() for value in results.values]
-        others = [*counts, *self._units.values(), *scalars, *final.values(), *(wide_of(values) for _aggregate, values in whole.values())]
+        others = [
+            *(share for _bins, _streams, share in counted_shares),
+            *self._units.values(),
+            *scalars,
+            *final.values(),
+            *(wide_of(values) for _aggregate, values in whole.values()),
+        ]
         shares, arrived = to_host(self._table.collect(self._num_rows), others)
-        parts = _parts_of(arrived.numpy() if others else np.empty(0))  # each operation of torch counts at the end of a step
-        sums = sum(parts(len(counted) * NUM_COUNTS) for _share in counts)
+        parts = parts_of(arrived.numpy() if others else np.empty(0))  # each operation of torch counts at the end of a step
+        counts: dict[tuple[Identity, Bins], Array] = {}
+        for bins, streams, share in counted_shares:
+            for stream, row in zip(streams, parts(share.numel()).reshape(-1, bins.num_counts), strict=True):
+                counted_as = stream.identity, bins
+                counts[counted_as] = counts[counted_as] + row if counted_as in counts else row
         moments = merged(shares, self._num_rows).numpy()
         return Observed(
             streams=[*self._rows, *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())), *self._units],
             rows=self._rows,
             moments=np.concatenate([moments, NO_MOMENTS], 1),
-            counts=dict(zip((stream.identity for stream in counted), np.reshape(sums, (-1, NUM_COUNTS)), strict=True)) if counts else {},
+            counts=counts,
             units={stream.identity: parts(len(alive)) for stream, alive in self._units.items()},
             results={key: (str(result.aggregate), parts(len(result.values)).tolist(), result.weights) for key, result in named.items()},
             final={key: float(parts(1)[0]) for key in final},
@@ -408,18 +426,6 @@ class StepAccumulator:
         self.num_errors += 1
         self._failed.add(stream.keys[name])
         self._on_error(stream, name, source, error)
-
-
-def _parts_of(array: Array) -> Callable[[int], Array]:
-    """Returns the next elements of an array, as many as it is asked for."""
-    start = 0
-
-    def following(num: int) -> Array:
-        nonlocal start
-        start += num
-        return array[start - num : start]
-
-    return following
 
 
 def _describe(value: object) -> str:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.kernels.moments import Array, Moments
+from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, Bins
+from lightning_module_monitor.kernels.moments import Array, Moments, Need
+from lightning_module_monitor.statistics.fine_counts import FineCounts
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
 from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
@@ -29,8 +30,6 @@ Flags: TypeAlias = NDArray[np.float64]
 NO_MOMENTS: Array = torch.stack(tuple(Moments.empty(1))).numpy()
 """The moments of an empty tensor, shape ``(fields, 1)``."""
 
-_NO_COUNTS = np.zeros(NUM_COUNTS)
-
 
 class Layout:
     """Streams in an order that every rank has alike: those that are planned, and those that turn up later.
@@ -40,7 +39,7 @@ class Layout:
         places: The place of each, by identity.
         first_rows: The first row of each in the table of moments.
         num_rows: Number of rows.
-        counted: Those with a histogram.
+        counted: Those whose elements are counted, with each set of bins.
         with_units: Those with statistics of units.
         replicated: Those that every rank is expected to have alike.
         values: Functions and values, each with its stream and name.
@@ -51,7 +50,7 @@ class Layout:
         self.places: dict[Identity, int] = {}
         self.first_rows: list[int] = []
         self.num_rows = 0
-        self.counted: list[Stream] = []
+        self.counted: list[tuple[Stream, Bins]] = []
         self.with_units: list[Stream] = []
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
@@ -67,10 +66,20 @@ class Layout:
             self.streams.append(stream)
             self.first_rows.append(self.num_rows)
             self.num_rows += stream.num_rows
-            self.counted += [stream] if stream.histograms else []
+            self.counted += [(stream, bins) for bins in stream.counted_bins]
             self.with_units += [stream] if stream.units else []
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
+
+    def rows_of_counts(self, numbers: Numbers) -> dict[Bins, dict[Stream, Array]]:
+        """The row of counts of each observed stream, by set of bins."""
+        rows: dict[Bins, dict[Stream, Array]] = {bins: {} for bins in ALL_BINS}
+        start = 0
+        for stream, bins in self.counted:
+            if numbers.observed[self.places[stream.identity]]:
+                rows[bins][stream] = numbers.counts[start : start + bins.num_counts]
+            start += bins.num_counts
+        return rows
 
     def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
         """Which streams have rows, and the place of each row of the layout among these; -1 for what there is no row of.
@@ -117,7 +126,7 @@ class Numbers:
     has_more: Flags
     """Whether something was observed that the layout lacks, shape ``(1,)``."""
     counts: Array
-    """Of the bins, shape ``(streams with histograms, NUM_COUNTS)``."""
+    """Of the bins of all that are counted, one row of counts after the other: shape ``(counts,)``."""
     totals: Array
     """Sum of the results, times their weights where the aggregate is ``mean``; shape ``(values,)``."""
     weights: Array
@@ -150,8 +159,8 @@ class Observed:
     """First row of those that have moments."""
     moments: Array = field(default_factory=lambda: NO_MOMENTS)
     """Shape ``(fields, rows + 1)``; the last row is that of an empty tensor."""
-    counts: Mapping[Identity, Array] = field(default_factory=dict)
-    """Of the bins, shape ``(NUM_COUNTS,)`` each."""
+    counts: Mapping[tuple[Identity, Bins], Array] = field(default_factory=dict)
+    """Rows of counts, by stream and set of bins."""
     units: Mapping[Identity, Array] = field(default_factory=dict)
     """Which units were alive, 0 or 1, as :func:`~lightning_module_monitor.statistics.registry.is_alive` returns it."""
     results: Mapping[str, tuple[str, Sequence[float], Sequence[float]]] = field(default_factory=dict)
@@ -176,7 +185,7 @@ class Observed:
         for row, stream in zip(units, layout.with_units, strict=True):
             alive = self.units.get(stream.identity, ())
             row[: len(alive)] = alive
-        counts = [self.counts.get(stream.identity, _NO_COUNTS) for stream in layout.counted]
+        rows_of_counts = [self.counts.get((stream.identity, bins), np.zeros(bins.num_counts)) for stream, bins in layout.counted]
         keys = [stream.keys[name] for stream, name, _value in layout.values]
         return Numbers(
             moments=self.moments[:, rows],
@@ -187,7 +196,7 @@ class Observed:
             units=units,
             is_lost=_flags([self.is_lost]),
             has_more=_flags([has_more]),
-            counts=np.stack(counts) if counts else np.zeros((0, NUM_COUNTS)),
+            counts=np.concatenate(rows_of_counts) if rows_of_counts else np.zeros(0),
             num_errors=_flags([self.num_errors]),
             **self._numbers_of_results(keys),
         )
@@ -213,7 +222,7 @@ def _flags(values: Iterable[float]) -> Flags:
 class _Group(NamedTuple):
     """Streams with the same statistics, which are finished together."""
 
-    first: Stream
+    streams: Sequence[Stream]
     parts: Sequence[np.ndarray]
     """For each row offset the rows of all streams: int64, shape ``(streams,)``."""
     keys: Sequence[str]
@@ -234,13 +243,16 @@ class Finisher:
             first = members[0][0]
             parts = [np.array([row + part for _stream, row in members]) for part in range(first.num_rows)]
             keys = [stream.keys[name] for stream, _row in members for name in first.statistics]
-            self._groups.append(_Group(first, parts, keys))
+            self._groups.append(_Group([stream for stream, _row in members], parts, keys))
 
-    def values(self, moments: Array, fail: Callable[[Stream, str, str, Exception], None]) -> dict[str, float]:
+    def values(
+        self, moments: Array, counts: Mapping[Stream, Array], fail: Callable[[Stream, str, str, Exception], None]
+    ) -> dict[str, float]:
         """Statistics by key.
 
         Args:
             moments: Of all rows, shape ``(fields, rows)``, float64; written into.
+            counts: Rows of counts in fine bins, of the streams that have a statistic of them.
             fail: Receives a statistic that could not be finished: a stream that has it, its name, "its moments", the error. Its values
                 are NaN.
         """
@@ -248,15 +260,18 @@ class Finisher:
         with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
             fields = nan_where_empty(moments)
             for group in self._groups:
-                numbers = np.empty((len(group.parts[0]), len(group.first.statistics)))
+                first = group.streams[0]
+                numbers = np.empty((len(group.parts[0]), len(first.statistics)))
                 parts = [Moments(*fields[:, index]) for index in group.parts]
-                for column, (name, statistic) in enumerate(group.first.statistics.items()):
+                counted = [FineCounts([counts[stream] for stream in group.streams])] if first.needs & Need.FINE_COUNTS else []
+                for column, (name, statistic) in enumerate(first.statistics.items()):
                     taken = (CURRENT, BASE, PRODUCT) if statistic.paired else (OWN, BASE) if statistic.relative else (OWN,)
+                    further = counted if statistic.needs & Need.FINE_COUNTS else []
                     try:
-                        numbers[:, column] = statistic.finish(*[parts[part] for part in taken])
+                        numbers[:, column] = statistic.finish(*[parts[part] for part in taken], *further)
                     except Exception as error:  # one of the user's own
                         numbers[:, column] = np.nan
-                        fail(group.first, name, "its moments", error)
+                        fail(first, name, "its moments", error)
                 values.update(zip(group.keys, numbers.ravel().tolist(), strict=True))
         return values
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from lightning_module_monitor.kernels.bins_of_floats import Bins, needed_bins
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
 from lightning_module_monitor.statistics.functions import Function, Value
@@ -84,6 +85,11 @@ class Stream:
         # These distinguish parts of a tensor, which may well have the same histogram, or the same result of a function.
         compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
         return needs | (Need.HISTOGRAM if self.histograms else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
+
+    @functools.cached_property
+    def counted_bins(self) -> tuple[Bins, ...]:
+        """The sets of bins in which its elements are counted."""
+        return needed_bins(self.needs)
 
     @functools.cached_property
     def base_needs(self) -> int:

@@ -7,7 +7,7 @@ from collections import Counter
 from lightning_module_monitor.config.schedule import ParsedSchedule
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.errors import in_bytes
-from lightning_module_monitor.histogram import NUM_COUNTS
+from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.planner import Planner
@@ -52,11 +52,12 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     copies = sum(_num_bytes(parameter) for parameter in plan.parameters if "update" in parameter.streams)
     if copies:
         lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")
-    counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
-    num_rows = sum(1 for stream in streams if not KINDS[stream.kind].of_heads) + num_blocks
-    table = num_rows * len(Moments._fields) * BYTES_PER_VALUE + counts
+    measured = [stream for stream in streams if not KINDS[stream.kind].of_heads]
+    num_counts = sum(bins.num_counts for stream in measured for bins in stream.counted_bins)
+    num_moments = (len(measured) + num_blocks) * len(Moments._fields)
+    table = (num_moments + num_counts) * BYTES_PER_VALUE
     lines.append(f"  {len(keys) + len(histograms)} keys; a table of {in_bytes(table)} to copy to the host, once")
-    row = len(keys) * BYTES_PER_VALUE + counts
+    row = (len(keys) + len(histograms) * HISTOGRAM.num_counts) * BYTES_PER_VALUE
     if max_steps >= 0 and schedule.by_clock is None:
         num_records = sum(1 for step in range(max_steps) if schedule(step))
         lines.append(f"  {num_records} monitored steps in max_steps={max_steps}: at most {in_bytes(num_records * row)} of store")
