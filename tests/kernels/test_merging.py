@@ -89,7 +89,8 @@ def test_moments_of_any_split_merge_to_the_moments_of_the_whole(
         atol = {"var": largest**2, "zero_fraction": 0.0, "nonfinite_count": 0.0}.get(name, largest) * rtol
         atol = rtol * slack(name, x) * 10 if name in ("skewness", "kurtosis") else atol
         for actual in (added, rows):
-            assert finished(name, actual) == pytest.approx(textbook(name, x), rel=rtol, abs=atol), name
+            is_undefined = name == "peak_to_rms" and largest == 0
+            assert finished(name, actual) == pytest.approx(textbook(name, x), rel=rtol, abs=atol, nan_ok=is_undefined), name
 
 
 @over_implementations

@@ -19,7 +19,7 @@ from lightning_module_monitor.errors import ConfigError, glob_as_pattern, neares
 from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
 from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
-from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic, UnitStatistic
+from lightning_module_monitor.statistics.registry import STATISTICS, ChannelStatistic, HistogramStatistic, Statistic, UnitStatistic
 from lightning_module_monitor.statistics.stream import Output
 
 
@@ -323,7 +323,7 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
         _check_name(name, f"{label}.statistics")
         statistic = STATISTICS[name]
         _check_fits(name, statistic, kinds, label)
-        if isinstance(statistic, Statistic | HistogramStatistic | UnitStatistic):
+        if isinstance(statistic, Statistic | HistogramStatistic | UnitStatistic | ChannelStatistic):
             outputs[name] = statistic
         else:
             outputs[name] = Function(aggregate, function=statistic)
@@ -346,7 +346,7 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
 
 def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str) -> None:
     """Check that a statistic exists for all kinds of a rule."""
-    if isinstance(statistic, UnitStatistic):
+    if isinstance(statistic, UnitStatistic | ChannelStatistic):
         why, unfit = "is of the units of a layer, and {!r} has none", [kind for kind in kinds if not KINDS[kind].has_units]
         fit = [name for name, kind in KINDS.items() if kind.has_units]
     elif isinstance(statistic, Statistic) and statistic.paired:

@@ -185,8 +185,8 @@ def _items(layout: Layout, items: dict[Stream, int], none: int) -> _Items:
     return _Items(
         rows=_indices(items.get(stream, none) for stream in layout.streams for _row in range(stream.num_rows)),
         counts=torch.repeat_interleave(
-            _indices(items.get(stream, none) for stream, _bins in layout.counted),
-            _indices(bins.num_counts for _stream, bins in layout.counted),
+            _indices(items.get(stream, none) for stream, _sort in layout.summed),
+            _indices(sort.num_counts for _stream, sort in layout.summed),
         ),
         values=_indices(items.get(stream, none) for stream, _name, _value in layout.values),
     )

@@ -23,6 +23,7 @@ from lightning_module_monitor.kernels.elements import parts_of, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import has_float64
+from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSums, channel_sums, in_both, outlier_channels, padded
 from lightning_module_monitor.statistics.functions import (
     Aggregate,
     Results,
@@ -81,6 +82,8 @@ class StepAccumulator:
         self._metrics: dict[str, tuple[Stream, str, Metric]] = {}
         self._units: dict[Stream, Tensor] = {}
         """Which units of a site were alive, on their device."""
+        self._channels: dict[Stream, Tensor] = {}
+        """Sums of a site's channels, on their device."""
         self.parts: set[Stream] = set()
         """Streams of which this rank holds its own shard."""
         self._failed: set[str] = set()
@@ -107,6 +110,9 @@ class StepAccumulator:
             if stream.units and tensor.numel():
                 units = is_alive(strided(tensor).detach())
                 self._units[stream] = in_either(self._units[stream], units) if stream in self._units else units
+            if stream.channels and tensor.numel():
+                sums = channel_sums(strided(tensor).detach())
+                self._channels[stream] = in_both(self._channels[stream], sums) if stream in self._channels else sums
             if stream.functions:
                 self.call_functions(stream, tensor)
         except MonitorError:
@@ -277,8 +283,8 @@ class StepAccumulator:
         self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
         # What takes more collectives comes before all that may fail: an error keeps this rank from none of them.
         results = self._finished_once(observed, numbers, copied, ranks)
-        counts = layout.rows_of_counts(numbers)
-        values = self._state.finisher(numbers.observed).values(numbers.moments, counts[FINE], self._fail)
+        sums = layout.rows_of_sums(numbers)
+        values = self._state.finisher(numbers.observed).values(numbers.moments, sums[FINE], self._fail)
         merged_values = zip(layout.values, numbers.merged([value.aggregate for _stream, _name, value in layout.values]), strict=True)
         observed_values = itertools.compress(merged_values, numbers.called)
         values |= {stream.keys[name]: result for (stream, name, value), result in observed_values if value.is_number} | results
@@ -287,8 +293,10 @@ class StepAccumulator:
             for key in (stream.keys[name] for name in stream.units) if len(alive) else ():
                 self._state.units[key].append(alive)
                 values[key] = dead_fraction(self._state.units[key])
-        histograms = ((stream, Histogram(row.astype(np.int64))) for stream, row in counts[HISTOGRAM].items())
-        by_key = {key: histogram for stream, histogram in histograms for key in stream.histogram_keys}
+        channels = [(stream, row) for stream, row in sums[CHANNEL_SUMS].items() if row.any()]
+        values |= {stream.keys[name]: outlier_channels(row) for stream, row in channels for name in stream.channels}
+        counted = [stream for stream in sums[HISTOGRAM] if numbers.observed[layout.places[stream.identity]]]
+        by_key = {key: Histogram(sums[HISTOGRAM][stream].astype(np.int64)) for stream in counted for key in stream.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
         return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
 
@@ -329,24 +337,32 @@ class StepAccumulator:
         others = [
             *(share for _bins, _streams, share in counted_shares),
             *self._units.values(),
+            *self._channels.values(),
             *scalars,
             *final.values(),
             *(wide_of(values) for _aggregate, values in whole.values()),
         ]
         shares, arrived = to_host(self._table.collect(self._num_rows), others)
         parts = parts_of(arrived.numpy() if others else np.empty(0))  # each operation of torch counts at the end of a step
-        counts: dict[tuple[Identity, Bins], Array] = {}
+        counts: dict[tuple[Identity, Bins | ChannelSums], Array] = {}
         for bins, streams, share in counted_shares:
             for stream, row in zip(streams, parts(share.numel()).reshape(-1, bins.num_counts), strict=True):
                 counted_as = stream.identity, bins
                 counts[counted_as] = counts[counted_as] + row if counted_as in counts else row
         moments = merged(shares, self._num_rows).numpy()
+        units = {stream.identity: parts(len(alive)) for stream, alive in self._units.items()}
+        counts |= {(stream.identity, CHANNEL_SUMS): padded(parts(sums.numel())) for stream, sums in self._channels.items()}
         return Observed(
-            streams=[*self._rows, *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())), *self._units],
+            streams=[
+                *self._rows,
+                *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())),
+                *self._units,
+                *self._channels,
+            ],
             rows=self._rows,
             moments=np.concatenate([moments, NO_MOMENTS], 1),
             counts=counts,
-            units={stream.identity: parts(len(alive)) for stream, alive in self._units.items()},
+            units=units,
             results={key: (str(result.aggregate), parts(len(result.values)).tolist(), result.weights) for key, result in named.items()},
             final={key: float(parts(1)[0]) for key in final},
             whole_results={key: (how, torch.from_numpy(parts(len(result))).to(result.dtype)) for key, (how, result) in whole.items()},

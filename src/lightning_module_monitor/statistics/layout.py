@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, Bins
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
+from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSums
 from lightning_module_monitor.statistics.fine_counts import FineCounts
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
@@ -39,7 +40,7 @@ class Layout:
         places: The place of each, by identity.
         first_rows: The first row of each in the table of moments.
         num_rows: Number of rows.
-        counted: Those whose elements are counted, with each set of bins.
+        summed: Those with rows of numbers that are added, with each sort of row.
         with_units: Those with statistics of units.
         replicated: Those that every rank is expected to have alike.
         values: Functions and values, each with its stream and name.
@@ -50,7 +51,7 @@ class Layout:
         self.places: dict[Identity, int] = {}
         self.first_rows: list[int] = []
         self.num_rows = 0
-        self.counted: list[tuple[Stream, Bins]] = []
+        self.summed: list[tuple[Stream, Bins | ChannelSums]] = []
         self.with_units: list[Stream] = []
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
@@ -66,19 +67,18 @@ class Layout:
             self.streams.append(stream)
             self.first_rows.append(self.num_rows)
             self.num_rows += stream.num_rows
-            self.counted += [(stream, bins) for bins in stream.counted_bins]
+            self.summed += [(stream, sort) for sort in stream.rows_of_sums]
             self.with_units += [stream] if stream.units else []
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
 
-    def rows_of_counts(self, numbers: Numbers) -> dict[Bins, dict[Stream, Array]]:
-        """The row of counts of each observed stream, by set of bins."""
-        rows: dict[Bins, dict[Stream, Array]] = {bins: {} for bins in ALL_BINS}
+    def rows_of_sums(self, numbers: Numbers) -> dict[Bins | ChannelSums, dict[Stream, Array]]:
+        """The rows of each stream, by their sort."""
+        rows: dict[Bins | ChannelSums, dict[Stream, Array]] = {sort: {} for sort in (*ALL_BINS, CHANNEL_SUMS)}
         start = 0
-        for stream, bins in self.counted:
-            if numbers.observed[self.places[stream.identity]]:
-                rows[bins][stream] = numbers.counts[start : start + bins.num_counts]
-            start += bins.num_counts
+        for stream, sort in self.summed:
+            rows[sort][stream] = numbers.counts[start : start + sort.num_counts]
+            start += sort.num_counts
         return rows
 
     def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
@@ -126,7 +126,7 @@ class Numbers:
     has_more: Flags
     """Whether something was observed that the layout lacks, shape ``(1,)``."""
     counts: Array
-    """Of the bins of all that are counted, one row of counts after the other: shape ``(counts,)``."""
+    """Rows of counts, and of sums of channels, one after the other: shape ``(counts,)``."""
     totals: Array
     """Sum of the results, times their weights where the aggregate is ``mean``; shape ``(values,)``."""
     weights: Array
@@ -159,8 +159,8 @@ class Observed:
     """First row of those that have moments."""
     moments: Array = field(default_factory=lambda: NO_MOMENTS)
     """Shape ``(fields, rows + 1)``; the last row is that of an empty tensor."""
-    counts: Mapping[tuple[Identity, Bins], Array] = field(default_factory=dict)
-    """Rows of counts, by stream and set of bins."""
+    counts: Mapping[tuple[Identity, Bins | ChannelSums], Array] = field(default_factory=dict)
+    """Rows of counts, by stream and set of bins, and of sums of channels."""
     units: Mapping[Identity, Array] = field(default_factory=dict)
     """Which units were alive, 0 or 1, as :func:`~lightning_module_monitor.statistics.registry.is_alive` returns it."""
     results: Mapping[str, tuple[str, Sequence[float], Sequence[float]]] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class Observed:
         for row, stream in zip(units, layout.with_units, strict=True):
             alive = self.units.get(stream.identity, ())
             row[: len(alive)] = alive
-        rows_of_counts = [self.counts.get((stream.identity, bins), np.zeros(bins.num_counts)) for stream, bins in layout.counted]
+        summed = [self.counts.get((stream.identity, sort), np.zeros(sort.num_counts)) for stream, sort in layout.summed]
         keys = [stream.keys[name] for stream, name, _value in layout.values]
         return Numbers(
             moments=self.moments[:, rows],
@@ -196,7 +196,7 @@ class Observed:
             units=units,
             is_lost=_flags([self.is_lost]),
             has_more=_flags([has_more]),
-            counts=np.concatenate(rows_of_counts) if rows_of_counts else np.zeros(0),
+            counts=np.concatenate(summed) if summed else np.zeros(0),
             num_errors=_flags([self.num_errors]),
             **self._numbers_of_results(keys),
         )

@@ -23,6 +23,7 @@ from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.kernels.number_formats import NUMBER_FORMATS
 from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.statistics import casts
+from lightning_module_monitor.statistics.channels import channel_dimension
 from lightning_module_monitor.statistics.fine_counts import FineCounts
 
 
@@ -60,6 +61,14 @@ class HistogramStatistic:
 @dataclass(frozen=True)
 class UnitStatistic:
     """A number computed from the activity of every unit of a layer in this monitored step and earlier ones."""
+
+
+@dataclass(frozen=True)
+class ChannelStatistic:
+    """The number of channels (units, as above) whose root mean square is more than six times the median of all.
+
+    Of up to 4096 evenly spaced channels. Six times is the limit of LLM.int8() (arXiv 2208.07339), relative to the median channel.
+    """
 
 
 TensorFunction = Callable[[Tensor], Tensor]
@@ -184,7 +193,7 @@ def _over(numerator: Array, denominator: Array) -> Array:
 QUANTILES = {"p01": 1, "p05": 5, "p25": 25, "median": 50, "p75": 75, "p95": 95, "p99": 99}
 """Percent by name."""
 
-STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFunction] = {
+STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | ChannelStatistic | TensorFunction] = {
     "mean": Statistic(Need.MEAN, _mean),
     "std": Statistic(Need.DEVIATIONS, _std),
     "var": Statistic(Need.DEVIATIONS, _var),
@@ -218,6 +227,7 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | TensorFun
     "cosine": Statistic(Need.NOTHING, _cosine, paired=True),
     "hist": HistogramStatistic(),
     "dead_fraction": UnitStatistic(),
+    "outlier_channels": ChannelStatistic(),
 }
 """Statistic by name; the formulas are in the functions above. ``hist`` is a histogram over the bins of ``Histogram``; ``dead_fraction`` is
 the fraction of units (channels, features) that were zero throughout the last monitored steps, up to ten. To name a statistic of your own in
@@ -245,7 +255,7 @@ def is_alive(tensor: Tensor) -> Tensor:
     Returns:
         Bool, shape ``(units,)``, at most ``MAX_UNITS``, on the same device. NaN is alive.
     """
-    dimension = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
+    dimension = channel_dimension(tensor)
     others = [axis for axis in range(tensor.dim()) if axis != dimension]
     # Two reductions of numbers take a tenth of the time of one reduction of booleans.
     alive = torch.logical_or(tensor.amax(others), tensor.amin(others)) if others else tensor.reshape(-1) != 0

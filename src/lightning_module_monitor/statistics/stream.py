@@ -11,15 +11,16 @@ from typing import Any, TypeAlias
 from lightning_module_monitor.kernels.bins_of_floats import Bins, needed_bins
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
+from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSums
 from lightning_module_monitor.statistics.functions import Function, Value
-from lightning_module_monitor.statistics.registry import HistogramStatistic, Statistic, UnitStatistic
+from lightning_module_monitor.statistics.registry import ChannelStatistic, HistogramStatistic, Statistic, UnitStatistic
 
 OWN, BASE, CURRENT, PRODUCT = range(4)
 """Row offsets of a stream in the table: the tensor, what it is relative to (the reference, of a difference), the model's tensor of a
 difference, the product of both tensors."""
 
-Output: TypeAlias = Statistic | HistogramStatistic | UnitStatistic | Value
-"""What a stream records: a number made of moments, counts of bins, a number made of units, or the result of a function or a value."""
+Output: TypeAlias = Statistic | HistogramStatistic | UnitStatistic | ChannelStatistic | Value
+"""What a stream records: a number made of moments, counts of bins, of units or of channels; the result of a function, or a value."""
 
 Identity: TypeAlias = tuple[str, ...]
 
@@ -69,6 +70,11 @@ class Stream:
         return tuple(name for name, output in self.outputs.items() if isinstance(output, UnitStatistic))
 
     @functools.cached_property
+    def channels(self) -> tuple[str, ...]:
+        """Names of the statistics of channels."""
+        return tuple(name for name, output in self.outputs.items() if isinstance(output, ChannelStatistic))
+
+    @functools.cached_property
     def values(self) -> dict[str, Value]:
         """The outputs that are results of functions, or are computed elsewhere."""
         return {name: output for name, output in self.outputs.items() if isinstance(output, Value)}
@@ -92,6 +98,11 @@ class Stream:
         return needed_bins(self.needs)
 
     @functools.cached_property
+    def rows_of_sums(self) -> tuple[Bins | ChannelSums, ...]:
+        """The rows of its numbers that are added over calls, devices and ranks: counts, and sums of channels."""
+        return (*self.counted_bins, CHANNEL_SUMS) if self.channels else self.counted_bins
+
+    @functools.cached_property
     def base_needs(self) -> int:
         """The moments of the base that relative statistics need; 0 without such a statistic."""
         needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values() if output.relative), 0)
@@ -105,7 +116,7 @@ class Stream:
     @functools.cached_property
     def looks_at_features(self) -> bool:
         """Whether it matters which dimension is that of the features: to norms of tokens, and to the user's functions."""
-        return bool(self.needs & Need.TOKENS or self.functions or self.units)
+        return bool(self.needs & Need.TOKENS or self.functions or self.units or self.channels)
 
     @functools.cached_property
     def num_rows(self) -> int:
@@ -125,13 +136,13 @@ class Stream:
 
     @functools.cached_property
     def number_keys(self) -> list[str]:
-        """Keys of the numbers: of statistics, functions, values and units, in this order."""
-        return [self.keys[name] for name in (*self.statistics, *self.values, *self.units)]
+        """Keys of the numbers: of statistics, functions, values, units and channels, in this order."""
+        return [self.keys[name] for name in (*self.statistics, *self.values, *self.units, *self.channels)]
 
     @functools.cached_property
     def moment_keys(self) -> list[str]:
-        """Keys of the outputs that are made of tensors: statistics, histograms and units."""
-        return [self.keys[name] for name in (*self.statistics, *self.histograms, *self.units)]
+        """Keys of the outputs that are made of tensors: all but functions and values."""
+        return [self.keys[name] for name in (*self.statistics, *self.histograms, *self.units, *self.channels)]
 
     @functools.cached_property
     def planned_keys(self) -> list[str]:

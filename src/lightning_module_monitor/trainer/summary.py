@@ -53,7 +53,7 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     if copies:
         lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")
     measured = [stream for stream in streams if not KINDS[stream.kind].of_heads]
-    num_counts = sum(bins.num_counts for stream in measured for bins in stream.counted_bins)
+    num_counts = sum(sort.num_counts for stream in measured for sort in stream.rows_of_sums)
     num_moments = (len(measured) + num_blocks) * len(Moments._fields)
     table = (num_moments + num_counts) * BYTES_PER_VALUE
     lines.append(f"  {len(keys) + len(histograms)} keys; a table of {in_bytes(table)} to copy to the host, once")
