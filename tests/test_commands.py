@@ -35,7 +35,7 @@ HEALTHY = {
     "update/fc.weight/ratio": [1e-3, 1e-3, 1e-3],
     "context/loss": [1.0, 0.9, 0.8],
 }
-OF_STORES = ["report", "compare", "summary", "keys", "export", "repair"]
+OF_STORES = ["report", "compare", "summary", "formats", "keys", "export", "repair"]
 
 
 @pytest.fixture(autouse=True)

@@ -252,6 +252,41 @@ exit status:
 """
 
 
+FORMATS = """\
+examples:
+  lightning-module-monitor formats monitor.h5
+  lightning-module-monitor formats monitor.h5 --json
+
+A tensor fits into a format if in each record a cast would make at most 0.1 % of its numbers zero and none infinite. It fits scaled if that
+holds after a multiplication by a power of two. Zeros are elements that are zero already, as gradients of 16-mixed that float16 has lost.
+
+exit status:
+  0  the table was printed
+  1  the store has no statistics of formats
+  2  the command is wrong, or STORE cannot be read
+"""
+
+
+def _add_formats(parser: argparse.ArgumentParser) -> None:
+    _add_store(parser)
+    parser.add_argument("--json", action="store_true", help="print the table and the worst sites as JSON")
+
+
+def _print_formats(arguments: argparse.Namespace) -> int:
+    from lightning_module_monitor.report.formats import HOW_TO_RECORD, as_json, as_lines, format_fits
+    from lightning_module_monitor.report.stored_run import read_run
+
+    run = read_run(_open_store(arguments.store))
+    fits = format_fits(run)
+    if arguments.json:
+        print(as_json(run.path, fits))
+    elif fits:
+        print(*map(printable, as_lines(fits)), sep="\n")
+    if not fits:
+        print(printable(f"{run.path!r} has no statistics of formats for any kind; {HOW_TO_RECORD}"), file=sys.stderr)
+    return 0 if fits else 1
+
+
 def _add_summary(parser: argparse.ArgumentParser) -> None:
     _add_store(parser)
     forms = parser.add_mutually_exclusive_group()
@@ -376,6 +411,7 @@ COMMANDS: Sequence[Command] = (
     Command("report", _PAGE, REPORT, _add_report, _write_page),
     Command("compare", _PAGES, COMPARE, _add_compare, _compare),
     Command("summary", _VERDICT, SUMMARY, _add_summary, _print_summary),
+    Command("formats", "print which tensors of a run fit into float16, bfloat16 and float8", FORMATS, _add_formats, _print_formats),
     Command("keys", "list the keys of a store", KEYS, _add_keys, _print_keys),
     Command("export", "write every number of a store into a CSV or Parquet file", EXPORT, _add_export, _export),
     Command("repair", _REPAIR, REPAIR, _add_store, _repair),

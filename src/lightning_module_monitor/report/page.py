@@ -27,6 +27,7 @@ from lightning_module_monitor.health.judgement import (
 )
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
+from lightning_module_monitor.report.formats import HEADINGS, as_rows, format_fits, in_words
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
 from lightning_module_monitor.sinks.files import whole_file
@@ -44,6 +45,7 @@ SECTIONS = {
     "rcc": "Coordinate check",
     "attention": "Attention",
     "histograms": "Histograms",
+    "formats": "Formats",
     "modules": "Modules",
     "run": "Run",
 }
@@ -163,6 +165,7 @@ def _context(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> dict[str,
         "version": package_version(),
         "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "several": several,
+        "format_headings": HEADINGS,
         "names": names,
         "sections": [(id_, name) for id_, name in SECTIONS.items() if id_ in names],
         "runs": shown,
@@ -189,6 +192,7 @@ def _filled_sections(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> s
         "rcc": bool(kinds & {"rcc_effective_update", "rcc_propagating_update", "rcc_alignment"}),
         "attention": any(table.name.kind.startswith("attention_") for run in runs for table in run.tables),
         "histograms": any(run["histograms"] for run in payload["runs"]),
+        "formats": any(map(format_fits, runs)),
         "modules": any(run.modules for run in runs),
     }
     return {name for name, is_filled in filled.items() if is_filled}
@@ -208,6 +212,7 @@ def _shown(run: StoredRun, name: str) -> dict[str, Any]:
         "name": name,
         "path": run.path,
         "extent": run.extent,
+        "formats": [(as_rows(fit), [(site.site, in_words(site)) for site in fit.worst()]) for fit in format_fits(run)],
         "verdict": verdict,
         "first_series": _series(verdict.beginning) if verdict.beginning else "",
         "causes": causes,
