@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -250,6 +250,14 @@ class CountedHistograms(Engine):
     def end(self) -> int:
         record = self.monitor.end_step()
         return 0 if record is None else len(record.histograms)
+
+
+class Statistics(Engine):
+    """Our engine with some statistics of some kinds."""
+
+    def __init__(self, model: nn.Module, kinds: Sequence[str], statistics: Sequence[str]) -> None:
+        self.monitor = ModuleMonitor(rules=[Rule(kinds=kinds, statistics=statistics)])
+        self.monitor.set_module(model)
 
 
 class WatchedFlow(Engine):

@@ -14,12 +14,14 @@ from torch import nn
 import in_trainer
 import observers
 from lanes import Lane, LoopLane, Parts, TrainerLane
+from lightning_module_monitor.statistics import registry
 from workloads import G1, WORKLOADS, Workload
 
 PLAIN, IDLE, OURS, EAGER, FLOOR, NONFINITE = "plain", "idle", "ours", "ours, eager", "floor", "nonfinite: always"
 REFERENCE, RCC = "reference forward", "reference + RCC"
 UNFUSED, ATTENTION = "attention forward, not fused", "attention"
 FLOW, HISTOGRAMS = "gradient flow", "histograms"
+QUANTILES, FORMATS, OUTLIERS = "quantiles", "formats", "outlier channels"
 PEER, PEER_RCC, WANDB = "torch-module-monitor", "torch-module-monitor, RCC", "wandb.watch"
 TRAINER, CALLBACK, LOGGED = "Trainer", "callback + store", "callback + store + TensorBoard"
 PEER_IN_TRAINER, PEER_LOGGED = "torch-module-monitor in a Trainer", "torch-module-monitor + TensorBoard"
@@ -101,6 +103,28 @@ VARIANTS = (
     in_loop(ATTENTION, "attention: true, four figures of every head", observers.WatchedAttention, workloads=FIRST),
     in_loop(FLOW, "gain of the gradient from block to block", observers.WatchedFlow, workloads=FIRST),
     in_loop(HISTOGRAMS, "histograms of all parameters and gradients, in 261 bins, exact", observers.CountedHistograms),
+    in_loop(
+        QUANTILES,
+        "seven quantiles of activations, parameters and gradients",
+        partial(observers.Statistics, kinds=observers.KINDS, statistics=[*registry.QUANTILES]),
+        workloads=("W1", "W2"),
+    ),
+    in_loop(
+        FORMATS,
+        "underflow, overflow and scaled underflow of four formats, and the dynamic range, of activations, parameters and gradients",
+        partial(
+            observers.Statistics,
+            kinds=observers.KINDS,
+            statistics=[name for name in registry.STATISTICS if "flow_" in name or "range" in name],
+        ),
+        workloads=("W1", "W2"),
+    ),
+    in_loop(
+        OUTLIERS,
+        "outlier channels of activations",
+        partial(observers.Statistics, kinds=["activation"], statistics=["outlier_channels"]),
+        workloads=("W1", "W2"),
+    ),
     in_loop("TorchWatcher, one line", "five statistics of outputs, their gradients, parameters and theirs", observers.OneLine),
     in_loop(PEER_RCC, "its refined coordinate check", observers.PeerCheck, package="torch_module_monitor", workloads=FIRST),
     in_loop(

@@ -262,6 +262,7 @@ RECORDED = {
         },
         set(),
     ],
+    "docs/how_to/formats.md": [{"gradient/model.head.weight/scaled_underflow_float16", "activation/model.head/overflow_float8_e4m3fn"}],
     "docs/how_to/compiled.md": [{"activation/model.head/rms"}],
     "docs/how_to/early_stopping.md": [{"gradient/model.head.weight/norm"}, {"gradient/model.head.weight/norm"}],
     "docs/how_to/loggers.md": [{"monitor/activation/model.head/rms"}],
@@ -392,7 +393,8 @@ def store_commands(document: str) -> list[list[str]]:
 def test_commands_for_stores(tmp_path: Path) -> None:
     """They run as they stand, on stores of these names, and every command for a store is shown."""
     for name in ("monitor", "before", "after"):
-        write_store(tmp_path / f"{name}.h5", {"gradient/model.head.weight/norm": [1.0, 2.0]})
+        names = ("norm", "underflow_float16", "overflow_float16")
+        write_store(tmp_path / f"{name}.h5", {f"gradient/model.head.weight/{statistic}": [1.0, 2.0] for statistic in names})
     shown = store_commands("docs/how_to/runs.md")
     for command in shown:
         assert main(command) == 0, command

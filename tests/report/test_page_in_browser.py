@@ -47,6 +47,11 @@ def everything() -> dict[str, list[float | None]]:
     series["activation/net.head/rms"] = [*SIZES[3, :9].tolist(), math.nan, math.inf, None]
     series["gradient_flow/net.fc1-net.fc2/gain"] = [1.5] * NUM_STEPS
     series["gradient_flow/net.fc2-net.head/gain"] = [0.7] * NUM_STEPS
+    for rank, name in enumerate(("p01", "p05", "p25", "median", "p75", "p95", "p99")):
+        series[f"gradient/net.fc1.weight/{name}"] = [(rank - 3.0) * (step + 1) for step in range(NUM_STEPS)]
+    series["gradient/net.fc2.weight/median"] = [0.5, math.nan, 0.25]
+    for loss in ("underflow", "overflow", "scaled_underflow"):
+        series[f"gradient/net.fc1.weight/{loss}_float16"] = [0.5 if loss == "underflow" else 0.0]
     series["monitor/errors"] = [0.0] * NUM_STEPS
     series["context/loss"] = [2.0 / (step + 1) for step in range(NUM_STEPS)]
     series["context/val_loss"] = [None] * 6 + [1.5] * (NUM_STEPS - 6)
@@ -117,7 +122,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "both.html"
 
 
-SECTIONS = ("match", "heat", "profiles", "updates", "rcc", "attention", "histograms")
+SECTIONS = ("match", "heat", "profiles", "updates", "rcc", "attention", "histograms", "quantiles")
 
 
 def assert_it_draws_alone(visit: Visit, path: Path) -> None:
@@ -385,7 +390,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, tmp_path:
     series = everything() | {f"activation/net.a_long_name_of_a_layer.{part}.projection_of_the_value/rms": [1.0, 2.0] for part in range(20)}
     write_report([load_store(write_store(tmp_path / "m.h5", series, modules=MODULES))], tmp_path / "m.html")
     visit = Visit(browser, tmp_path / "m.html", width=390)
-    for section in SECTIONS[1:-1]:
+    for section in (name for name in SECTIONS if name not in ("match", "histograms")):
         visit.show(section)
     visit.settle()
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
@@ -398,7 +403,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, tmp_path:
 
 def test_each_panel_explains_how_to_read_it(visit: Visit) -> None:
     """In a note, for readers who do not know such charts."""
-    for section in ("heat", "profiles", "updates", "rcc", "attention", "histograms"):
+    for section in ("heat", "profiles", "updates", "rcc", "attention", "histograms", "quantiles"):
         assert (visit.page.locator(f"#{section} .note").first.text_content() or "").startswith("How to read it: ")
 
 
@@ -414,6 +419,29 @@ def test_charts_of_heads_and_of_histograms(visit: Visit) -> None:
     assert [rows[0], rows[-1]] == ["[2, 4)", "(-4, -2]"]
     words: str = visit.page.evaluate("document.querySelector('#histograms-charts .chart').describe(0, 1)")
     assert words == "[2, 4)\nstep 10\n50 % of the elements\nand 1 elements that are not finite"
+
+
+def test_quantiles_are_bands(visit: Visit) -> None:
+    """From the widest to the narrowest, and the median as a line; a site without bands has the line, and marks for what is not finite."""
+    visit.show("quantiles")
+    visit.settle()
+    chart = "document.querySelector('#quantiles-charts .chart').data"
+    assert visit.page.evaluate(f"{chart}.map(trace => trace.name)") == [
+        "p01",
+        "p01 to p99",
+        "p05",
+        "p05 to p95",
+        "p25",
+        "p25 to p75",
+        "median",
+    ]
+    assert visit.page.evaluate(f"{chart}.map(trace => trace.y[1])") == [-6, 6, -4, 4, -2, 2, 0]
+    assert visit.page.evaluate(f"{chart}.map(trace => trace.fill === 'tonexty')") == [False, True] * 3 + [False]
+    visit.page.select_option("#quantiles-site", "net.fc2.weight")
+    visit.settle()
+    lines: list[list[float | None]] = visit.page.evaluate(f"{chart}.map(trace => [...trace.y])")
+    assert [line[:3] for line in lines] == [[0.5, None, 0.25], [0.5]]
+    assert not visit.complaints
 
 
 def test_the_theme_follows_the_button(visit: Visit) -> None:

@@ -33,8 +33,9 @@ from lightning_module_monitor.report.stored_run import StoredRun, read_run
 from lightning_module_monitor.sinks.files import whole_file
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
+from lightning_module_monitor.statistics.registry import QUANTILES
 
-SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
+SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "quantiles.js", "page.js")
 """In this order: each uses the scripts before it."""
 SECTIONS = {
     "verdict": "Verdict",
@@ -45,6 +46,7 @@ SECTIONS = {
     "rcc": "Coordinate check",
     "attention": "Attention",
     "histograms": "Histograms",
+    "quantiles": "Quantiles",
     "formats": "Formats",
     "modules": "Modules",
     "run": "Run",
@@ -192,6 +194,7 @@ def _filled_sections(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> s
         "rcc": bool(kinds & {"rcc_effective_update", "rcc_propagating_update", "rcc_alignment"}),
         "attention": any(table.name.kind.startswith("attention_") for run in runs for table in run.tables),
         "histograms": any(run["histograms"] for run in payload["runs"]),
+        "quantiles": any(statistic in QUANTILES for statistic in {table.statistic for run in runs for table in run.tables}),
         "formats": any(map(format_fits, runs)),
         "modules": any(run.modules for run in runs),
     }

@@ -13,7 +13,7 @@ const match = {
   },
 };
 
-const sections = { match, heat, profiles, updates, rcc, attention, histograms };
+const sections = { match, heat, profiles, updates, rcc, attention, histograms, quantiles };
 const visible = new Set();
 
 function draw(name) {
