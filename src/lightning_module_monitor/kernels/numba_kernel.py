@@ -152,7 +152,7 @@ class NumbaKernel:
     def counts(self, bins: Bins, rows: Sequence[int]) -> Tensor:
         """Counts of some rows, float64, shape ``(len(rows), bins.num_counts)``."""
         nothing = np.zeros(bins.num_counts, np.int64)
-        return torch.from_numpy(np.stack([self._counts.get((bins, row), nothing) for row in rows])).double()
+        return torch.from_numpy(np.array([self._counts.get((bins, row), nothing) for row in rows], np.float64))
 
     def _add_difference(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None, shift: Tensor | None) -> None:
         is_repeated = shift is None or shift.shape == tensor.shape[-1:]

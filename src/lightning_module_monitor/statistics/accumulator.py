@@ -18,7 +18,7 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.kernels.bins_of_floats import FINE, HISTOGRAM, Bins
+from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins
 from lightning_module_monitor.kernels.elements import parts_of, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
@@ -324,24 +324,15 @@ class StepAccumulator:
                     whole[key] = results.aggregate, torch.cat(results.values)
                 except Exception as error:
                     self._fail(stream, name, "its results", error)
-        counted: defaultdict[Bins, list[Stream]] = defaultdict(list)
-        for stream in self._rows:
-            for bins in stream.counted_bins:
-                counted[bins].append(stream)
+        counted = {bins: [stream for stream in self._rows if bins in stream.counted_bins] for bins in ALL_BINS}
         counted_shares = [
             (bins, streams, share)
             for bins, streams in counted.items()
             for share in self._table.collect_counts(bins, [self._rows[stream] for stream in streams])
         ]
         scalars = [value for results in named.values() for value in results.values]
-        others = [
-            *(share for _bins, _streams, share in counted_shares),
-            *self._units.values(),
-            *self._channels.values(),
-            *scalars,
-            *final.values(),
-            *(wide_of(values) for _aggregate, values in whole.values()),
-        ]
+        measured = [*(share for _bins, _streams, share in counted_shares), *self._units.values(), *self._channels.values()]
+        others = [*measured, *scalars, *final.values(), *(wide_of(values) for _aggregate, values in whole.values())]
         shares, arrived = to_host(self._table.collect(self._num_rows), others)
         parts = parts_of(arrived.numpy() if others else np.empty(0))  # each operation of torch counts at the end of a step
         counts: dict[tuple[Identity, Bins | ChannelSums], Array] = {}

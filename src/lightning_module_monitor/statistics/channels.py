@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.kernels.moments import Array
-from lightning_module_monitor.kernels.torch_kernel import has_float64
+from lightning_module_monitor.kernels.torch_kernel import PORTION, has_float64
 
 MAX_CHANNELS = 4096
 """Limit of observed channels. In larger layers evenly spaced channels are observed."""
@@ -44,12 +45,16 @@ def channel_sums(tensor: Tensor) -> Tensor:
     Returns:
         Shape ``(2, channels)``, at most ``MAX_CHANNELS``, float64, float32 on a device without it.
     """
-    dimension = channel_dimension(tensor)
-    others = [axis for axis in range(tensor.dim()) if axis != dimension]
     wide = torch.float64 if has_float64(tensor.device) else torch.float32
-    norms = torch.linalg.vector_norm(tensor, dim=others, dtype=wide) if others else tensor.reshape(-1).to(wide)
-    squares = norms[:: -(-len(norms) // MAX_CHANNELS)].square()
-    return torch.stack([squares, torch.full_like(squares, tensor.numel() / len(norms))])
+    tensor = tensor if tensor.dim() > 1 else tensor.reshape(1, -1)
+    dimension = channel_dimension(tensor)
+    num_channels = tensor.shape[dimension]
+    others = [axis for axis in range(tensor.dim()) if axis != dimension]
+    # In portions, each of which is widened: norms of columns are eight times slower on a CPU.
+    portions = tensor.split(max(1, PORTION * len(tensor) // tensor.numel()))
+    squares = functools.reduce(torch.add, (portion.to(wide).square().sum(others) for portion in portions))
+    squares = squares[:: -(-num_channels // MAX_CHANNELS)]
+    return torch.stack([squares, torch.full_like(squares, tensor.numel() / num_channels)])
 
 
 def in_both(sums: Tensor, other: Tensor) -> Tensor:

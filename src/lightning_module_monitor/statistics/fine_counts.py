@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.kernels.bins_of_floats import FINE
 from lightning_module_monitor.kernels.moments import Array
@@ -33,28 +34,30 @@ class FineCounts:
     """
 
     def __init__(self, rows: Sequence[Array]) -> None:
-        self._rows = np.stack(rows)
+        whole = np.stack(rows)
+        # A tensor fills few of the bins.
+        self._columns = np.flatnonzero(whole.any(0))
+        self._counts = whole[:, self._columns]
 
     @functools.cached_property
     def finite(self) -> Array:
         """Number of finite elements, shape ``(tensors,)``, as all that follow."""
-        total: Array = self._rows[:, 1:-2].sum(1)
+        total: Array = self._counts[:, (self._columns > 0) & (self._columns < FINE.num_counts - 2)].sum(1)
         return total
 
     @functools.cached_property
     def zeros(self) -> Array:
         """Number of zeros."""
-        return self._rows[:, FINE.zero_bin]
+        total: Array = self._counts[:, self._columns == FINE.zero_bin].sum(1)
+        return total
 
     @functools.cached_property
-    def _cumulative(self) -> Array:
-        return np.cumsum(self._rows[:, :-1], axis=1)
-
-    @functools.cached_property
-    def _up_to(self) -> Array:
-        """Number of elements that are not zero, below each edge, and of all of them; shape ``(tensors, edges + 2)``, from 0 on."""
-        positive, negative = self._rows[:, FINE.zero_bin + 1 : -2], self._rows[:, FINE.zero_bin - 1 : 0 : -1]
-        return np.pad(np.cumsum(positive + negative, axis=1), ((0, 0), (1, 0)))
+    def _by_magnitude(self) -> tuple[NDArray[np.int64], Array]:
+        """The distances of the filled bins of finite numbers but zero, ascending; numbers of elements before each, and of all of them."""
+        distances = np.abs(self._columns - FINE.zero_bin)
+        order = np.argsort(distances, kind="stable")
+        order = order[(distances[order] > 0) & (distances[order] < FINE.zero_bin)]
+        return distances[order], np.pad(np.cumsum(self._counts[:, order], axis=1), ((0, 0), (1, 0)))
 
     def up_to(self, magnitude: Array | float) -> Array:
         """Number of elements that are not zero, and are below an edge: for each tensor its own, or one for all.
@@ -62,20 +65,34 @@ class FineCounts:
         Args:
             magnitude: Edges of ``FINE``: powers of two, or where a cast leaves the range of a format.
         """
-        edge = np.broadcast_to(np.searchsorted(EDGES, magnitude, side="right"), len(self._rows))
-        return self._up_to[np.arange(len(self._rows)), edge]
+        distances, before = self._by_magnitude
+        last_bin = np.searchsorted(EDGES, magnitude, side="right")
+        index = np.broadcast_to(np.searchsorted(distances, last_bin, side="right"), len(before))
+        return before[np.arange(len(before)), index]
 
     def smallest(self) -> Array:
         """The smallest magnitude that is not zero, to within 4.4 %; infinite if there is none that is finite."""
-        is_empty = self._up_to[:, -1] == 0
-        return np.where(is_empty, np.inf, MIDDLES[np.where(is_empty, 0, (self._up_to > 0).argmax(1) - 1)])
+        distances, before = self._by_magnitude
+        middles = np.append(np.inf, MIDDLES[distances - 1])  # the first for a tensor without any
+        smallest: Array = middles[(before > 0).argmax(1)]
+        return smallest
+
+    @functools.cached_property
+    def _cumulative(self) -> tuple[Array, Array]:
+        """The middles of the filled bins, ascending, and for each tensor the number of elements up to each."""
+        ordered = self._columns < FINE.num_counts - 1
+        return _VALUES[self._columns[ordered]], np.cumsum(self._counts[:, ordered], axis=1)
 
     def quantile(self, percent: int) -> Array:
         """The smallest element that at least so many percent of all are not larger than, to within 4.4 %.
 
         It is NaN for a tensor without elements, or with one that is NaN.
         """
-        total = self._cumulative[:, -1]
+        values, cumulative = self._cumulative
+        num_nan = self._counts[:, self._columns == FINE.num_counts - 1].sum(1)
+        if not len(values):
+            return np.full(len(cumulative), np.nan)
+        total = cumulative[:, -1]
         rank = np.maximum(np.ceil(percent * total / 100), 1)
-        index = [np.searchsorted(row, of_row) for row, of_row in zip(self._cumulative, rank, strict=True)]
-        return np.where((total > 0) & (self._rows[:, -1] == 0), _VALUES[np.minimum(index, len(_VALUES) - 1)], np.nan)
+        index = (cumulative < rank[:, np.newaxis]).sum(1)
+        return np.where((total > 0) & (num_nan == 0), values[np.minimum(index, len(values) - 1)], np.nan)
