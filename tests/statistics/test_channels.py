@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.statistics import channels
 from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
 from lightning_module_monitor.statistics.stream import Output, Stream
 
@@ -22,10 +23,10 @@ def outliers(tensors: list[Tensor]) -> float:
     return recorded(tensors, ["outlier_channels"])["outlier_channels"]
 
 
-def with_outliers(*channels: int, shape: tuple[int, ...] = (4, 7, 32), dimension: int = -1, scale: float = 100.0) -> Tensor:
+def with_outliers(*numbers: int, shape: tuple[int, ...] = (4, 7, 32), dimension: int = -1, scale: float = 100.0) -> Tensor:
     """Normal numbers, in some channels a hundred times as large."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-    x.movedim(dimension, 0)[list(channels)] *= scale
+    x.movedim(dimension, 0)[list(numbers)] *= scale
     return x
 
 
@@ -99,13 +100,24 @@ def test_a_monitored_module() -> None:
     model = nn.Identity()
     with ModuleMonitor(rules=[Rule(kinds="activation", statistics=["outlier_channels"])]) as monitor:
         monitor.set_module(model)
-        for step, channels in enumerate([(1, 2), ()]):
+        for step, numbers in enumerate([(1, 2), ()]):
             monitor.begin_step(step)
             for _micro_batch in range(2):
-                model(with_outliers(*channels))
+                model(with_outliers(*numbers))
                 monitor.after_micro_batch()
             record = monitor.end_step()
             assert record is not None
-            assert record.values["activation/_root_/outlier_channels"] == len(channels)
+            assert record.values["activation/_root_/outlier_channels"] == len(numbers)
     with pytest.raises(ConfigError, match="'outlier_channels' is of the units of a layer, and 'parameter' has none"):
         ModuleMonitor(rules=[Rule(kinds="parameter", statistics="outlier_channels")])
+
+
+@pytest.mark.parametrize("shape", [(50, 7, 32), (60, 32), (9, 32, 4, 5), (32,)])
+def test_a_large_tensor_is_widened_in_portions(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same sums as at once, and without a change of a float64 tensor."""
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before, at_once = x.clone(), channels.channel_sums(x)
+    monkeypatch.setattr(channels, "PORTION", 100)
+    torch.testing.assert_close(channels.channel_sums(x), at_once)
+    torch.testing.assert_close(channels.channel_sums(x)[:, :32].sum(1), torch.stack([x.square().sum(), torch.tensor(x.numel())]))
+    assert torch.equal(x, before)
