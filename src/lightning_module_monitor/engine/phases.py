@@ -248,7 +248,7 @@ class StepEngine:
 
     def _close_open_steps(self) -> None:
         """Close what an error has left open, in the order in which other ranks have ended it: the loop, then the step around it."""
-        self.lose()
+        self._steps.lose()
         while self._steps.current is not None or self._steps.suspended:
             if self._steps.current is not None:
                 self._finish(self._steps.current)
@@ -306,7 +306,9 @@ class StepEngine:
             return None
         if context.attention is not None and context.attention.is_requested and model.awaits_attention:
             model.awaits_attention = False
-            if not context.attention.has_observed and self._reporter.is_first():
+            if context.attention.has_observed:
+                self._reporter.settle("attention")
+            elif self._reporter.is_first():
                 self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING, "attention")
         values[context.errors_key] = float(context.accumulator.num_errors)
         findings: list[Finding] = []
