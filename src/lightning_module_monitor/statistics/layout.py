@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.kernels.moments import Array, Moments
+from lightning_module_monitor.kernels.moments import Array, Moments, merged_groups
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
 from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
@@ -25,6 +26,9 @@ ABSENT = -1.0
 
 Flags: TypeAlias = NDArray[np.float64]
 """0 or 1 for each item."""
+
+Rows: TypeAlias = NDArray[np.int64]
+"""Rows or places in a layout."""
 
 NO_MOMENTS: Array = torch.stack(tuple(Moments.empty(1))).numpy()
 """The moments of an empty tensor, shape ``(fields, 1)``."""
@@ -44,6 +48,7 @@ class Layout:
         with_units: Those with statistics of units.
         replicated: Those that every rank is expected to have alike.
         values: Functions and values, each with its stream and name.
+        totals: Those with members, which are merged when the numbers of all ranks are known.
     """
 
     def __init__(self, streams: Iterable[Stream] = ()) -> None:
@@ -55,6 +60,7 @@ class Layout:
         self.with_units: list[Stream] = []
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
+        self.totals: list[Stream] = []
         self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] = {}, np.zeros(0), np.full(0, -1)
         self.add(streams)
 
@@ -67,7 +73,8 @@ class Layout:
             self.streams.append(stream)
             self.first_rows.append(self.num_rows)
             self.num_rows += stream.num_rows
-            self.counted += [stream] if stream.histograms else []
+            self.counted += [stream] if stream.is_counted else []
+            self.totals += [stream] if stream.members else []
             self.with_units += [stream] if stream.units else []
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
@@ -87,6 +94,58 @@ class Layout:
                     order[first : first + stream.num_rows] = range(row, row + stream.num_rows)
             self._order = dict(rows), observed, order
         return self._order[1], self._order[2]
+
+    def merge_totals(self, numbers: Numbers) -> None:
+        """Fill in the numbers of streams with members, from those of their members, which all ranks have reduced before."""
+        if not self.totals:
+            return
+        merged = self._merged
+        numbers.moments[:, merged.rows] = merged_groups(numbers.moments[:, merged.sources], merged.first_sources)
+        flags = np.stack([numbers.observed, numbers.failed])
+        flags[:, merged.places] = np.maximum.reduceat(flags[:, merged.members], merged.first_members, axis=1)
+        numbers.observed, numbers.failed = flags
+        for total, members in merged.counted:
+            numbers.counts[total] = numbers.counts[members].sum(0)
+
+    @functools.cached_property
+    def _merged(self) -> _Merged:
+        parts = [(total, part) for total in self.totals for part in range(total.num_rows)]
+        places = [[self.places[member.identity] for member in total.members] for total in self.totals]
+        position = {stream.identity: number for number, stream in enumerate(self.counted)}
+        counted = [total for total in self.totals if total.is_counted]
+        return _Merged(
+            rows=np.array([self.first_rows[self.places[total.identity]] + part for total, part in parts]),
+            sources=np.array([self.first_rows[self.places[member.identity]] + part for total, part in parts for member in total.members]),
+            first_sources=_starts([len(total.members) for total, _part in parts]),
+            places=np.array([self.places[total.identity] for total in self.totals]),
+            members=np.concatenate(places),
+            first_members=_starts([*map(len, places)]),
+            counted=[(position[total.identity], [position[member.identity] for member in total.members]) for total in counted],
+        )
+
+
+def _starts(sizes: Sequence[int]) -> Rows:
+    """The first index of each group, in groups of these sizes one after the other."""
+    return np.cumsum([0, *sizes[:-1]])
+
+
+class _Merged(NamedTuple):
+    """The rows and flags that totals are merged from: their members are planned with them, in the same layout."""
+
+    rows: Rows
+    """Rows of totals."""
+    sources: Rows
+    """Rows of members, group by group for these."""
+    first_sources: Rows
+    """Where each group begins."""
+    places: Rows
+    """Places of totals."""
+    members: Rows
+    """Places of members, group by group for these."""
+    first_members: Rows
+    """Where each group begins."""
+    counted: Sequence[tuple[int, Sequence[int]]]
+    """Positions of totals and of their members among the streams with a histogram."""
 
 
 @dataclass
@@ -166,6 +225,8 @@ class Observed:
     """Streams of which this rank holds its own shard."""
     failed: frozenset[str] = frozenset()
     """Keys of outputs that could not be computed."""
+    failed_streams: frozenset[Identity] = frozenset()
+    """Streams of which a tensor could not be measured."""
     num_errors: int = 0
     is_lost: bool = False
 
@@ -181,7 +242,7 @@ class Observed:
         return Numbers(
             moments=self.moments[:, rows],
             observed=observed,
-            failed=_flags(bool(self.failed) and not self.failed.isdisjoint(stream.moment_keys) for stream in layout.streams),
+            failed=_flags(stream.identity in self.failed_streams for stream in layout.streams),
             called=_flags(key in self.results or key in self.whole_results or key in self.metrics for key in keys),
             raised=_flags(key in self.failed for key in keys),
             units=units,
