@@ -12,7 +12,7 @@ import pytest
 from helpers.stores import write_store
 
 from lightning_module_monitor import Record, load_store
-from lightning_module_monitor.record import Facts, GroupFacts, ModuleInfo, ParameterFacts
+from lightning_module_monitor.record import UNDEFINED, Facts, GroupFacts, ModuleInfo, ParameterFacts
 from lightning_module_monitor.report.glance import Course, Row, at_a_glance, length_of
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
@@ -195,3 +195,12 @@ def test_the_list_of_modules_says_that_it_scrolls(tmp_path: Path) -> None:
         html = write_report(write_store(tmp_path / f"{number}.h5", SERIES, modules=modules)).read_text()
         assert ("60 modules. This list scrolls." in words(html, "modules")) is says
         assert 'class="scroll tall" tabindex="0"' in html
+
+
+def test_a_figure_without_a_defined_value_is_left_out(tmp_path: Path) -> None:
+    """The ratio of zero to zero, of a whole model too, has no first or last value."""
+    undefined: dict[str, list[float | None]] = {"update/_root_/ratio": [UNDEFINED] * 3, "parameter/_root_/norm": [UNDEFINED] * 3}
+    write_store(tmp_path / "m.h5", {"context/loss": [1.0, 2.0, 3.0], **undefined})
+    html = write_report(tmp_path / "m.h5").read_text()
+    assert "all parameters" not in words(html, "glance")
+    assert "update/_root_/ratio" not in words(html, "run")

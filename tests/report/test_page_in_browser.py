@@ -248,6 +248,8 @@ def test_the_first_screen_has_the_curves_that_are_looked_at_first(visit: Visit) 
         "norm of all parameters": {"parameters": 7.0},
         "norm of the gradient by module": {"net.fc1": 0.5},
     }
+    low, high = visit.page.evaluate("document.querySelectorAll('#glance-charts .chart')[3]._fullLayout.yaxis.range")
+    assert 6 < low < 7 < high < 8  # also of a value that never changes
     verdict, glance = (visit.page.locator(f"#{name}").bounding_box() for name in ("verdict", "glance"))
     assert verdict is not None
     assert glance is not None

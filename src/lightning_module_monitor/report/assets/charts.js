@@ -310,13 +310,12 @@ function wantsLog(numbers) {
   return high > 20 * low;
 }
 
-/** The range of an axis that several charts share, logarithmic if their numbers differ much. */
-function sharedScale(loadedTables) {
-  const traces = loadedTables.map((loaded) => ({ y: [...loaded.values].filter(Number.isFinite) }));
-  const numbers = traces.flatMap((trace) => trace.y);
-  if (!numbers.length) return {};
-  if (wantsLog(numbers)) return logAxis(traces);
-  const [low, high] = extent(Float32Array.from(numbers), 0, false);
+/** The range of an axis that holds all numbers, also equal ones, which plotly would draw between numbers 1 lower and 1 higher. */
+function axisOf(numbers) {
+  const finite = numbers.filter(Number.isFinite);
+  if (!finite.length) return {};
+  if (wantsLog(finite)) return logAxis([{ y: finite }]);
+  const [low, high] = extent(Float32Array.from(finite), 0, false);
   const room = 0.06 * (high - low || Math.abs(high) || 1);
   return { range: [low - room, high + room] };
 }

@@ -20,11 +20,11 @@ const glance = {
     const drawn = views.map(([title, of]) => ({ title, traces: this.traces(page.runs.map(of)) })).filter(({ traces }) => traces.length);
     const boxes = charts(byId("glance-charts"), drawn.length);
     drawn.forEach(({ title, traces }, index) => {
-      const isLog = wantsLog(traces.flatMap((trace) => trace.y));
+      const yaxis = axisOf(traces.flatMap((trace) => trace.y));
       const count = traces.filter((trace) => trace.showlegend !== false).length;
       const legend = count > 1 && count <= MOST_NAMES;
       const height = 200 + (legend ? 20 * rowsOfLegend(traces, boxes[index].clientWidth) : 0);
-      lines(boxes[index], { traces, title, xaxis: SMALL_STEPS, isLog, legend, height });
+      lines(boxes[index], { traces, title, xaxis: SMALL_STEPS, yaxis, isLog: yaxis.type === "log", legend, height });
     });
   },
 

@@ -82,7 +82,7 @@ const heat = {
     const boxes = charts(byId("heat-charts"), several ? 2 * page.runs.length - 1 : 1);
     const common = { rows: groups.map(([name]) => name), scale, range, label: labelOf(base, statistic), statistic };
     const above = page.runs.map((run) => contextOf(run, byId("heat-above").value));
-    const aboveScale = sharedScale(above.flat().map(({ loaded }) => loaded));
+    const aboveScale = axisOf(above.flat().flatMap(({ loaded }) => [...loaded.values]));
     byId("heat-charts").classList.toggle("many", several);
     loadedTables.forEach((loaded, index) => {
       const title = several ? page.runs[index].name : undefined;
