@@ -31,6 +31,11 @@ def check_per_module(rule: ParsedRule, index: ModelIndex) -> None:
         raise ConfigError(f"{rule.label}.per_module matches only modules without a parameter that the rule picks ({matched}); {expected}.")
 
 
+def of_modules(rule: ParsedRule) -> str:
+    """The end of a phrase about a rule's sites: the modules whose parameters it counts together; empty without such modules."""
+    return f" together, of {' or '.join(pattern.pattern for pattern in rule.per_module)}" if rule.per_module else ""
+
+
 def parameters_by_module(rule: ParsedRule, kind: str, index: ModelIndex) -> dict[str, list[str]]:
     """The parameters that a rule picks inside each module of its ``per_module``: names by the name of the module.
 
@@ -41,12 +46,12 @@ def parameters_by_module(rule: ParsedRule, kind: str, index: ModelIndex) -> dict
     for site in picked:
         for name in (ROOT, *and_insides(site.aliases)):
             inside[name][site.name] = None
-    found = {}
+    parameters_of = {}
     for module, names in _names_of_modules(index).items():
         if matches(names, rule.per_module):
             parameters = set().union(*(inside.get(name, ()) for name in names[1:]))
-            found[module] = [site.name for site in picked if site.name in parameters]
-    return {module: parameters for module, parameters in found.items() if parameters}
+            parameters_of[module] = [site.name for site in picked if site.name in parameters]
+    return {module: parameters for module, parameters in parameters_of.items() if parameters}
 
 
 def _names_of_modules(index: ModelIndex) -> dict[str, tuple[str, ...]]:
