@@ -223,6 +223,18 @@ def test_compare_prints_what_differs_most(tmp_path: Path, capsys: pytest.Capture
     ]
 
 
+def test_compare_prints_the_last_losses_rates_and_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of those that both runs have."""
+    shared: dict[str, list[float | None]] = {"context/loss": [4.0, 1.0], "context/lr": [0.1, 0.2], "gradient/_root_/norm": [3.0, 2.0]}
+    first = write_store(tmp_path / "a.h5", {**shared, "context/val_loss": [5.0, 6.0]})
+    other = write_store(tmp_path / "b.h5", {**shared, "context/loss": [4.0, 0.123456]})
+    assert main(["compare", str(first), str(other), "-o", str(tmp_path / "c.html")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = lines.index(f"{first} -> {other}: last values")
+    assert lines[heading + 1 : heading + 4] == ["  loss: 1 -> 0.1235", "  lr: 0.2 -> 0.2", "  whole gradient: 2 -> 2"]
+    assert lines[heading + 4].startswith(f"{first} -> {other}: ")
+
+
 @pytest.mark.parametrize("command", [("report",), ("compare", "monitor.h5"), ("export",), ("export", "--format", "parquet")], ids=" ".join)
 def test_a_file_that_cannot_be_written_is_a_line(store: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
     """The system's reason, without a traceback; here the name is too long."""

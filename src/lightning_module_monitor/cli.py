@@ -175,12 +175,18 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _print_changes(paths: Sequence[Path]) -> int:
-    """Print the series that differ most between the first run and each other run."""
+    """Print last losses, rates and norms of the first run and each other run, and the series that differ most."""
     from lightning_module_monitor.report.comparison import largest_changes
+    from lightning_module_monitor.report.glance import at_a_glance
     from lightning_module_monitor.report.stored_run import read_run
 
     first, *others = [read_run(_open_store(path)) for path in paths]
     for other in others:
+        rows = [row for group in at_a_glance([first, other]) for row in group.rows if None not in row.courses]
+        if rows:
+            print(printable(f"{first.path} -> {other.path}: last values"))
+        for row in rows:
+            print(printable(f"  {row.name}: {' -> '.join(f'{course.last:.4g}' for course in row.courses if course is not None)}"))
         changes = largest_changes(first, other, most=10)
         heading = "medians of the last quarter that differ most" if changes else "no series of both differs"
         print(printable(f"{first.path} -> {other.path}: {heading}"))

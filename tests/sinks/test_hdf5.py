@@ -112,7 +112,7 @@ def test_layout_is_the_documented_one(tmp_path: Path) -> None:
     keys = [RMS, STD, "validation/activation/model.fc/rms", "monitor/errors", "loss"]
     store(tmp_path / "m.h5", Record(7, dict.fromkeys(keys, 1.5)), configuration={"every_n_steps": 7})
     with h5py.File(tmp_path / "m.h5") as file:
-        assert set(file) == {"activation", "validation", "monitor", "logged", "findings", "facts"}
+        assert set(file) == {"activation", "validation", "monitor", "logged", "findings", "facts", "last record"}
         assert file["activation/columns"][...].tolist() == [b"model.fc/rms", b"model.fc/std"]
         assert file["monitor/columns"][...].tolist() == [b"errors"]
         assert file["logged/columns"][...].tolist() == [b"loss"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,8 @@ def test_attributes_are_decoded(path: Path) -> None:
     assert attributes["format_version"] == schema.FORMAT_VERSION
     assert isinstance(attributes["configurations"], list)
     (run,) = attributes["configurations"]
+    started, last_record = (datetime.fromisoformat(time) for time in (run["started"], run.pop("last_record")))
+    assert started <= last_record
     assert run == {"started": attributes["started"], "first_step": 0, "configuration": {"every_n_steps": 10, "folder": "logs"}}
 
 

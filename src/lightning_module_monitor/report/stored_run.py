@@ -92,8 +92,11 @@ def read_run(store: StoreReader) -> StoredRun:
     names = [module.name for module in modules]
     for kind in store.kinds():
         for table in _tables_of(store.matrix(kind), modules):
-            is_figure = table.sites[0] in ("", SUMMARY_SITE) or is_total(table.name._replace(site=table.sites[0]), names)
-            (figures if is_figure or table.name.kind == OWN_KIND else tables).append(table)
+            site = table.sites[0]
+            if site not in ("", SUMMARY_SITE) and table.name.kind != OWN_KIND and not is_total(table.name._replace(site=site), names):
+                tables.append(table)
+            elif table.is_recorded.any():  # a ratio of zero to zero in every record has no value
+                figures.append(table)
     histograms = [Key.parse(key) for key in store.histogram_keys()]
     attributes: dict[str, Any] = store.attributes
     configurations = attributes["configurations"]

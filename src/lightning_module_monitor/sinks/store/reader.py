@@ -109,7 +109,8 @@ class StoreReader(StoredSeries, Described):
         """The attributes of the file.
 
         ``format_version`` (int), ``package_version``, ``started`` (ISO 8601, UTC), and ``configurations``: a list with one
-        ``{"started", "first_step", "configuration"}`` for each run that wrote to the file.
+        ``{"started", "last_record", "first_step", "configuration"}`` for each run that wrote to the file. Stores of
+        earlier versions have no ``last_record``, the time of the run's last record.
         """
         with open_store(self.path) as file:
             return {"format_version": int(file.attrs["format_version"]), **vars(schema.read_attributes(file))}
