@@ -21,6 +21,7 @@ from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.lightning_packages import LightningModule, Logger, is_a, is_overridden
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
+    LOSS,
     OWN_KIND,
     ROLL_UP_SITES,
     SUMMARY_SITE,
@@ -29,6 +30,7 @@ from lightning_module_monitor.record import (
     Key,
     Record,
     is_context,
+    is_rate,
     is_undefined,
 )
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
@@ -36,10 +38,13 @@ from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 *_SITES, ALL = ROLL_UP_SITES
 """The sites of roll-ups: minimum, median and maximum; and the sum of all histograms."""
 
-FINDINGS = f"{OWN_KIND}/findings"
-"""Tag of findings in loggers that log texts."""
+FINDINGS, DIAGNOSES = f"{OWN_KIND}/findings", f"{OWN_KIND}/diagnoses"
+"""Tags of findings and of their causes in loggers that log texts."""
 
 NONFINITE_COUNT = "nonfinite_count"
+
+_COUNTS = (f"/{NONFINITE_COUNT}", f"{OWN_KIND}/errors")
+"""How the keys of counts end that are logged once they are not zero."""
 
 
 class LoggerSink:
@@ -69,6 +74,8 @@ class LoggerSink:
         self._zero_counts = ZeroCounts(always)
         self._messages = messages
         self._failed: set[int] = set()
+        self._diagnoses: list[str] = []
+        """Those that the loggers have."""
         self._without_histograms = [type(logger).__name__ for logger in loggers if not takes_histograms(logger)]
         charts = charts_of(keys)
         for logger in loggers:
@@ -79,7 +86,7 @@ class LoggerSink:
         """Log a record. The failure of a logger is reported once; the next record is logged again."""
         if not self._loggers:
             return
-        values, histograms = without_context(record.values), record.histograms
+        values, histograms = logged_values(record.values), record.histograms
         if self._roll_up is not None:
             values, histograms = self._roll_up(values), summed(histograms)
         self._zero_counts.drop_from(values)
@@ -91,6 +98,16 @@ class LoggerSink:
                 if values or histograms:
                     log(logger, values, histograms, record.step)
                 log_findings(logger, record.findings)
+
+    def write_diagnoses(self, diagnoses: Sequence[object], step: int) -> None:
+        """Log the causes of the findings until now, unless the loggers have them."""
+        texts = [*map(str, diagnoses)]
+        if texts == self._diagnoses:
+            return
+        self._diagnoses = texts
+        for logger in self._loggers:
+            with self._reporting(logger):
+                log_diagnoses(logger, texts, step)
 
     @contextmanager
     def _reporting(self, logger: Logger) -> Iterator[None]:
@@ -105,8 +122,21 @@ class LoggerSink:
 
 
 def without_context(values: Mapping[str, float]) -> dict[str, float]:
-    """The values without the context of training, which Lightning logs."""
+    """The values without the context of training."""
     return {key: value for key, value in values.items() if not is_context(key)}
+
+
+def logged_values(values: Mapping[str, float]) -> dict[str, float]:
+    """The values that loggers get: of the context of training only the loss and the learning rates.
+
+    Lightning logs the other values of the context itself, in other steps and, in a CSV file, in other rows.
+    """
+    return {key: value for key, value in values.items() if not is_context(key) or _is_loss_or_rate(key)}
+
+
+def _is_loss_or_rate(context_key: str) -> bool:
+    name = context_key.rpartition("/")[2]
+    return name == LOSS or is_rate(name)
 
 
 def _is_tensorboard(logger: object) -> TypeGuard[Logger]:
@@ -214,6 +244,15 @@ def log_findings(logger: object, findings: Sequence[Finding]) -> None:
             logger.experiment.add_text(f"{FINDINGS}/{finding.name}", text, finding.step)
 
 
+def log_diagnoses(logger: object, texts: Sequence[str], step: int) -> None:
+    """Log diagnoses, if the logger logs texts."""
+    if _is_wandb(logger):
+        logger.log_text(DIAGNOSES, columns=["step", "diagnosis"], data=[[str(step), text] for text in texts])
+    elif _is_tensorboard(logger):
+        lines = [f"{number}. {text}" for number, text in enumerate(texts, 1)]  # a numbered list in Markdown
+        logger.experiment.add_text(DIAGNOSES, "\n".join(lines), step)
+
+
 def summed(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
     """The sum of the histograms of all sites, for each kind, under the site ``_all_``."""
     sums: dict[str, Histogram] = {}
@@ -224,10 +263,10 @@ def summed(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
 
 
 class ZeroCounts:
-    """Drops counts of non-finite elements while they are zero, unless a pattern of ``always`` matches the key.
+    """Drops counts of non-finite elements and of errors while they are zero, unless a pattern of ``always`` matches the key.
 
-    They are a third of the activations' values under the default rules, and the store has them. After its first non-zero value a key is
-    kept, so that its chart returns to zero.
+    The former are a third of the activations' values under the default rules, and the store has them. After its first non-zero value a
+    key is kept, so that its chart returns to zero.
     """
 
     def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
@@ -236,7 +275,7 @@ class ZeroCounts:
 
     def drop_from(self, values: dict[str, float]) -> None:
         """Drop such values."""
-        for key in [key for key in values if key.endswith(f"/{NONFINITE_COUNT}")]:
+        for key in [key for key in values if key.endswith(_COUNTS)]:
             if values[key] != 0 or (self._always and any(pattern.fullmatch(key) for pattern in self._always)):
                 self._kept.add(key)
             elif key not in self._kept:

@@ -149,8 +149,15 @@ class SinksController:
             self._store_path = str(files.path)
             self._run.results.note_store(self._trainer, self._store_path)
         self._open.loggers.write(record)
+        if record.findings:
+            self.write_diagnoses()
         if files is not None and files.has_begun:
             self._open.heat_maps.draw_if_due(files.path, self._last_step)
+
+    def write_diagnoses(self) -> None:
+        """Give the causes of the findings until now to the loggers, if they are open."""
+        if self._open is not None:
+            self._open.loggers.write_diagnoses(self._run.results.diagnoses(), self._last_step)
 
     def _opened(self, record: Record) -> _OpenSinks:
         # Keys of attention's heads are not planned; the first record has as many as any later record.
