@@ -139,6 +139,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             self._prepared = prepare(arguments)
         except ConfigError as error:
             self._prepared = error
+        self._was_set_up = False
         self._run: RunController | None = None
         """The run in progress, from ``setup`` to its end."""
         self._results = RunResults()
@@ -193,8 +194,13 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     @property
     def state_key(self) -> str:
-        """Differs between callbacks of one Trainer."""
-        return f"{type(self).__name__}[{self._identity}]" if self._identity else type(self).__name__
+        """Differs between callbacks of one Trainer.
+
+        Before the first setup it is that of no other callback: for two of one state key a Trainer raises an error that names no option,
+        and ``setup`` raises one that names ``prefix``.
+        """
+        identity = self._identity if self._was_set_up else f"{self._identity} {id(self)}"
+        return f"{type(self).__name__}[{identity}]" if identity else type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs: the path of the store, the state of the alerts, and the reference."""
@@ -232,6 +238,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         """
         if isinstance(self._prepared, ConfigError):
             raise self._prepared
+        self._was_set_up = True
         self._close()
         if not self._prepared.options.observes_run(stage):
             return

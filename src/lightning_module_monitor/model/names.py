@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples, shortened
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts
 from lightning_module_monitor.model.outputs import Path, suffix
 from lightning_module_monitor.record import MAX_SITE_LENGTH, ROOT_SITE, fit_for_loggers
@@ -198,7 +198,8 @@ class ModelIndex:
         modules, parameters = self.namer.module_sites(root), self.namer.parameter_sites(root)
         outermost = root if within is None else next((site.module for site in modules if within in (*site.aliases, site.name)), None)
         if outermost is None:
-            near = nearest(str(within), [site.name for site in modules])
+            known = [site.name for site in modules]
+            near = or_examples(nearest(str(within), known), known)
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{near}")
         self.within = outermost
         """The only module that is observed, with the modules inside."""
@@ -308,7 +309,8 @@ def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module]) -
         names = list(blocks)
         for name in names:
             if name not in by_name:
-                raise ConfigError(f"gradient_flow.blocks {name!r} is none of the {len(by_name)} module names{nearest(name, by_name)}")
+                near = or_examples(nearest(name, by_name), by_name)
+                raise ConfigError(f"gradient_flow.blocks {name!r} is none of the {len(by_name)} module names{near}")
     if len(names) < 2:
         listed = ", ".join(map(repr, names)) or "none"
         raise ConfigError(
@@ -326,7 +328,7 @@ def _matching(blocks: str, by_name: Mapping[str, nn.Module]) -> list[str]:
         raise ConfigError(f"{wrong}; expected 'model.blocks' or the like{nearest(blocks, by_name)}") from error
     if not names:
         message = f"gradient_flow.blocks {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
-        raise ConfigError(message + nearest_pattern(blocks, by_name))
+        raise ConfigError(message + or_examples(nearest_pattern(blocks, by_name), by_name))
     return names
 
 

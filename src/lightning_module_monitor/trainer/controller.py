@@ -127,6 +127,8 @@ class RunController:
         reference = None
         if run.is_fit:
             run.model.wrapper = run.trainer.strategy.model
+            if options.observes("validate"):
+                checks.check_validation(run.trainer, run.module, run.reporter)
             if self._origin is not None:
                 reference, self._origin = self._origin.make(), None
             if not options.dry_run:
@@ -181,7 +183,8 @@ class RunController:
         for planned_keys in self._keys_of_others:
             common = {*keys, *histograms} & {*planned_keys()}
             if common:
-                raise ConfigError(f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own.")
+                remedy = "Give each callback a prefix of its own, e.g. prefix: second."
+                raise ConfigError(f"Two callbacks have the key {min(common)!r}; expected keys that differ. {remedy}")
         if run.is_fit:
             checks.check_monitored_keys(run.trainer, {*keys}, options.callback_metrics, run.reporter)
 
