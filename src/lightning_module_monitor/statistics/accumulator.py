@@ -83,6 +83,7 @@ class StepAccumulator:
         self.parts: set[Stream] = set()
         """Streams of which this rank holds its own shard."""
         self._failed: set[str] = set()
+        self._failed_streams: set[Identity] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from, among those."""
         self.num_errors = 0
@@ -146,7 +147,7 @@ class StepAccumulator:
         """:meth:`observe_pair` without the functions: of tensors that are parts of what a function receives."""
         current, reference = strided(current), strided(reference)
         difference = Difference(current, reference)
-        if stream.statistics or stream.histograms:
+        if stream.statistics or stream.histograms or stream.shared:
             row = self._row(stream)
             if stream.needs:
                 self._table.add((row + OWN,), difference.tensor, stream.needs, difference.other)
@@ -195,7 +196,7 @@ class StepAccumulator:
                 moments = moments.rows(torch.tensor(measured, device=values.device))
             self._table.add_moments([self._row(streams[index]) for index in measured], moments)
         for stream, row, is_counted in zip(streams, values, counts, strict=True):
-            if stream.histograms:
+            if stream.is_counted:
                 self._table.add_counts(self._row(stream), row, is_counted)
             if stream.functions:
                 self.call_functions(stream, torch.where(is_counted, row, torch.nan))
@@ -248,7 +249,7 @@ class StepAccumulator:
         """Record NaN for all outputs of a stream."""
         self.num_errors += 1
         self._give_up(stream)
-        self._on_error(stream, ", ".join(stream.outputs), _describe(observed), error)
+        self._on_error(stream, ", ".join({**stream.outputs, **stream.shared}), _describe(observed), error)
 
     # The end of the step
 
@@ -271,6 +272,7 @@ class StepAccumulator:
         if self.is_lost:
             # No rank goes on: the one that lost the step may have nothing to go on with.
             return {}
+        layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
             self._failed.update(stream.moment_keys)
         self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
@@ -315,7 +317,7 @@ class StepAccumulator:
                     whole[key] = results.aggregate, torch.cat(results.values)
                 except Exception as error:
                     self._fail(stream, name, "its results", error)
-        counted = [stream for stream in self._rows if stream.histograms]
+        counted = [stream for stream in self._rows if stream.is_counted]
         counts = self._table.collect_counts([self._rows[stream] for stream in counted])
         scalars = [value for results in named.values() for value in results.values]
         others = [*counts, *self._units.values(), *scalars, *final.values(), *(wide_of(values) for _aggregate, values in whole.values())]
@@ -335,6 +337,7 @@ class StepAccumulator:
             metrics={key: metric for key, (_stream, _name, metric) in self._metrics.items()},
             parts=frozenset(stream.identity for stream in self.parts),
             failed=frozenset(self._failed),
+            failed_streams=frozenset(self._failed_streams),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
         )
@@ -396,6 +399,7 @@ class StepAccumulator:
         return {stream.part_key(name, part) if part else stream.keys[name]: value for part, value in parts.items()}
 
     def _give_up(self, stream: Stream) -> None:
+        self._failed_streams.add(stream.identity)
         self._failed.update(stream.keys.values())
         self._uncounted.update(stream.histogram_keys)
 
