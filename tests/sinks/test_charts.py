@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.record import Key
 from lightning_module_monitor.sinks import loggers
-from lightning_module_monitor.sinks.loggers import ZeroCounts
+from lightning_module_monitor.sinks.roll_ups import ZeroCounts
 
 COUNT = "activation/blink/nonfinite_count"
 

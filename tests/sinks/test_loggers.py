@@ -20,7 +20,7 @@ from helpers.tiny import KeepRecords, Tiny, fit, is_logged, loader, trainer
 from torch import nn
 
 from lightning_module_monitor import Alert, GradientFlow, ModuleMonitorCallback, Rule
-from lightning_module_monitor.sinks.loggers import RollUps
+from lightning_module_monitor.sinks.roll_ups import RollUps
 
 Series = dict[str, dict[int, float]]
 

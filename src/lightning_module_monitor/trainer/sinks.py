@@ -20,7 +20,8 @@ from lightning_module_monitor.record import (
 )
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import is_numbered_path_of
-from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, without_context
+from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics
+from lightning_module_monitor.sinks.roll_ups import without_context
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.trainer import strategy
 from lightning_module_monitor.trainer.context import CONTEXT
