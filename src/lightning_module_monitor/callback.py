@@ -90,8 +90,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         stages: When to monitor: ``train``, ``validate``, ``test``, ``predict``. A validation, test or predict loop gives
             one record of the activations of all its batches, under ``validation/...``.
         prefix: Put before every key: ``run1`` gives ``run1/...``.
-        max_logged_keys: If there are more keys, loggers get minimum, median and maximum over the sites, and one histogram of all sites
-            together; the store gets everything.
+        max_logged_keys: If there are more keys, loggers get minimum, median and maximum over the sites, one histogram of all sites
+            together, and the values by block (the children of the longest ``ModuleList`` or ``Sequential``); the store gets everything.
         max_overhead: Largest share of the training time that monitoring may take, e.g. 0.02. Beyond it steps are left out, the same on all
             ranks; ``monitor/overhead_fraction`` is the measured share. Then at most every second step is monitored, because the
             unmonitored steps are the baseline for the cost.

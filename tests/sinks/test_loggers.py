@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -310,6 +311,58 @@ def test_roll_ups_keep_what_is_asked_for_by_name(tmp_path: Path) -> None:
     assert "gradient/model.2.weight/norm" not in found
 
 
+def in_one_norm(values: Mapping[str, float], kind: str, block: str) -> float:
+    """The norm of all parameters of a block, from their norms."""
+    return math.hypot(*(value for key, value in values.items() if re.fullmatch(rf"{kind}/{block}\.[^/]+/norm", key)))
+
+
+class Deep(Tiny):
+    """Three blocks of two layers each between a first and a last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)]
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(*blocks), nn.Linear(8, 3))
+
+
+def test_values_by_block_stay_beside_roll_ups(tmp_path: Path) -> None:
+    """Norms of all parameters of a block, and activations that a rule records at the block itself."""
+    rules = [
+        Rule(kinds="activation", statistics="rms", sites=".*"),
+        Rule(kinds=["parameter", "gradient"], statistics="norm", every_n_steps=2),
+    ]
+    callback = ModuleMonitorCallback(1, rules=rules, max_logged_keys=20)
+    kept = KeepRecords(callback)
+    fit(tmp_path, [callback, kept], Deep, logger=MAKE["tensorboard"](tmp_path), max_steps=3)
+    found = {key: by_step for key, by_step in read_tensorboard(tmp_path).items() if key not in LIGHTNINGS_OWN}
+    blocks = [f"model.1.{number}" for number in range(3)]
+    roll_ups = ("_min_", "_median_", "_max_")
+    sites_of = {"activation": "rms", "parameter": "norm", "gradient": "norm"}
+    expected = {f"{kind}/{site}/{name}" for kind, name in sites_of.items() for site in (*roll_ups, *blocks)}
+    assert found.keys() == expected | {"context/loss", "context/lr"}
+    for block in blocks:
+        assert found[f"activation/{block}/rms"].keys() == {0, 1, 2}
+        for kind in ("parameter", "gradient"):
+            norms = {record.step: in_one_norm(record.values, kind, block) for record in kept.records if record.step % 2 == 0}
+            assert found[f"{kind}/{block}/norm"] == pytest.approx(norms, rel=1e-6)
+    assert found["activation/_max_/rms"][1] == pytest.approx(
+        max(value for key, value in kept.records[1].values.items() if "activation/" in key)
+    )
+    norms = [value for key, value in kept.records[0].values.items() if re.fullmatch(r"gradient/.*(weight|bias)/norm", key)]
+    assert found["gradient/_max_/norm"][0] == pytest.approx(max(norms), rel=1e-6), "a total is no site"
+
+
+@pytest.mark.parametrize("max_logged_keys", [2, 500])
+def test_values_by_block_are_recorded_only_beside_roll_ups_and_if_they_are_few(max_logged_keys: int, tmp_path: Path) -> None:
+    """Neither where loggers get every key, nor where the blocks alone have more keys than loggers get."""
+    rules = [Rule(kinds=["activation", "parameter", "gradient"], statistics="norm")]
+    callback = ModuleMonitorCallback(1, rules=rules, max_logged_keys=max_logged_keys)
+    fit(tmp_path, [callback], Deep, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=1)
+    assert callback.last_record is not None
+    assert not [key for key in callback.last_record.values if re.fullmatch(r"(parameter|gradient)/model\.1\.\d/norm", key)]
+    assert ("activation/model.1.0/norm" in read_csv(tmp_path)) is (max_logged_keys == 500)
+
+
 def test_roll_ups_keep_a_summary_as_it_is(tmp_path: Path) -> None:
     """A summary is logged as it is; its transitions are rolled up."""
     kept, found = with_roll_ups(tmp_path, gradient_flow=GradientFlow(blocks="model"))
@@ -367,7 +420,8 @@ def test_columns_are_the_same_at_every_step(tmp_path: Path) -> None:
     assert counts == [4, 3, 4, 3]  # with _root_'s and model's outputs absent
     found = read_csv(tmp_path)
     columns = {key for key in found if "/" in key}
-    assert columns == {"context/loss", "context/lr", *(f"activation/{site}/rms" for site in ("_min_", "_median_", "_max_"))}
+    sites = ("_min_", "_median_", "_max_", "model.0", "model.2")  # the layers with parameters are the blocks of this model
+    assert columns == {"context/loss", "context/lr", *(f"activation/{site}/rms" for site in sites)}
     assert all(set(found[key]) == {0, 1, 2, 3} for key in columns)
 
 

@@ -339,4 +339,19 @@ def _children(name: str, by_name: Mapping[str, nn.Module]) -> list[str]:
         containers = [other for other, candidate in by_name.items() if isinstance(candidate, _HOLDS_BLOCKS)]
         expected = "expected a ModuleList, Sequential or ModuleDict of blocks, a list of names, or a pattern"
         raise ConfigError(f"gradient_flow.blocks {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
-    return [child for child in by_name if child != ROOT and (child.rpartition(".")[0] or ROOT) == name]
+    return children_of_containers(by_name, *_HOLDS_BLOCKS)[name]
+
+
+def children_of_containers(by_name: Mapping[str, nn.Module], *types: type[nn.Module]) -> dict[str, list[str]]:
+    """The names of the children of each container of some types, in the model's order.
+
+    Args:
+        by_name: Every module by each of its names, in the model's order.
+        types: Classes of containers.
+    """
+    children: dict[str, list[str]] = {name: [] for name, module in by_name.items() if isinstance(module, types)}
+    for name in by_name:
+        container = name.rpartition(".")[0] or ROOT
+        if name != ROOT and container in children:
+            children[container].append(name)
+    return children

@@ -53,6 +53,7 @@ class LoggerSink:
         messages: Logs the failure of a logger, once.
         keys: Expected keys, for TensorBoard's layout of charts.
         modules: Names of the modules of the model, by which totals are known: they are always logged, and first.
+        blocks: Names of the modules whose values are logged beside roll-ups.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class LoggerSink:
         keys: Collection[str],
         *,
         modules: Collection[str] = (),
+        blocks: Collection[str] = (),
     ) -> None:
         self._loggers = list(loggers)
         self._modules = frozenset(modules)
-        self._roll_up = RollUps(always, self._modules) if roll_up else None
+        self._roll_up = RollUps(always, self._modules, frozenset(blocks)) if roll_up else None
         self._zero_counts = ZeroCounts(always)
         self._messages = messages
         self._failed: set[int] = set()

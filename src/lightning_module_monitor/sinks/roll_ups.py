@@ -74,12 +74,13 @@ class RollUps:
     """Minimum, median and maximum over the sites, for each kind and statistic. Keys are parsed once for all records with the same keys.
 
     A NaN among the values makes all three NaN, so that it is not hidden; an undefined statistic of a finite tensor is left out.
-    Keys that match a pattern of ``always``, keys without a site, summaries and totals are kept.
+    Keys that match a pattern of ``always``, keys without a site, summaries, totals and the values at ``blocks`` are kept.
     """
 
-    def __init__(self, always: Iterable[re.Pattern[str]] = (), modules: Collection[str] = ()) -> None:
+    def __init__(self, always: Iterable[re.Pattern[str]] = (), modules: Collection[str] = (), blocks: Collection[str] = ()) -> None:
         self._always = list(always)
         self._modules = modules
+        self._blocks = blocks
         self._keys: list[str] = []
         self._kept: list[int] = []
         """Indices of the keys that are kept."""
@@ -109,7 +110,8 @@ class RollUps:
         for index, text in enumerate(keys):
             key = Key.parse(text)
             is_of_all = key.site in ("", SUMMARY_SITE) or is_total(key, self._modules)
-            if is_of_all or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in self._always):
+            is_kept = is_of_all or key.kind == OWN_KIND or key.site in self._blocks
+            if is_kept or any(pattern.fullmatch(text) for pattern in self._always):
                 self._kept.append(index)
             if not is_of_all:
                 indices_by_group[key._replace(site="")].append(index)

@@ -15,6 +15,7 @@ from lightning_module_monitor.kernels.table import warm_up
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.compiled import UNCOMPILED
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.plan.blocks import block_rules, blocks_of
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -159,11 +160,20 @@ class RunController:
         if run.options.arguments["rules"] is None and checks.clips(trainer, run.module):
             before = Rule(kinds="gradient_before_clip", per_module=ROOT_SITE, statistics="norm")
             run.model.add_rule(run.recipe.parsed(before, "rules", is_optional=True))
+        if self._sinks.rolls_up():
+            self._add_values_by_block()
         warm_up(trainer.strategy.root_device)
         if not run.recipe.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
         self._check_coordinate_check()
         self._check_keys()
+
+    def _add_values_by_block(self) -> None:
+        """Record the values that loggers get beside roll-ups."""
+        run, blocks = self._run, blocks_of(self._run.index)
+        rules = block_rules(run.recipe.rules, run.index, blocks)
+        for rule in rules if len(rules) * len(blocks) <= run.options.max_logged_keys else ():
+            run.model.add_rule(rule)
 
     def _check_coordinate_check(self) -> None:
         """Check that the model has a layer that the coordinate check knows."""
