@@ -89,8 +89,8 @@ class StoredSeries:
         with open_store(self.path) as file:
             for group in dict.fromkeys(schema.split(key)[0] for key in keys):
                 matrix = read_numbers(file, group)
-                for key, numbers, recorded in zip(matrix.keys, matrix.values.T, matrix.is_recorded.T, strict=True):
-                    by_key[key.format()] = matrix.steps[recorded], numbers[recorded]
+                for parts, numbers, recorded in zip(matrix.keys, matrix.values.T, matrix.is_recorded.T, strict=True):
+                    by_key[parts.format()] = matrix.steps[recorded], numbers[recorded]
         steps = np.unique(np.concatenate([by_key[key][0] for key in keys]))
         values = np.full((len(steps), len(keys)), np.nan)
         for column, key in enumerate(keys):
