@@ -131,7 +131,7 @@ def test_a_callback_shows_the_rules_that_the_user_gave(runs: bool, tmp_path: Pat
     rows = shown(callback).rows[1:]
     assert [name for name, _words in rows[:-2]] == ["watched by default"] * 3 + ["watched"] * 4 + ["health"]
     assert rows[0][1] == "activation: rms, abs_max, nonfinite_count, every 2 steps"
-    assert rows[2][1] == "parameter, gradient, together in _root_: norm, every 2 steps"
+    assert rows[2][1] == "parameter, gradient together, of _root_: norm, every 2 steps"
     assert rows[6][1] == "gradient of model.0.*: rms, every 2 steps"
     assert rows[7][1] == f"nonfinite: always, {len(BUILT_IN)} detectors (dead_units named), 0 alerts"
     off = ModuleMonitorCallback(rules=[{"kinds": "update", "statistics": "norm"}], health=False)

@@ -37,6 +37,7 @@ from lightning_module_monitor.plan.blocks import OF_BLOCKS
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
+from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.attention_calls import RawCall
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -159,10 +160,8 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         rules, last = [rule for rule in self.engine.recipe.rules if rule.label not in (OF_WATCHES, OF_BLOCKS)], self.storage.last_step()
         module = "no module" if self.module is None else type(self.module).__name__
         title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
-        rows = [
-            (", ".join(rule.kinds), " or ".join(site.pattern for site in rule.sites), ", ".join(rule.outputs), str(rule.schedule))
-            for rule in rules
-        ]
+        sites = [" or ".join(site.pattern for site in rule.sites) + of_modules(rule) for rule in rules]
+        rows = [(", ".join(rule.kinds), site, ", ".join(rule.outputs), str(rule.schedule)) for rule, site in zip(rules, sites, strict=True)]
         return Description(title, ("kinds", "sites", "statistics", "when"), rows)
 
     @property

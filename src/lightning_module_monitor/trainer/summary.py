@@ -15,6 +15,7 @@ from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.plan.planner import Planner
+from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.trainer.options import Options
@@ -52,9 +53,9 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
         )
         lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
     for kind in dict.fromkeys(total.kind for total in totals):
-        sites = [total.site for total in totals if total.kind == kind]
+        modules = [total.site for total in totals if total.kind == kind]
         names = dict.fromkeys(name for total in totals if total.kind == kind for name in total.outputs)
-        lines.append(f"  {kind} of all parameters of a module: {shortened(sites)} x {len(names)} ({', '.join(names)})")
+        lines.append(f"  {kind} of all parameters of a module: {shortened(modules)} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
@@ -100,8 +101,8 @@ def described(options: Options, monitor: ModuleMonitor, results: RunResults) -> 
 
 
 def _rule_in_words(rule: ParsedRule) -> str:
-    sites, modules = (" or ".join(pattern.pattern for pattern in patterns) for patterns in (rule.sites, rule.per_module))
-    where = (f" of {sites}" if sites != ".*" else "") + (f", together in {modules}" if modules else "")
+    sites = " or ".join(pattern.pattern for pattern in rule.sites)
+    where = (f" of {sites}" if sites != ".*" else "") + of_modules(rule)
     return f"{', '.join(rule.kinds)}{where}: {', '.join(rule.outputs)}, {rule.schedule}"
 
 
