@@ -197,8 +197,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     def state_key(self) -> str:
         """Differs between callbacks of one Trainer.
 
-        Before the first setup it is that of no other callback: for two of one state key a Trainer raises an error that names no option,
-        and ``setup`` raises one that names ``prefix``.
+        Before the first setup that succeeds it is that of no other callback: a Trainer with two callbacks of one state key raises an
+        error that names no option, and ``setup`` raises one that names ``prefix``.
         """
         identity = self._identity if self._was_set_up else f"{self._identity} {id(self)}"
         return f"{type(self).__name__}[{identity}]" if identity else type(self).__name__
@@ -239,9 +239,9 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         """
         if isinstance(self._prepared, ConfigError):
             raise self._prepared
-        self._was_set_up = True
         self._close()
         if not self._prepared.options.observes_run(stage):
+            self._was_set_up = True
             return
         for latest in (self._latest, *self._shared):
             latest.results = self._results
@@ -250,6 +250,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         run = Run(*self._prepared, self._results, trainer, pl_module, stage)
         self._run = RunController(run, [other.planned_keys for other in others])
         self._run.begin()
+        self._was_set_up = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All layers exist now; parameters are those that will be trained."""

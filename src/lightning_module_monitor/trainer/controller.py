@@ -128,7 +128,7 @@ class RunController:
         reference = None
         if run.is_fit:
             run.model.wrapper = run.trainer.strategy.model
-            if options.observes("validate"):
+            if options.observes("validate") and run.trainer.is_global_zero:
                 checks.check_validation(run.trainer, run.module, run.reporter)
             if self._origin is not None:
                 reference, self._origin = self._origin.make(), None

@@ -240,9 +240,10 @@ class StepController:
 
     def _check_detectors(self, record: Record) -> None:
         """Compare the detectors that the user named with the first record of training."""
-        if self._run.is_fit and not self._has_record and self._run.recipe.figure_key("errors") in record.values:
+        run = self._run
+        if not self._has_record and self._trainer.is_global_zero and run.is_fit and run.recipe.figure_key("errors") in record.values:
             self._has_record = True
-            check_detectors(self._run.planner, self._run.options.health.named, record, self._run.reporter)
+            check_detectors(run.planner, run.options.health.named, record, run.reporter)
 
     def _emit(self, record: Record | None) -> None:
         """Give a record, and the findings since the last record, to every sink, and act on the findings."""
