@@ -114,6 +114,25 @@ def test_export(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pandas.testing.assert_frame_equal(pandas.read_parquet("other.parquet"), load_store(store).to_frame(), check_dtype=False)
 
 
+@pytest.mark.parametrize("format_", ["csv", "parquet"])
+def test_export_of_several_runs(format_: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows of each run in their order, behind a column with its path; the same store twice is there once."""
+    pandas = pytest.importorskip("pandas")
+    other = write_store(Path("=other.h5"), {"loss": [1.0, 2.0]})
+    line = printed(capsys, "export", "monitor.h5", "=other.h5", "./monitor.h5", "--format", format_)
+    assert line.startswith(f"export.{format_}: {11 + 2} values, ")
+    frame = pandas.read_csv("export.csv", keep_default_na=False) if format_ == "csv" else pandas.read_parquet("export.parquet")
+    assert list(frame) == ["run", "step", "stage", "kind", "site", "statistic", "value"]
+    escaped = "'=other.h5" if format_ == "csv" else "=other.h5"
+    assert [*dict.fromkeys(frame["run"])] == ["monitor.h5", escaped]
+    for run, path in (("monitor.h5", store), (escaped, other)):
+        part = frame[frame["run"] == run].drop(columns="run").reset_index(drop=True)
+        pandas.testing.assert_frame_equal(part, load_store(path).to_frame(), check_dtype=False)
+    assert error(capsys, "export", "monitor.h5", "=other.h5", "-o", "=other.h5") == "'=other.h5' cannot be written: it is the store itself."
+    assert error(capsys, "export", "monitor.h5", "absent.h5").startswith("There is no store at 'absent.h5'")
+    assert "export-several.csv" in printed(capsys, "export", "monitor.h5", "=other.h5", "-o", "export-several.csv")
+
+
 def test_summary_prints_the_verdict(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Site and evidence of sick checks, with status 1; healthy checks; checks without data; status 0 if none is sick."""
     out = printed(capsys, "summary", "monitor.h5", status=1)

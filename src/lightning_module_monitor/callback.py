@@ -91,8 +91,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         stages: When to monitor: ``train``, ``validate``, ``test``, ``predict``. A validation, test or predict loop gives
             one record of the activations of all its batches, under ``validation/...``.
         prefix: Put before every key: ``run1`` gives ``run1/...``.
-        max_logged_keys: If there are more keys, loggers get minimum, median and maximum over the sites, and one histogram of all sites
-            together; the store gets everything.
+        max_logged_keys: If there are more keys, loggers get minimum, median and maximum over the sites, one histogram of all sites
+            together, and the values by block (the children of the longest ``ModuleList`` or ``Sequential``); the store gets everything.
         max_overhead: Largest share of the training time that monitoring may take, e.g. 0.02. Beyond it steps are left out, the same on all
             ranks; ``monitor/overhead_fraction`` is the measured share. Then at most every second step is monitored, because the
             unmonitored steps are the baseline for the cost.
@@ -140,6 +140,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             self._prepared = prepare(arguments)
         except ConfigError as error:
             self._prepared = error
+        self._was_set_up = False
         self._run: RunController | None = None
         """The run in progress, from ``setup`` to its end."""
         self._results = RunResults()
@@ -194,8 +195,13 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     @property
     def state_key(self) -> str:
-        """Differs between callbacks of one Trainer."""
-        return f"{type(self).__name__}[{self._identity}]" if self._identity else type(self).__name__
+        """Differs between callbacks of one Trainer.
+
+        Before the first setup that succeeds it is that of no other callback: a Trainer with two callbacks of one state key raises an
+        error that names no option, and ``setup`` raises one that names ``prefix``.
+        """
+        identity = self._identity if self._was_set_up else f"{self._identity} {id(self)}"
+        return f"{type(self).__name__}[{identity}]" if identity else type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs: the path of the store, the state of the alerts, and the reference."""
@@ -235,6 +241,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             raise self._prepared
         self._close()
         if not self._prepared.options.observes_run(stage):
+            self._was_set_up = True
             return
         for latest in (self._latest, *self._shared):
             latest.results = self._results
@@ -243,6 +250,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         run = Run(*self._prepared, self._results, trainer, pl_module, stage)
         self._run = RunController(run, [other.planned_keys for other in others])
         self._run.begin()
+        self._was_set_up = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All layers exist now; parameters are those that will be trained."""

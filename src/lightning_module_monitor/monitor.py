@@ -33,6 +33,8 @@ from lightning_module_monitor.engine.values import ValueMethods
 from lightning_module_monitor.errors import ConfigError, Log
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
+from lightning_module_monitor.plan.blocks import OF_BLOCKS
+from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.plan.totals import of_modules
@@ -155,7 +157,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
     # The module
 
     def _describe(self) -> Description:
-        rules, last = self.engine.recipe.rules, self.storage.last_step()
+        rules, last = [rule for rule in self.engine.recipe.rules if rule.label not in (OF_WATCHES, OF_BLOCKS)], self.storage.last_step()
         module = "no module" if self.module is None else type(self.module).__name__
         title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
         sites = [" or ".join(site.pattern for site in rule.sites) + of_modules(rule) for rule in rules]

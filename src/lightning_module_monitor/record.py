@@ -34,6 +34,9 @@ FACT_KIND = "fact"
 LOSS = "loss"
 """The name of the training loss under :data:`CONTEXT_KIND`."""
 
+LEARNING_RATE = "lr"
+"""The name of the first learning rate under :data:`CONTEXT_KIND`."""
+
 STEP_SKIPPED = "step_skipped"
 """The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
 
@@ -226,6 +229,24 @@ def is_context(key: str) -> bool:
         return False
     parts = Key.parse(key)
     return parts.kind == CONTEXT_KIND and not parts.site
+
+
+def name_of_rate(number: int) -> str:
+    """The name of a learning rate under :data:`CONTEXT_KIND`.
+
+    >>> name_of_rate(0), name_of_rate(1)
+    ('lr', 'lr_1')
+    """
+    return f"{LEARNING_RATE}_{number}" if number else LEARNING_RATE
+
+
+def is_rate(name: str) -> bool:
+    """Whether a name under :data:`CONTEXT_KIND` is that of a learning rate.
+
+    >>> is_rate("lr_1"), is_rate("lr_ratio")
+    (True, False)
+    """
+    return re.fullmatch(rf"{LEARNING_RATE}(_\d+)?", name) is not None
 
 
 UNDEFINED_BITS = 0x7FF8_756E_6465_662E

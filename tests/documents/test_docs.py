@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import pytest
 import torch
 from helpers.compiling import Net, Trained
 from helpers.documents import DOCUMENTS, ROOT, Model, documents_with, names_in_a_loop, names_in_a_trainer, quiet_trainer, snippets
-from helpers.lightning_package import CSVLogger, LightningCLI, seed_everything
+from helpers.lightning_package import CSVLogger, LightningCLI, Trainer, seed_everything
 from helpers.stores import write_store
 from helpers.training import loader, trainer
 from helpers.widths import WideMlp, gaussian_batches
@@ -108,6 +109,16 @@ def test_python_of_the_page_about_the_store() -> None:
     assert names["counts"].sum(1).tolist() == [24, 24, 24]
     assert names["counts"].shape[1] == len(names["edges"]) - 1
     assert names["not_finite"].tolist() == [[0, 0, 0]] * 3
+
+
+def test_python_of_the_page_about_loggers() -> None:
+    """The rows of the CSV file have the loss, the learning rate and the norms, at the steps that the text names."""
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    names = {"Trainer": functools.partial(Trainer, accelerator="cpu", limit_val_batches=0, **quiet), "model": Model()}
+    rows = run_page("docs/how_to/loggers.md", names | {"batches": loader(400)})["rows"]
+    assert rows["step"].tolist() == [0, 50]
+    assert rows[["context/loss", "context/lr", "gradient/model.head.weight/norm"]].notna().all(axis=None)
+    assert names["Trainer"](logger=False).log_every_n_steps == 50
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not")

@@ -343,13 +343,13 @@ def test_callback_metrics_and_progress_bar() -> None:
 
 
 def test_max_logged_keys() -> None:
-    """Loggers get roll-ups beyond it."""
+    """Loggers get roll-ups beyond it, and the values of the model's blocks, here its two layers with parameters."""
     config = write_config(every_n_steps=1, rules=[rule()], max_logged_keys=2)
     logger = f'{{class_path: {NAME}.loggers.CSVLogger, init_args: {{save_dir: logs, name: "", version: csv}}}}'
     run_cli(config, f"--trainer.logger={logger}")
     head = Path("logs/csv/metrics.csv").read_text().splitlines()[0].split(",")
     assert {column for column in head if column.startswith("activation")} == {
-        f"activation/{site}/rms" for site in ("_min_", "_median_", "_max_")
+        f"activation/{site}/rms" for site in ("_min_", "_median_", "_max_", "model.0", "model.2")
     }
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.record import Key
 from lightning_module_monitor.sinks import loggers
-from lightning_module_monitor.sinks.loggers import ZeroCounts
+from lightning_module_monitor.sinks.roll_ups import ZeroCounts
 
 COUNT = "activation/blink/nonfinite_count"
 
@@ -39,6 +39,13 @@ class Blinking(Tiny):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.blink(torch.tensor([1.0, float("inf") if self.global_step == 2 else 2.0]))
         return super().training_step(batch, batch_idx)
+
+
+def fails_on_infinity(x: Tensor) -> Tensor:
+    """A function of the user's."""
+    if not x.isfinite().all():
+        raise ValueError("infinite")
+    return x.sum()
 
 
 def events_of(root: Path, **guidance: int) -> Any:
@@ -81,7 +88,18 @@ def test_counts_of_zero_are_not_logged(tmp_path: Path) -> None:
         rows = [row for row in csv.DictReader(file) if row["parameter/model.0.weight/norm"]]
     assert [key for key in rows[0] if key.endswith("/nonfinite_count")] == [COUNT]
     assert [row[COUNT] for row in rows] == ["", "", "1.0", "0.0", "0.0", "0.0"]
-    assert all(row["activation/model.0/rms"] and row["monitor/errors"] for row in rows)
+    assert all(row["activation/model.0/rms"] for row in rows)
+    assert "monitor/errors" not in rows[0]
+
+
+def test_errors_are_logged_once_there_are_any(tmp_path: Path) -> None:
+    """The number of errors has a column from the first error on, returns to 0, and is always in the store."""
+    rule = Rule(kinds="activation", sites="blink", functions={"finite": fails_on_infinity})
+    fit(tmp_path, [ModuleMonitorCallback(1, rules=[rule])], Blinking, logger=CSVLogger(tmp_path, name="", version="csv"))
+    assert load_store(tmp_path)["monitor/errors"][1].tolist() == [0, 0, 1, 0, 0, 0]
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["context/loss"]]
+    assert [row["monitor/errors"] for row in rows] == ["", "", "1.0", "0.0", "0.0", "0.0"]
 
 
 def test_a_count_that_was_asked_for_by_name_is_logged(tmp_path: Path) -> None:
@@ -93,13 +111,13 @@ def test_a_count_that_was_asked_for_by_name_is_logged(tmp_path: Path) -> None:
     assert found == ["activation/model.0/nonfinite_count"]
 
 
-def test_only_counts_of_elements_that_are_not_finite_are_left_out() -> None:
+def test_only_counts_of_errors_and_of_elements_that_are_not_finite_are_left_out() -> None:
     """A zero of another statistic is kept; a NaN is not zero."""
     counts = ZeroCounts()
     for number in (float("nan"), 0.0):
-        values = {"a/x/nonfinite_count": 0.0, "a/y/nonfinite_count": number, "a/x/rms": 0.0, "monitor/errors": 0.0}
+        values = {"a/x/nonfinite_count": 0.0, "a/y/nonfinite_count": number, "a/x/rms": 0.0, "run/validation/monitor/errors": 0.0}
         counts.drop_from(values)
-        assert list(values) == ["a/y/nonfinite_count", "a/x/rms", "monitor/errors"]
+        assert list(values) == ["a/y/nonfinite_count", "a/x/rms"]
 
 
 # Charts

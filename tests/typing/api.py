@@ -178,6 +178,7 @@ def drawn(path: str) -> list[Axes]:
         plot.profile("gradient", "norm", steps=[0, 100]),
         plot.profile("gradient", "norm", steps=0, sites=".*weight"),
         plot.series("loss", "monitor/errors"),
+        plot.series("gradient/.*/norm"),
         plot.histogram("gradient/fc.weight/hist", ax=heat),
         plot.attention("attention_sink", "mean", step=100),
     ]

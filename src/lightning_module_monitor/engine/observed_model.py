@@ -14,7 +14,7 @@ from lightning_module_monitor.config.rules import Capture, ParsedRule, Rule, par
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, process_ranks
 from lightning_module_monitor.distributed.shards import flat_shards_by_name, fsdp1_units
 from lightning_module_monitor.engine.step_context import StepContext
-from lightning_module_monitor.errors import ConfigError, nearest, shortened
+from lightning_module_monitor.errors import ConfigError, nearest, or_examples, shortened
 from lightning_module_monitor.health.alerts import ReplicaAlert
 from lightning_module_monitor.model.compiled import Uncompiled, compiled_parts, num_compiled
 from lightning_module_monitor.model.names import ROOT, ModelIndex
@@ -268,7 +268,7 @@ class ObservedModel:
             what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
             names = [known.name for known in self.index.modules]
             which = "of the reference" if is_reference else "that are watched"
-            near = nearest(module, names) if isinstance(module, str) else ""
+            near = or_examples(nearest(module, names), names) if isinstance(module, str) else "."
             raise ValueError(f"{what} is none of the {len(names)} modules {which}{near}")
         if site is None or context.accumulator.is_lost:  # it is excluded, or an error has ended the step
             return

@@ -82,6 +82,8 @@ class ParsedHealth:
     """The checked options."""
 
     nonfinite: str
+    named: tuple[str, ...]
+    """The detectors that the user named one by one."""
     recorded: tuple[str, ...]
     """The detectors that record the values they need."""
     is_off: bool
@@ -138,7 +140,8 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
     alert_rules = tuple(_parse_alert(alert, label) for label, alert in parsed.items())
     patterns = [(f"{label}.keys", pattern) for label, alert in parsed.items() for pattern in parse_patterns(alert.keys, f"{label}.keys")]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(health.nonfinite, recorded, is_off, then, alert_rules, tuple(patterns), capture_steps)
+    by_name = () if ALL in watches else named
+    return ParsedHealth(health.nonfinite, by_name, recorded, is_off, then, alert_rules, tuple(patterns), capture_steps)
 
 
 _SATURATION = ((nn.Sigmoid, saturated_sigmoid), (nn.Tanh, saturated_tanh), (nn.Softmax, saturated_softmax))

@@ -20,7 +20,9 @@ from lightning_module_monitor.record import (
     Facts,
     Key,
     ParameterFacts,
+    is_rate,
     is_total,
+    name_of_rate,
 )
 
 MIN_LOSSES = 10
@@ -102,7 +104,7 @@ class History:
             self.steps.append(step)
             self.losses.append(self._context[LOSS])
         for name, value in self._context.items():
-            if name == "lr" or (name.startswith("lr_") and name[3:].isdigit()):
+            if is_rate(name):
                 num_records, largest, first = self.rates.get(name, (0, 0.0, value))
                 self.rates[name] = num_records + 1, max(largest, value), first
         norms = [value for key, value in values.items() if key.kind == "gradient" and key.site != ROOT_SITE]
@@ -321,8 +323,3 @@ class History:
         self.rates, self.first = dict(content.get("rates", {})), dict(content.get("first", {}))
         self._moved = content.get("moved", self._moved)
         self.num_gradients, self.num_clipped = content.get("clipped", (0, 0))
-
-
-def name_of_rate(number: int) -> str:
-    """The name of a learning rate under ``context``."""
-    return f"lr_{number}" if number else "lr"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from lightning_module_monitor.config.rules import ParsedRule
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples, shortened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, names_used
 from lightning_module_monitor.model.names import (
@@ -68,7 +68,7 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     sites: Sequence[Site] = index.modules if what == "module" else index.parameters
     if not any(matches(site.aliases, rule.sites) for site in sites):
         patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in sites]
-        near = next((end for end in (nearest_pattern(pattern, names) for pattern in patterns) if end != "."), ".")
+        near = next((end for end in (nearest_pattern(pattern, names) for pattern in patterns) if end != "."), or_examples(".", names))
         raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(sites)} {what} names{near}")
     types = [kind if isinstance(kind, str) else kind.__name__ for kind in rule.types or ()]
     options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": types}
@@ -86,7 +86,8 @@ def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
     sites: list[Site] = [*index.modules, *index.parameters]
     idle = [pattern for pattern in rule.sites if not any(matches(site.aliases, (pattern,)) for site in sites)]
     names = [site.name for site in sites]
-    return [f"{pattern.pattern!r} matches none of {len(names)} names{nearest_pattern(pattern.pattern, names)}" for pattern in idle]
+    ends = {pattern.pattern: or_examples(nearest_pattern(pattern.pattern, names), names) for pattern in idle}
+    return [f"{pattern!r} matches none of {len(names)} names{end}" for pattern, end in ends.items()]
 
 
 def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:

@@ -22,7 +22,6 @@ from lightning_module_monitor.lightning_packages import LightningModule, Logger,
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     OWN_KIND,
-    ROLL_UP_SITES,
     SUMMARY_SITE,
     TRAIN,
     Finding,
@@ -30,17 +29,12 @@ from lightning_module_monitor.record import (
     Record,
     is_context,
     is_total,
-    is_undefined,
 )
+from lightning_module_monitor.sinks.roll_ups import NONFINITE_COUNT, RollUps, ZeroCounts, logged_values, summed
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 
-*_SITES, ALL = ROLL_UP_SITES
-"""The sites of roll-ups: minimum, median and maximum; and the sum of all histograms."""
-
-FINDINGS = f"{OWN_KIND}/findings"
-"""Tag of findings in loggers that log texts."""
-
-NONFINITE_COUNT = "nonfinite_count"
+FINDINGS, DIAGNOSES = f"{OWN_KIND}/findings", f"{OWN_KIND}/diagnoses"
+"""Tags of findings and of their causes in loggers that log texts."""
 
 TOTALS = "totals"
 """TensorBoard's first category of charts."""
@@ -59,6 +53,7 @@ class LoggerSink:
         messages: Logs the failure of a logger, once.
         keys: Expected keys, for TensorBoard's layout of charts.
         modules: Names of the modules of the model, by which totals are known: they are always logged, and first.
+        blocks: Names of the modules whose values are logged beside roll-ups.
     """
 
     def __init__(
@@ -70,13 +65,16 @@ class LoggerSink:
         keys: Collection[str],
         *,
         modules: Collection[str] = (),
+        blocks: Collection[str] = (),
     ) -> None:
         self._loggers = list(loggers)
         self._modules = frozenset(modules)
-        self._roll_up = RollUps(always, self._modules) if roll_up else None
+        self._roll_up = RollUps(always, self._modules, frozenset(blocks)) if roll_up else None
         self._zero_counts = ZeroCounts(always)
         self._messages = messages
         self._failed: set[int] = set()
+        self._diagnoses: list[str] = []
+        """Those that the loggers have."""
         self._without_histograms = [type(logger).__name__ for logger in loggers if not takes_histograms(logger)]
         for logger in loggers:
             with self._reporting(logger):
@@ -86,7 +84,7 @@ class LoggerSink:
         """Log a record. The failure of a logger is reported once; the next record is logged again."""
         if not self._loggers:
             return
-        values, histograms = without_context(record.values), record.histograms
+        values, histograms = logged_values(record.values), record.histograms
         if self._roll_up is not None:
             values, histograms = self._roll_up(values), summed(histograms, self._modules)
         self._zero_counts.drop_from(values)
@@ -99,6 +97,16 @@ class LoggerSink:
                     log(logger, values, histograms, record.step)
                 log_findings(logger, record.findings)
 
+    def write_diagnoses(self, diagnoses: Sequence[object], step: int) -> None:
+        """Log the causes of the findings until now, unless the loggers have them."""
+        texts = [*map(str, diagnoses)]
+        if texts == self._diagnoses:
+            return
+        self._diagnoses = texts
+        for logger in self._loggers:
+            with self._reporting(logger):
+                log_diagnoses(logger, texts, step)
+
     @contextmanager
     def _reporting(self, logger: Logger) -> Iterator[None]:
         """Report the first error of a logger."""
@@ -109,11 +117,6 @@ class LoggerSink:
                 self._failed.add(id(logger))
                 name = type(logger).__name__
                 self._messages.warning("%s did not take the monitor's values (%s: %s). Logged once.", name, type(error).__name__, error)
-
-
-def without_context(values: Mapping[str, float]) -> dict[str, float]:
-    """The values without the context of training, which Lightning logs."""
-    return {key: value for key, value in values.items() if not is_context(key)}
 
 
 def _is_tensorboard(logger: object) -> TypeGuard[Logger]:
@@ -233,82 +236,13 @@ def log_findings(logger: object, findings: Sequence[Finding]) -> None:
             logger.experiment.add_text(f"{FINDINGS}/{finding.name}", text, finding.step)
 
 
-def summed(histograms: Mapping[str, Histogram], modules: Collection[str] = ()) -> dict[str, Histogram]:
-    """The sum of the histograms of all sites, for each kind, under the site ``_all_``; and totals."""
-    sums: dict[str, Histogram] = {}
-    for text, histogram in histograms.items():
-        parts = Key.parse(text)
-        key = text if is_total(parts, modules) else parts._replace(site=ALL).format()
-        sums[key] = sums[key] + histogram if key in sums else histogram
-    return sums
-
-
-class ZeroCounts:
-    """Drops counts of non-finite elements while they are zero, unless a pattern of ``always`` matches the key.
-
-    They are a third of the activations' values under the default rules, and the store has them. After its first non-zero value a key is
-    kept, so that its chart returns to zero.
-    """
-
-    def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
-        self._always = list(always)
-        self._kept: set[str] = set()
-
-    def drop_from(self, values: dict[str, float]) -> None:
-        """Drop such values."""
-        for key in [key for key in values if key.endswith(f"/{NONFINITE_COUNT}")]:
-            if values[key] != 0 or (self._always and any(pattern.fullmatch(key) for pattern in self._always)):
-                self._kept.add(key)
-            elif key not in self._kept:
-                del values[key]
-
-
-class RollUps:
-    """Minimum, median and maximum over the sites, for each kind and statistic. Keys are parsed once for all records with the same keys.
-
-    A NaN among the values makes all three NaN, so that it is not hidden; an undefined statistic of a finite tensor is left out.
-    Keys that match a pattern of ``always``, keys without a site, summaries and totals are kept.
-    """
-
-    def __init__(self, always: Iterable[re.Pattern[str]] = (), modules: Collection[str] = ()) -> None:
-        self._always = list(always)
-        self._modules = modules
-        self._keys: list[str] = []
-        self._kept: list[int] = []
-        """Indices of the keys that are kept."""
-        self._groups: list[tuple[list[str], NDArray[np.int64]]] = []
-        """The three keys of a group, and the indices of its members."""
-
-    def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Value by key, with the sites ``_min_``, ``_median_`` and ``_max_``."""
-        keys = list(values)
-        if keys != self._keys:
-            self._read(keys)
-        numbers = np.fromiter(values.values(), np.float64, len(keys))
-        rolled = {keys[index]: float(numbers[index]) for index in self._kept}
-        for names, indices in self._groups:
-            members = numbers[indices]
-            if np.isnan(members).any():
-                members = members[~is_undefined(members)]
-            if not len(members) or np.isnan(members).any():
-                rolled.update(dict.fromkeys(names, math.nan))
-            else:
-                rolled.update(zip(names, (float(members.min()), float(np.median(members)), float(members.max())), strict=True))
-        return rolled
-
-    def _read(self, keys: list[str]) -> None:
-        self._keys, self._kept = keys, []
-        indices_by_group: defaultdict[Key, list[int]] = defaultdict(list)
-        for index, text in enumerate(keys):
-            key = Key.parse(text)
-            is_of_all = key.site in ("", SUMMARY_SITE) or is_total(key, self._modules)
-            if is_of_all or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in self._always):
-                self._kept.append(index)
-            if not is_of_all:
-                indices_by_group[key._replace(site="")].append(index)
-        self._groups = [
-            ([group._replace(site=site).format() for site in _SITES], np.array(indices)) for group, indices in indices_by_group.items()
-        ]
+def log_diagnoses(logger: object, texts: Sequence[str], step: int) -> None:
+    """Log diagnoses, if the logger logs texts."""
+    if _is_wandb(logger):
+        logger.log_text(DIAGNOSES, columns=["step", "diagnosis"], data=[[str(step), text] for text in texts])
+    elif _is_tensorboard(logger):
+        lines = [f"{number}. {text}" for number, text in enumerate(texts, 1)]  # a numbered list in Markdown
+        logger.experiment.add_text(DIAGNOSES, "\n".join(lines), step)
 
 
 def names_context(pattern: re.Pattern[str]) -> bool:

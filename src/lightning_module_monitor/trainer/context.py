@@ -14,13 +14,13 @@ from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
-from lightning_module_monitor.record import KINDS, LOSS, OWN_KIND, Facts, Key
+from lightning_module_monitor.record import KINDS, LEARNING_RATE, LOSS, OWN_KIND, Facts, Key, name_of_rate
 from lightning_module_monitor.trainer.facts import LossFacts, facts_of, first_gradient
 from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.strategy import scaler_of
 
-LEARNING_RATE, BATCH_SIZE = "lr", "batch_size"
+BATCH_SIZE = "batch_size"
 CONTEXT = {
     LOSS: "mean",
     LEARNING_RATE: "max",
@@ -41,7 +41,7 @@ class ContextNames:
         self._names: dict[str, str] = {}
         """Name in keys, by name of the module's metric."""
         num_rates = sum(len(optimizer.param_groups) for optimizer in optimizers)
-        rates = [_name_of_rate(number) for number in range(num_rates)]
+        rates = [name_of_rate(number) for number in range(num_rates)]
         expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
         model.expect_context(expected)
         for name in expected:
@@ -141,7 +141,7 @@ class MonitoredStep:
         rates = [rate for optimizer in self._trainer.optimizers for rate in self._rates[optimizer]]
         for number, rate in enumerate(rates):
             if isinstance(rate, Tensor | float | int):
-                self._run.monitor.monitor_context(_name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
+                self._run.monitor.monitor_context(name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
         # Reading the metrics converts those of the progress bar to numbers, as Lightning itself does right afterwards.
         metrics = self._trainer.callback_metrics
         for name, value in metrics.items():
@@ -155,10 +155,6 @@ class MonitoredStep:
 
     def _add(self, name: str, value: Tensor | float) -> None:
         self._run.monitor.monitor_context(name, value, CONTEXT[name])
-
-
-def _name_of_rate(number: int) -> str:
-    return f"{LEARNING_RATE}_{number}" if number else LEARNING_RATE
 
 
 def _is_ours(name: str) -> bool:

@@ -15,6 +15,7 @@ from lightning_module_monitor.kernels.table import warm_up
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.compiled import UNCOMPILED
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.plan.blocks import block_rules, blocks_of
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -127,6 +128,8 @@ class RunController:
         reference = None
         if run.is_fit:
             run.model.wrapper = run.trainer.strategy.model
+            if options.observes("validate") and run.trainer.is_global_zero:
+                checks.check_validation(run.trainer, run.module, run.reporter)
             if self._origin is not None:
                 reference, self._origin = self._origin.make(), None
             if not options.dry_run:
@@ -157,11 +160,20 @@ class RunController:
         if run.options.arguments["rules"] is None and (checks.clips(trainer, run.module) or "gradient" in left_out):
             before = Rule(kinds="gradient_before_clip", per_module=ROOT_SITE, statistics="norm")
             run.model.add_rule(run.recipe.parsed(before, "rules", is_optional=True))
+        if self._sinks.rolls_up():
+            self._add_values_by_block()
         warm_up(trainer.strategy.root_device)
         if not run.recipe.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
         self._check_coordinate_check()
         self._check_keys()
+
+    def _add_values_by_block(self) -> None:
+        """Record the values that loggers get beside roll-ups."""
+        run, blocks = self._run, blocks_of(self._run.index)
+        rules = block_rules(run.recipe.rules, run.index, blocks)
+        for rule in rules if len(rules) * len(blocks) <= run.options.max_logged_keys else ():
+            run.model.add_rule(rule)
 
     def _check_coordinate_check(self) -> None:
         """Check that the model has a layer that the coordinate check knows."""
@@ -184,7 +196,8 @@ class RunController:
         for planned_keys in self._keys_of_others:
             common = {*keys, *histograms} & {*planned_keys()}
             if common:
-                raise ConfigError(f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own.")
+                remedy = "Give each callback a prefix of its own, e.g. prefix: second."
+                raise ConfigError(f"Two callbacks have the key {min(common)!r}; expected keys that differ. {remedy}")
         if run.is_fit:
             checks.check_monitored_keys(run.trainer, {*keys}, options.callback_metrics, run.reporter)
 

@@ -67,6 +67,7 @@ class HealthController:
             self._log(findings)
             for number, diagnosis in enumerate(self._run.results.diagnoses(), 1):
                 messages.warning("[monitor] Diagnosis %d: %s", number, diagnosis)
+            self._sinks.write_diagnoses()
             if self._judge.history.steps and not self.options.is_off:
                 types = {type(site.module).__name__ for site in self._run.index.modules}
                 verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+from lightning_module_monitor.config.rules import ParsedRule, as_tuple
 from lightning_module_monitor.config.schedule import ParsedSchedule
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.errors import in_bytes, shortened
+from lightning_module_monitor.health.alert_options import ParsedHealth
+from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.base import WatchedParameter
@@ -78,17 +82,34 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
 
 
 def described(options: Options, monitor: ModuleMonitor, results: RunResults) -> Description:
-    """The rules, the store and the findings of a callback, for the prompt and a notebook."""
-    rules, findings, store, record = monitor.engine.recipe.rules, results.findings, results.store_path, results.last_record
+    """The rules, the health, the store and the findings of a callback, for the prompt and a notebook."""
+    rules = [rule for rule in monitor.engine.own_recipe.rules if rule.label != OF_WATCHES]
+    findings, store, record = results.findings, results.store_path, results.last_record
     last = "none" if record is None else f"of step {record.step}: {counted(len(record.values), 'value')}"
+    is_default = options.arguments["rules"] is None
+    defaults = [rule for rule in rules if is_default and rule.is_optional and rule.label.startswith("rules")]
     rows = [
-        *(("watched", f"{', '.join(rule.kinds)}{of_modules(rule)}: {', '.join(rule.outputs)}, {rule.schedule}") for rule in rules),
+        *(("watched by default" if rule in defaults else "watched", _rule_in_words(rule)) for rule in rules),
+        ("health", _health_in_words(options.health)),
         ("last record", last),
         ("store", store or "none"),
         *(("finding", f"step {finding.step}, {finding.name} {finding.site}: {finding.words}") for finding in findings),
     ]
-    title = f"{options.every_n_steps}, {counted(len(rules), 'rule')}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
+    given = "default rules" if is_default else counted(len(as_tuple(options.arguments["rules"])), "rule")
+    title = f"{options.every_n_steps}, {given}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
     return Description(title, ("", ""), rows)
+
+
+def _rule_in_words(rule: ParsedRule) -> str:
+    sites = " or ".join(pattern.pattern for pattern in rule.sites)
+    where = (f" of {sites}" if sites != ".*" else "") + of_modules(rule)
+    return f"{', '.join(rule.kinds)}{where}: {', '.join(rule.outputs)}, {rule.schedule}"
+
+
+def _health_in_words(health: ParsedHealth) -> str:
+    detectors = "no detectors" if health.is_off else counted(len(BUILT_IN), "detector")
+    named = f" ({', '.join(health.named)} named)" if health.named and not health.is_off else ""
+    return f"nonfinite: {health.nonfinite}, {detectors}{named}, {counted(len(health.alerts), 'alert')}"
 
 
 def _num_bytes(watched: WatchedParameter) -> int:

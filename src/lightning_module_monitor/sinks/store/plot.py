@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
-from lightning_module_monitor.record import KINDS, Key, is_total
+from lightning_module_monitor.record import CONTEXT_KIND, KINDS, LOSS, OWN_KIND, Key, is_total
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, open_store
 from lightning_module_monitor.sinks.store.schema import read_modules
@@ -27,6 +29,10 @@ POINTS_PER_ROW = 10
 MAX_COLUMN_LABELS = 10
 WIDE = 30.0
 """A magnitude gets a logarithmic scale from this ratio of its largest to its smallest non-zero value on."""
+MAX_LABELS = 3
+"""More statistics than these are not named at the axis."""
+MAX_CURVES = 20
+"""More curves than these have no legend."""
 MAX_MARKERS = 100
 """A longer curve has no markers."""
 
@@ -43,7 +49,7 @@ _UNITS = {
 """Unit by kind or statistic. Other statistics have the unknown unit of the tensor."""
 
 
-class StorePlots:
+class StorePlots(Described):
     """Draws the content of a store with matplotlib (extra ``plot``). Every method returns the axes.
 
     The argument ``ax`` has the axes to draw into; by default those of a new figure of ``matplotlib.pyplot``, which a notebook shows.
@@ -52,6 +58,29 @@ class StorePlots:
 
     def __init__(self, store: StoredSeries) -> None:
         self._store = store
+
+    def _describe(self) -> Description:
+        try:
+            calls = list(self._calls())
+        except (OSError, ValueError) as error:  # a display raises no error
+            return Description(f"{str(self._store.path)!r}, which cannot be read: {error}", (), ())
+        return Description(f"{str(self._store.path)!r}: {counted(len(calls), 'figure')}", ("store.plot",), [[call] for call in calls])
+
+    def _calls(self) -> Iterator[str]:
+        """Calls that draw what the store has."""
+        keys, modules = self._store.keys(), self._modules()
+        sited = [parts for parts in map(Key.parse, keys) if parts.site and parts.kind != OWN_KIND and not is_total(parts, modules)]
+        charts = Counter((parts.full_kind, parts.statistic) for parts in sited)
+        statistics = {kind: statistic for (kind, statistic), _num_sites in reversed(charts.most_common())}  # the one with the most sites
+        for figure in ("heatmap", "profile"):
+            yield from (f"{figure}({kind!r}, {statistic!r})" for kind, statistic in statistics.items())
+        loss = next((key for key in keys if key.endswith(f"{CONTEXT_KIND}/{LOSS}")), None)
+        for text in [*([loss] if loss else []), *(f"{kind}/.*/{statistic}" for kind, statistic in statistics.items())]:
+            yield f"series({text!r})"
+        for key in self._store.histogram_keys()[:1]:
+            yield f"histogram({key!r})"
+        for kind in [kind for kind in statistics if kind in KINDS and KINDS[kind].of_heads]:
+            yield f"attention({kind!r})"
 
     def heatmap(self, kind: str, statistic: str, *, sites: str = ".*", ax: Axes | None = None) -> Axes:
         """A statistic of a kind, sites by steps; a magnitude that spans decades has a logarithmic scale.
@@ -109,11 +138,12 @@ class StorePlots:
         """The values of keys over the steps; red crosses at the upper edge are non-finite values.
 
         Args:
-            key: One of the store's ``keys()``.
-            more: Further keys.
+            key: One of the store's ``keys()``; or a pattern (``re.fullmatch``).
+            more: Further keys and patterns.
             ax: Axes to draw into.
         """
-        keys = (key, *more)
+        matched = ([text] if text in self._store else self._store.keys(text) for text in (key, *more))
+        keys = list(dict.fromkeys(name for names in matched for name in names))
         curves = [self._store.series(name) for name in keys]
         labels = {label_of(parsed.full_kind, parsed.statistic) for parsed in map(Key.parse, keys)}
         ax = ax or new_axes()
@@ -125,8 +155,9 @@ class StorePlots:
         if spans_decades(np.concatenate([values for _steps, values in curves])):
             ax.set_yscale("log")
         ax.set_xlabel("optimizer step")
-        ax.set_ylabel(" and ".join(sorted(labels)))
-        ax.legend(fontsize=8, frameon=False)
+        ax.set_ylabel(" and ".join(sorted(labels)) if len(labels) <= MAX_LABELS else "value")
+        if len(keys) <= MAX_CURVES:
+            ax.legend(fontsize=8, frameon=False)
         ax.set_title(key if not more else f"{len(keys)} series")
         return ax
 
@@ -200,9 +231,13 @@ class StorePlots:
             raise AbsentKeyError(
                 f"sites {sites!r} matches none of {len(known)} sites with {statistic!r} of {kind!r}{nearest(sites, known)}"
             )
-        with open_store(self._store.path) as file:
-            modules = {module.name for module in read_modules(file)}
+        modules = self._modules()
         return matrix.table([column for column in columns if not is_total(matrix.keys[column], modules)] or columns)
+
+    def _modules(self) -> set[str]:
+        """The names of the modules of the model."""
+        with open_store(self._store.path) as file:
+            return {module.name for module in read_modules(file)}
 
     @staticmethod
     def _columns(table: Table, steps: int | Sequence[int] | None) -> list[int]:
