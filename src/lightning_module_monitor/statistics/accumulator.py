@@ -37,7 +37,7 @@ from lightning_module_monitor.statistics.functions import (
 from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Finisher, Flags, Layout, Numbers, Observed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Recent, dead_fraction, in_either, is_alive, memory
-from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
+from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream
 
 OnError = Callable[[Stream, str, str, Exception], None]
 """Receives what could not be computed: stream, statistic or function, of what, cause."""
@@ -152,11 +152,33 @@ class StepAccumulator:
                 self._table.add((row + OWN,), difference.tensor, stream.needs, difference.other)
             if stream.base_needs:
                 self._table.add((row + BASE,), reference, stream.base_needs)
-            if stream.is_paired:
-                self._table.add((row + CURRENT,), current, Need.SQUARES)
-                # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-                wide = torch.float64 if has_float64(current.device) else torch.float32
-                self._table.add((row + PRODUCT,), current.to(wide) * reference, Need.MEAN)
+            if "reference" in stream.compared_with:
+                self._add_product(row + OTHER, row + PRODUCT, current, reference)
+
+    def measure_comparison(self, stream: Stream, name: str, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
+        """Take what statistics need that compare a tensor with another, besides the moments of the tensor itself.
+
+        Args:
+            stream: What is recorded of it.
+            name: What the other one is: ``gradient`` or ``previous``.
+            tensor: The tensor, or this rank's part of it.
+            other: Of the same shape, on any device.
+            is_opposite: Whether minus the tensor is compared.
+
+        Raises:
+            ValueError: If their shapes differ.
+        """
+        tensor, other = strided(tensor).detach(), strided(other).detach()
+        Difference(tensor, other)  # checks the shapes
+        row, (_own, of_other, of_product) = self._row(stream), COMPARED_ROWS[name]
+        self._add_product(row + of_other, row + of_product, other.to(tensor.device), tensor, sign=-1 if is_opposite else 1)
+
+    def _add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, sign: int = 1) -> None:
+        """Take a tensor, and its product with another."""
+        self._table.add((row,), tensor, Need.SQUARES)
+        # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
+        wide = torch.float64 if has_float64(tensor.device) else torch.float32
+        self._table.add((row_of_product,), (tensor.to(wide) * other).mul_(sign), Need.MEAN)
 
     def observe_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""

@@ -18,7 +18,7 @@ from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Array, Moments
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
-from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
+from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OWN, Identity, Stream
 
 ABSENT = -1.0
 """Stands for a unit that a rank does not have: less than 0, dead, and 1, alive."""
@@ -251,7 +251,7 @@ class Finisher:
                 numbers = np.empty((len(group.parts[0]), len(group.first.statistics)))
                 parts = [Moments(*fields[:, index]) for index in group.parts]
                 for column, (name, statistic) in enumerate(group.first.statistics.items()):
-                    taken = (CURRENT, BASE, PRODUCT) if statistic.paired else (OWN, BASE) if statistic.relative else (OWN,)
+                    taken = COMPARED_ROWS.get(statistic.compared_with) or ((OWN, BASE) if statistic.relative else (OWN,))
                     try:
                         numbers[:, column] = statistic.finish(*[parts[part] for part in taken])
                     except Exception as error:  # one of the user's own
