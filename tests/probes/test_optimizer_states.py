@@ -105,9 +105,8 @@ def assert_true(records: list[Record], truths: list[Truth]) -> None:
                 value = record.values[f"{kind}/{site}/cosine_to_previous"]
                 assert value == pytest.approx(math.nan if previous is None else cosine(tensor, previous), **near)
             else:
-                tensor = tensor.double()
-                assert record.values[f"{kind}/{site}/norm"] == pytest.approx(float(tensor.norm()), rel=1e-6)
-                assert record.values[f"{kind}/{site}/mean"] == pytest.approx(float(tensor.mean()), **near)
+                assert record.values[f"{kind}/{site}/norm"] == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+                assert record.values[f"{kind}/{site}/mean"] == pytest.approx(float(tensor.double().mean()), **near)
                 assert record.values[f"{kind}/{site}/abs_max"] == pytest.approx(float(tensor.abs().max()), rel=1e-6)
                 assert record.histograms[f"{kind}/{site}/hist"].row.sum() == tensor.numel()
 
@@ -367,7 +366,8 @@ def test_states_that_are_not_floating_or_of_other_shapes_are_named_once(caplog: 
     }
     assert [record.getMessage() for record in caplog.records] == [
         "1.weight.state1, 1.bias.state1: optimizer states of dtype torch.uint8 are not recorded; only real floating ones are.",
-        "1.weight.absmax, 1.weight.history, 1.bias.absmax and 1 more: optimizer states of another shape than their parameter are not recorded.",
+        "1.weight.absmax, 1.weight.history, 1.bias.absmax and 1 more: "
+        "optimizer states of another shape than their parameter are not recorded.",
     ]
 
 

@@ -267,7 +267,7 @@ class ModelIndex:
         return self._names_of_parts[key]
 
     def part_name(self, site: str, part: str) -> str:
-        """The name of an attention head (``head_0``), of its tensor (``head_0.query``), or of a parameter's state, the same in every call."""
+        """The name of an attention head (``head_0``), of its tensor (``head_0.query``) or of a parameter's state, always the same."""
         key = (site, part)
         if key not in self._names_of_parts:
             self._names_of_parts[key] = self.namer.name(f"{site}.{part}")

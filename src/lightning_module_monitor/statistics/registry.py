@@ -154,15 +154,17 @@ def _cosine(tensor: Moments, other: Moments, product: Moments) -> Array:
 
 
 def _cosine_to_gradient(tensor: Moments, gradient: Moments, product: Moments) -> Array:
-    """The cosine of an optimizer's state ``x`` and the gradient ``g`` after the step, ``sum(x * g) / (norm(x) * norm(g))``; of an update the
-    cosine of ``-x`` and ``g``, which is 1 for plain gradient descent. From -1 to 1; undefined where a norm is 0.
+    """``sum(x * g) / (norm(x) * norm(g))`` with the gradient ``g``, from -1 to 1; undefined where a norm is 0.
+
+    Of an update with the opposite sign: 1 for plain gradient descent.
     """
     return _cosine(tensor, gradient, product)
 
 
 def _cosine_to_previous(tensor: Moments, previous: Moments, product: Moments) -> Array:
-    """The cosine of an update and that of the monitored step before, ``sum(x * p) / (norm(x) * norm(p))``, from -1 to 1; undefined in the
-    first monitored step, and where a norm is 0. A step that was skipped is passed over.
+    """``sum(x * p) / (norm(x) * norm(p))`` with the update ``p`` of the monitored step before, from -1 to 1.
+
+    Undefined in the first monitored step, and where a norm is 0. Steps that were skipped do not count.
     """
     return _cosine(tensor, previous, product)
 
