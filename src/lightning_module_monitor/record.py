@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -206,6 +206,25 @@ class Key(NamedTuple):
             fit = "/".join(map(fit_for_loggers, parts[:3]))
             raise ValueError(f"key {text!r} does not fit; expected at most three parts of letters, digits, '_', '-' and '.', e.g. {fit!r}.")
         return cls.parse(text)
+
+
+def is_total(key: Key, modules: Collection[str] = ()) -> bool:
+    """Whether a key is of all parameters inside a module together, as ``per_module`` records them: its site is no parameter.
+
+    Args:
+        key: The key.
+        modules: Names of the modules of the model, as in keys; ``_root_``, which is everything that is monitored, need not be there.
+
+    >>> (
+    ...     is_total(Key.parse("gradient/_root_/norm")),
+    ...     is_total(Key.parse("gradient/head/norm"), ["head"]),
+    ...     is_total(Key.parse("gradient/a/norm")),
+    ... )
+    (True, True, False)
+    """
+    kind = KINDS.get(key.kind)
+    site = key.site.rpartition(".")[0] if kind is not None and kind.of_states else key.site
+    return kind is not None and kind.site == "parameter" and (site == ROOT_SITE or site in modules)
 
 
 def is_context(key: str) -> bool:

@@ -62,13 +62,15 @@ RULE: Options = {
     "functions": {"spread": spread, "path": "torch.median", "made": {"class_path": "torchmetrics.MeanMetric", "init_args": {}}},
     "aggregate": "max",
     "every_n_steps": [0, 2],
+    "per_module": None,
 }
+TOTAL: Options = {"kinds": ["gradient"], "statistics": ["norm"], "per_module": ["_root_", "model.[02]"]}
 DIFFERENCES: Options = {"kinds": ["activation_difference", "parameter_difference"], "statistics": ["ratio", "cosine"]}
 OPTIONS: Options = {
     "every_n_steps": [0, 2, 3],
     "module": "model",
     "exclude": ["model.1", "nothing"],
-    "rules": [RULE, {"kinds": ["gradient", "update"], "statistics": ["norm", "rms"]}, DIFFERENCES],
+    "rules": [RULE, {"kinds": ["gradient", "update"], "statistics": ["norm", "rms"]}, DIFFERENCES, TOTAL],
     "reference": "init",
     "rcc": True,
     "save_reference": True,
@@ -99,7 +101,7 @@ OPTIONS: Options = {
 }
 """Every option, with every option inside."""
 NESTED: dict[str, tuple[type, Options]] = {
-    "rules": (Rule, RULE),
+    "rules": (Rule, RULE | {"per_module": TOTAL["per_module"]}),
     "gradient_flow": (GradientFlow, OPTIONS["gradient_flow"]),
     "capture": (Capture, OPTIONS["capture"]),
     "health": (Health, OPTIONS["health"]),
@@ -195,6 +197,7 @@ def test_a_run_is_the_same_in_any_container(container: str, tmp_path: Path) -> N
     assert {
         "run1/activation/model.0/made",
         "run1/gradient/model.0.weight/norm",
+        "run1/gradient/model.0/norm",
         "run1/gradient_flow/model.0-model.2/gain",
     } <= recorded.keys()
     configurations = []

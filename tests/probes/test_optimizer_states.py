@@ -261,6 +261,60 @@ def test_unmonitored_steps_are_passed_over() -> None:
     assert cosines == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
+def together(truth: Truth, kind: str, picked: Callable[[str], bool], row: int) -> Tensor:
+    """One flat tensor in float64 of several; zeros for one that there is not."""
+    chosen = [tensors for (known, site), tensors in truth.items() if known == kind and picked(site)]
+    return torch.cat([torch.zeros_like(one[0]).double().flatten() if one[row] is None else one[row].double().flatten() for one in chosen])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW, amsgrad", "SGD", "Lion"])
+def test_all_states_of_a_module_are_one_tensor(name: str) -> None:
+    """With per_module states have a total for each of their names, and the cosines of totals are those of the flat tensors."""
+    make, states = MADE[name]
+    model = Net()
+    rules = [
+        Rule(kinds=STATES, per_module=["_root_", "head"], statistics=["norm", "mean", "hist", "cosine_to_gradient"]),
+        Rule(kinds="update", per_module=["_root_", "head"], statistics=["ratio", "cosine_to_gradient", "cosine_to_previous"]),
+        Rule(kinds=STATES, sites="fc.*", statistics="max"),
+    ]
+    with ModuleMonitor(rules=rules, on_error="raise") as monitor:
+        records, truths = train(model, make(model), monitor)
+    for record, truth in zip(records, truths, strict=True):
+        sites = {key.split("/")[1] for key in record.values if key.startswith((STATES, "update"))}
+        modules = ("_root_", "head")
+        assert sites == {*modules, *(f"{module}.{state}" for module in (*modules, "fc.weight") for state in states)}
+        for module in modules:
+            inside = "" if module == "_root_" else f"{module}."
+            for state in states:
+                tensor, gradient = (
+                    together(
+                        truth, STATES, lambda site, inside=inside, state=state: site.startswith(inside) and site.endswith(f".{state}"), row
+                    )
+                    for row in (0, 1)
+                )
+                values = {key.rpartition("/")[2]: value for key, value in record.values.items() if f"/{module}.{state}/" in key}
+                assert values["norm"] == pytest.approx(float(tensor.norm()), rel=1e-6)
+                assert values["mean"] == pytest.approx(float(tensor.mean()), rel=1e-5, abs=1e-9)
+                assert values["cosine_to_gradient"] == pytest.approx(cosine(tensor, gradient), abs=1e-6)
+                assert record.histograms[f"{STATES}/{module}.{state}/hist"].row.sum() == len(tensor)
+            update, gradient, previous = (
+                together(truth, "update", lambda site, inside=inside: site.startswith(inside), row) for row in range(3)
+            )
+            values = {key.rpartition("/")[2]: value for key, value in record.values.items() if f"update/{module}/" in key}
+            assert values["cosine_to_gradient"] == pytest.approx(cosine(update, gradient), abs=1e-6)
+            assert values["cosine_to_previous"] == pytest.approx(cosine(update, previous), abs=1e-6, nan_ok=True)
+
+
+def test_patterns_select_the_states_of_a_total() -> None:
+    """By the names of states; a parameter that has no such state counts nothing."""
+    assert patterns(Rule(kinds=STATES, sites=".*exp_avg", per_module="_root_", statistics="norm")) == {"_root_.exp_avg/norm"}
+    assert patterns(Rule(kinds=STATES, exclude=".*exp_avg", per_module="fc", statistics="norm")) == {"fc.exp_avg_sq/norm"}
+    assert patterns(
+        Rule(kinds=STATES, sites=r"head\..*exp_avg", per_module="_root_", statistics="norm"),
+        Rule(kinds=STATES, sites=r".*_sq", per_module="_root_", statistics="max"),
+    ) == {"_root_.exp_avg/norm", "_root_.exp_avg_sq/max"}
+
+
 # Names
 
 

@@ -16,7 +16,8 @@ from torchmetrics import Metric
 from lightning_module_monitor.config.plain import PlainFields, any_hints, plain
 from lightning_module_monitor.config.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, glob_as_pattern, nearest
-from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, fit_for_loggers
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, ROOT_SITE, fit_for_loggers
 from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
 from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
 from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic, UnitStatistic
@@ -46,6 +47,8 @@ class Rule(PlainFields):
         aggregate: How the functions' results are joined over micro-batches and calls: ``mean`` (every element counts
             once), ``sum``, ``min``, ``max``, or a function (or its import path) of the concatenated results.
         every_n_steps: The rule's own schedule, instead of the monitor's.
+        per_module: Pattern or patterns of module names, for kinds of parameters: all picked parameters inside of such a module count as
+            one tensor, tied ones once, and the module's name is the site. ``_root_`` is everything that is monitored.
     """
 
     kinds: str | Sequence[str]
@@ -57,6 +60,7 @@ class Rule(PlainFields):
     functions: Mapping[str, Metric | Callable[..., Any]] = field(default_factory=dict)
     aggregate: str | Callable[[Tensor], Any] = "mean"
     every_n_steps: Schedule | None = None
+    per_module: str | Sequence[str] | None = None
 
 
 @any_hints
@@ -123,6 +127,8 @@ class ParsedRule:
     leaf_modules: bool = False
     outputs: Mapping[str, Output] = field(default_factory=dict)
     """What it records of a tensor, by name."""
+    per_module: tuple[re.Pattern[str], ...] = ()
+    """Modules whose parameters count as one tensor; empty where each parameter counts by itself."""
     is_optional: bool = False
     """Whether it may match nothing: the user has not named its sites."""
 
@@ -132,6 +138,7 @@ def default_rules() -> list[Rule]:
     return [
         Rule(kinds="activation", leaf_modules=True, statistics=["rms", "abs_max", "nonfinite_count"]),
         Rule(kinds=["parameter", "gradient"], statistics="norm"),
+        Rule(kinds=["parameter", "gradient"], per_module=ROOT_SITE, statistics="norm"),
     ]
 
 
@@ -167,6 +174,7 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
         raise ConfigError(f"{label}.kinds {has_values[0]!r} has values that are not statistics; expected a rule of its own for it.")
     if not isinstance(rule.leaf_modules, bool):
         raise ConfigError(f"{label}.leaf_modules is {rule.leaf_modules!r}; expected true or false.")
+    per_module = _parse_per_module(rule, label, kinds)
     types = None if rule.types is None else _not_empty(rule.types, f"{label}.types", "torch.nn.Linear")
     outputs = _parse_values(rule, label, kinds[0]) if has_values else _parse_outputs(rule, label, kinds)
     return ParsedRule(
@@ -178,6 +186,7 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
         leaf_modules=rule.leaf_modules,
         schedule=schedule if rule.every_n_steps is None else parse_schedule(rule.every_n_steps, f"{label}.every_n_steps"),
         outputs=outputs,
+        per_module=per_module,
     )
 
 
@@ -358,6 +367,23 @@ def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str
     if unfit:
         expected = f"expected kinds {', '.join(fit)}. Give it a rule of its own."
         raise ConfigError(f"{label}.statistics {name!r} {why.format(unfit[0])}; {expected}")
+
+
+def _parse_per_module(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    """The patterns of modules whose parameters count as one tensor, if nothing in the rule is without a total."""
+    if rule.per_module is None:
+        return ()
+    unfit = [f"kind {kind!r} is of modules" for kind in kinds if KINDS[kind].site != "parameter"]
+    known = [(name, STATISTICS.get(str(name))) for name in as_tuple(rule.statistics)]
+    unfit += [f"{name!r} is of tokens" for name, output in known if isinstance(output, Statistic) and output.needs & Need.TOKENS]
+    unfit += [f"{name!r} is of units" for name, output in known if isinstance(output, UnitStatistic)]
+    unfit += [f"{name!r} is a function" for name, output in known if callable(output)]
+    unfit += ["functions get one parameter at a time"] if rule.functions else []
+    if unfit:
+        fit = ", ".join(name for name, kind in KINDS.items() if kind.site == "parameter")
+        raise ConfigError(f"{label}.per_module: {unfit[0]}; expected kinds {fit}, and statistics of whole tensors, e.g. norm.")
+    patterns = _not_empty(rule.per_module, f"{label}.per_module", "_root_ for the whole model")
+    return parse_patterns(patterns, f"{label}.per_module")
 
 
 def _parse_values(rule: Rule, label: str, name_of_kind: str) -> dict[str, Output]:

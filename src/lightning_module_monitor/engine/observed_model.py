@@ -247,7 +247,7 @@ class ObservedModel:
         if None in tensors.values():
             fail_removed(plan.parameters, tools.accumulator)
         flat = flat_shards_by_name(tensors, model)
-        states = None if plan.states is None else StateReader(plan.states.stream, plan.states.report_idle, tools)
+        states = None if plan.states is None else StateReader(plan.states.stream, plan.states.all_totals, plan.states.report_idle, tools)
         return ParameterTap(
             plan.parameters,
             captured.parameters,

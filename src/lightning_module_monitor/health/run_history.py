@@ -10,7 +10,18 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_module_monitor.health.alerts import has_fallen
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Facts, Key, ParameterFacts
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    LOSS,
+    OWN_KIND,
+    ROOT_SITE,
+    STEP_SKIPPED,
+    TRAIN,
+    Facts,
+    Key,
+    ParameterFacts,
+    is_total,
+)
 
 MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""
@@ -94,16 +105,17 @@ class History:
             if name == "lr" or (name.startswith("lr_") and name[3:].isdigit()):
                 num_records, largest, first = self.rates.get(name, (0, 0.0, value))
                 self.rates[name] = num_records + 1, max(largest, value), first
-        norms = [value for key, value in values.items() if key.kind == "gradient"]
-        if norms or any(key.kind == "parameter" for key in values):
-            self.last = values
+        norms = [value for key, value in values.items() if key.kind == "gradient" and key.site != ROOT_SITE]
+        norm = values.get(Key("gradient", ROOT_SITE, "norm"), math.hypot(*norms))
+        if norms or norm > 0 or any(key.kind == "parameter" for key in values):
+            self.last = {key: value for key, value in values.items() if not is_total(key)}
             self._add_movement(step)
-            self.num_gradients += bool(norms)
-            self.num_clipped += 0 < self._least_clipped() <= math.hypot(*norms)
+            self.num_gradients += bool(norms) or norm > 0
+            self.num_clipped += 0 < self._least_clipped() <= norm
             if not self.first:
                 outputs = [value for key, value in values.items() if key.kind == "activation"]
                 self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
-                self.first |= {"gradient": math.hypot(*norms), **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
+                self.first |= {"gradient": norm, **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
 
     @property
     def has_no_rate(self) -> bool:

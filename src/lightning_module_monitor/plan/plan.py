@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_module_monitor.plan.states import StateRules
@@ -20,6 +21,8 @@ class Plan:
     parameters: list[WatchedParameter]
     chain: Chain | None
     """The blocks whose gradient flow is recorded."""
+    totals: Sequence[Stream] = ()
+    """What is recorded of all parameters of a module together."""
     states: StateRules | None = None
     """The rules about states of optimizers."""
 
@@ -29,9 +32,9 @@ class Plan:
         return [watched for watched in self.modules if any(KINDS[kind].of_heads for kind in watched.streams)]
 
     def streams(self) -> list[Stream]:
-        """Every stream of a rule, modules first, in the model's order."""
+        """Every stream of a rule: totals, modules, parameters, in the model's order."""
         module_streams = [stream for watched in self.modules for stream in watched.all_streams()]
-        return module_streams + [stream for watched in self.parameters for stream in watched.all_streams()]
+        return [*self.totals, *module_streams] + [stream for watched in self.parameters for stream in watched.all_streams()]
 
     def all_streams(self) -> list[Stream]:
         """Every stream of a rule, and the streams of the gradient flow."""
@@ -63,10 +66,13 @@ class Plan:
         return [key for stream in self.expected() if not KINDS[stream.kind].has_late_sites for key in stream.histogram_keys]
 
     def expected(self) -> list[Stream]:
-        """The streams that will have values, kind by kind: a container never runs, and a frozen parameter has no gradient."""
+        """The streams that will have values, totals first, kind by kind: a container never runs, and a frozen parameter has no gradient."""
         module_streams = [
             stream for watched in self.modules for stream in watched.all_streams() if watched.site.runs or KINDS[stream.kind].of_heads
         ]
         parameter_streams = [stream for watched in self.parameters for kind, stream in watched.streams.items() if watched.site.has(kind)]
         order = {kind: position for position, kind in enumerate(KINDS)}
-        return sorted(module_streams + parameter_streams, key=lambda stream: order[stream.kind])
+        has_values = {*parameter_streams}
+        totals = [total for total in self.totals if not has_values.isdisjoint(total.members)]
+        # Totals are in this order already.
+        return [*totals, *sorted(module_streams + parameter_streams, key=lambda stream: order[stream.kind])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -17,6 +17,7 @@ from lightning_module_monitor.plan.matching import check_rule, compiled_in_words
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.plan.states import StateRules
+from lightning_module_monitor.plan.totals import Totals, check_per_module, joined
 from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.optimizer_states import STATE
@@ -57,6 +58,8 @@ class Planner:
         index = _index_of(recipe, module, compiled_parts(module) if recipe.keeps_compiled else NOT_COMPILED)
         for rule in recipe.rules:
             check_rule(rule, index, reporter, shares_input=shares_input)
+            if not rule.is_optional:
+                check_per_module(rule, index)
         for capture in recipe.captures:
             idle_kinds(capture, index)
         planner = cls(recipe, index, _chain_of(recipe, index, shares_input), reporter, has_ranks, shares_input)
@@ -72,6 +75,8 @@ class Planner:
             ConfigError: If the rule matches nothing in the model, or another rule records something else by a name that it has.
         """
         check_rule(rule, self.index, self.reporter, shares_input=self.shares_input)
+        if not rule.is_optional:
+            check_per_module(rule, self.index)
         planner = replace(self, recipe=self.recipe.with_rule(rule))
         planner.report_renamed()
         return planner
@@ -133,48 +138,44 @@ class Planner:
         index, rules = index or self.index, [*rules]
         by_site: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
         """Rules by site and kind: a module and a parameter never have one name."""
+        totals = Totals()
         for rule in rules:
             for kind in [kind for kind in rule.kinds if self._is_recorded(kind, stage)]:
-                for site in matching(rule, kind, index):
+                if rule.per_module:
+                    totals.add(rule, kind, index)
+                for site in () if rule.per_module else matching(rule, kind, index):
                     by_site[site.name][kind].append(rule)
+        shared = totals.shared()
 
         def watched(site: SiteT) -> Watched[SiteT]:
-            streams = {kind: self._stream(site, kind, rules, stage) for kind, rules in by_site[site.name].items()}
+            rules, of_totals = by_site[site.name], shared.get(site.name, {})
+            streams = {kind: self._stream(site, kind, rules[kind], stage, of_totals.get(kind, {})) for kind in {**rules, **of_totals}}
             layers = {kind: {name: stream.at(name) for name in layer_sites(site, kind)} for kind, stream in streams.items()}
             return Watched(
                 site, {kind: stream for kind, stream in streams.items() if not layers[kind]}, {k: v for k, v in layers.items() if v}
             )
 
-        return Plan(
-            [watched(site) for site in index.modules if site.name in by_site],
-            [watched(site) for site in index.parameters if site.name in by_site],
-            chain,
-            StateRules.of([rule for rule in rules if self._is_recorded(STATE, stage)], index, self.reporter),
-        )
+        modules = [watched(site) for site in index.modules if site.name in by_site]
+        parameters = [watched(site) for site in index.parameters if site.name in by_site or site.name in shared]
+        totals.plan(parameters, stage, self.recipe.prefix)
+        states = StateRules.of([rule for rule in rules if self._is_recorded(STATE, stage)], totals, parameters, index, self.reporter)
+        return Plan(modules, parameters, chain, [*totals.rules], states)
 
     def _is_recorded(self, kind: str, stage: str) -> bool:
         return kind not in self.recipe.left_out and (stage == TRAIN or KINDS[kind].in_every_stage)
 
-    def _stream(self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str) -> Stream:
-        """What rules record of a kind at a site, together.
-
-        Raises:
-            ConfigError: If two different things have one name.
-        """
-        outputs: dict[str, Output] = {}
-        for rule in rules:
-            for name, output in rule.outputs.items():
-                if outputs.setdefault(name, output) != output:
-                    why = f"another rule records something else as {name!r} of kind {kind!r} at {site.name!r}"
-                    raise ConfigError(f"{rule.label}: {why}; expected names that differ.")
+    def _stream(
+        self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str, shared: Mapping[str, Output]
+    ) -> Stream:
         return Stream(
             kind,
             site.name,
-            outputs,
+            joined(rules, kind, site.name),
             stage,
             self.recipe.prefix,
             is_compared=self.shares_input and isinstance(site, ModuleSite),
             is_replicated=self.has_ranks and isinstance(site, ParameterSite),
+            shared=shared,
         )
 
     # Keys

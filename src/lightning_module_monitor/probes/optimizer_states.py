@@ -23,6 +23,7 @@ class StateReader:
 
     Args:
         select: Returns what is recorded of a state of a parameter; ``None`` if nothing is.
+        totals: Returns the totals of all states that were selected so far.
         report_idle: Receives the names of all states at the end of a step in which there are any.
         tools: The tools of the step.
     """
@@ -30,10 +31,12 @@ class StateReader:
     def __init__(
         self,
         select: Callable[[WatchedParameter, str], Stream | None],
+        totals: Callable[[], Iterable[Stream]],
         report_idle: Callable[[Collection[str]], None],
         tools: StepTools,
     ) -> None:
         self._select = select
+        self.totals = totals
         self._report_idle = report_idle
         self._tools = tools
         self._read: set[str] = set()

@@ -330,6 +330,7 @@ class ParameterTap(Probe):
         with self.tools.reporter.guard("optimizer states", self._accumulator):
             read = [*self.states.states(optimizers, watched, has_stepped=is_skipped is False)]
             self._accumulator.measure_all(self._own([(stream, tensor) for _target, stream, tensor in read]))
+            self._accumulator.totals = self.states.totals()
             for target, stream, tensor in read:
                 with failing_alone(functools.partial(self._accumulator.fail, stream, tensor)):
                     self._compare_with_gradient(stream, target, tensor)

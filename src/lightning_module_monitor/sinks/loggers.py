@@ -29,6 +29,7 @@ from lightning_module_monitor.record import (
     Key,
     Record,
     is_context,
+    is_total,
     is_undefined,
 )
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
@@ -40,6 +41,9 @@ FINDINGS = f"{OWN_KIND}/findings"
 """Tag of findings in loggers that log texts."""
 
 NONFINITE_COUNT = "nonfinite_count"
+
+TOTALS = "totals"
+"""TensorBoard's first category of charts."""
 
 
 class LoggerSink:
@@ -54,6 +58,7 @@ class LoggerSink:
         always: Patterns of keys that are always logged.
         messages: Logs the failure of a logger, once.
         keys: Expected keys, for TensorBoard's layout of charts.
+        modules: Names of the modules of the model, by which totals are known: they are always logged, and first.
     """
 
     def __init__(
@@ -62,18 +67,20 @@ class LoggerSink:
         roll_up: bool,
         always: Sequence[re.Pattern[str]],
         messages: Log,
-        keys: Iterable[str],
+        keys: Collection[str],
+        *,
+        modules: Collection[str] = (),
     ) -> None:
         self._loggers = list(loggers)
-        self._roll_up = RollUps(always) if roll_up else None
+        self._modules = frozenset(modules)
+        self._roll_up = RollUps(always, self._modules) if roll_up else None
         self._zero_counts = ZeroCounts(always)
         self._messages = messages
         self._failed: set[int] = set()
         self._without_histograms = [type(logger).__name__ for logger in loggers if not takes_histograms(logger)]
-        charts = charts_of(keys)
         for logger in loggers:
             with self._reporting(logger):
-                lay_out(logger, charts)
+                lay_out(logger, keys, self._modules)
 
     def write(self, record: Record) -> None:
         """Log a record. The failure of a logger is reported once; the next record is logged again."""
@@ -81,7 +88,7 @@ class LoggerSink:
             return
         values, histograms = without_context(record.values), record.histograms
         if self._roll_up is not None:
-            values, histograms = self._roll_up(values), summed(histograms)
+            values, histograms = self._roll_up(values), summed(histograms, self._modules)
         self._zero_counts.drop_from(values)
         if histograms and self._without_histograms:
             names, self._without_histograms = ", ".join(self._without_histograms), []
@@ -181,26 +188,38 @@ class Chart(NamedTuple):
     """With prefix and stage."""
     statistic: str
 
-    def pattern(self, prefix: str) -> str:
-        """A regular expression for the keys, after the prefix of a logger."""
-        return f"^{re.escape(f'{prefix}{self.kind}')}/[^/]+/{re.escape(self.statistic)}$"
+    def pattern(self, prefix: str, sites: Collection[str] = (), *, without: Collection[str] = ()) -> str:
+        """A regular expression for the keys, after the prefix of a logger: of some sites, or of all but some."""
+        names, others = ("|".join(map(re.escape, group)) for group in (sites, without))
+        site = f"({names})" if sites else f"(?!({others})/)[^/]+" if without else "[^/]+"
+        return f"^{re.escape(f'{prefix}{self.kind}')}/{site}/{re.escape(self.statistic)}$"
 
 
-def charts_of(keys: Iterable[str]) -> Counter[Chart]:
-    """The charts of keys with their numbers of sites, without counts of non-finite elements, which are rarely logged."""
+def charts_of(keys: Iterable[str], modules: Collection[str] = ()) -> Counter[Chart]:
+    """The charts of keys with their numbers of sites, without counts of non-finite elements, which are rarely logged, and totals."""
+    return Counter(Chart(key.full_kind, key.statistic) for key in _drawn(keys) if not is_total(key, modules))
+
+
+def _drawn(keys: Iterable[str]) -> list[Key]:
     parsed = map(Key.parse, keys)
-    drawn = (key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT)
-    return Counter(Chart(key.full_kind, key.statistic) for key in drawn)
+    return [key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT]
 
 
-def lay_out(logger: object, charts: Collection[Chart]) -> None:
-    """Add a chart for each kind and statistic, with a line for each site, to TensorBoard's tab CUSTOM SCALARS."""
-    if _is_tensorboard(logger) and charts:
-        prefix = _key_prefix(logger)
-        layout: dict[str, dict[str, list[Any]]] = {}
-        for chart in charts:
-            layout.setdefault(chart.kind, {})[f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix)]]
-        logger.experiment.add_custom_scalars(layout)
+def lay_out(logger: object, keys: Collection[str], modules: Collection[str] = ()) -> None:
+    """Add a chart for each kind and statistic to TensorBoard's tab CUSTOM SCALARS: first those of totals, then those of sites."""
+    drawn = _drawn(keys)
+    if not _is_tensorboard(logger) or not drawn:
+        return
+    prefix, layout = _key_prefix(logger), defaultdict[str, dict[str, list[Any]]](dict)
+    totals: defaultdict[Chart, dict[str, None]] = defaultdict(dict)
+    for key in drawn:
+        if is_total(key, modules):
+            totals[Chart(key.full_kind, key.statistic)][key.site] = None
+    for chart, sites in totals.items():
+        layout[TOTALS][f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix, sites)]]
+    for chart in charts_of(keys, modules):
+        layout[chart.kind][f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix, without=totals[chart])]]
+    logger.experiment.add_custom_scalars(dict(layout))
 
 
 def log_findings(logger: object, findings: Sequence[Finding]) -> None:
@@ -214,11 +233,12 @@ def log_findings(logger: object, findings: Sequence[Finding]) -> None:
             logger.experiment.add_text(f"{FINDINGS}/{finding.name}", text, finding.step)
 
 
-def summed(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
-    """The sum of the histograms of all sites, for each kind, under the site ``_all_``."""
+def summed(histograms: Mapping[str, Histogram], modules: Collection[str] = ()) -> dict[str, Histogram]:
+    """The sum of the histograms of all sites, for each kind, under the site ``_all_``; and totals."""
     sums: dict[str, Histogram] = {}
     for text, histogram in histograms.items():
-        key = Key.parse(text)._replace(site=ALL).format()
+        parts = Key.parse(text)
+        key = text if is_total(parts, modules) else parts._replace(site=ALL).format()
         sums[key] = sums[key] + histogram if key in sums else histogram
     return sums
 
@@ -247,11 +267,12 @@ class RollUps:
     """Minimum, median and maximum over the sites, for each kind and statistic. Keys are parsed once for all records with the same keys.
 
     A NaN among the values makes all three NaN, so that it is not hidden; an undefined statistic of a finite tensor is left out.
-    Keys that match a pattern of ``always``, keys without a site, and summaries are kept.
+    Keys that match a pattern of ``always``, keys without a site, summaries and totals are kept.
     """
 
-    def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
+    def __init__(self, always: Iterable[re.Pattern[str]] = (), modules: Collection[str] = ()) -> None:
         self._always = list(always)
+        self._modules = modules
         self._keys: list[str] = []
         self._kept: list[int] = []
         """Indices of the keys that are kept."""
@@ -280,9 +301,10 @@ class RollUps:
         indices_by_group: defaultdict[Key, list[int]] = defaultdict(list)
         for index, text in enumerate(keys):
             key = Key.parse(text)
-            if key.site in ("", SUMMARY_SITE) or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in self._always):
+            is_of_all = key.site in ("", SUMMARY_SITE) or is_total(key, self._modules)
+            if is_of_all or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in self._always):
                 self._kept.append(index)
-            if key.site not in ("", SUMMARY_SITE):
+            if not is_of_all:
                 indices_by_group[key._replace(site="")].append(index)
         self._groups = [
             ([group._replace(site=site).format() for site in _SITES], np.array(indices)) for group, indices in indices_by_group.items()
@@ -317,9 +339,9 @@ _MAX_ROWS = 10_000
 _PIXELS_PER_INCH = 80
 
 
-def drawn_charts(keys: Iterable[str]) -> list[Chart]:
+def drawn_charts(keys: Iterable[str], modules: Collection[str] = ()) -> list[Chart]:
     """The chart with the most sites of each kind: pictures of all statistics would take too long."""
-    charts = charts_of(keys)
+    charts = charts_of(keys, modules)
 
     def preference(chart: Chart) -> tuple[int, int]:
         return -charts[chart], _FIRST_CHOICE.index(chart.statistic) if chart.statistic in _FIRST_CHOICE else len(_FIRST_CHOICE)
@@ -343,7 +365,8 @@ def picture(store: StoreReader, chart: Chart) -> NDArray[np.uint8]:
 def lines(store: StoreReader, chart: Chart) -> dict[str, tuple[list[int], list[float]]]:
     """Steps and finite values by site, at most so many as W&B takes, evenly spaced."""
     matrix = store.matrix(chart.kind)
-    columns = [column for column, key in enumerate(matrix.keys) if key.statistic == chart.statistic]
+    modules = {module.name for module in store.modules()}
+    columns = [column for column, key in enumerate(matrix.keys) if key.statistic == chart.statistic and not is_total(key, modules)]
     rows = slice(None, None, 1 + len(matrix.steps) * len(columns) // _MAX_ROWS)
     line_by_site = {}
     for column in columns:
@@ -395,7 +418,7 @@ class HeatMaps:
         self._drawn_step = step
         try:
             reader = load_store(store)
-            charts = drawn_charts(reader)
+            charts = drawn_charts(reader, [module.name for module in reader.modules()])
             for logger in self._loggers:
                 draw(logger, reader, charts, step)
         except Exception as error:

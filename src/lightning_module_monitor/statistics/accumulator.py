@@ -82,7 +82,10 @@ class StepAccumulator:
         """Which units of a site were alive, on their device."""
         self.parts: set[Stream] = set()
         """Streams of which this rank holds its own shard."""
+        self.totals: Iterable[Stream] = ()
+        """Totals that were not planned, of streams that were observed."""
         self._failed: set[str] = set()
+        self._failed_streams: set[Identity] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from, among those."""
         self.num_errors = 0
@@ -146,7 +149,7 @@ class StepAccumulator:
         """:meth:`observe_pair` without the functions: of tensors that are parts of what a function receives."""
         current, reference = strided(current), strided(reference)
         difference = Difference(current, reference)
-        if stream.statistics or stream.histograms:
+        if stream.statistics or stream.histograms or stream.shared:
             row = self._row(stream)
             if stream.needs:
                 self._table.add((row + OWN,), difference.tensor, stream.needs, difference.other)
@@ -217,7 +220,7 @@ class StepAccumulator:
                 moments = moments.rows(torch.tensor(measured, device=values.device))
             self._table.add_moments([self._row(streams[index]) for index in measured], moments)
         for stream, row, is_counted in zip(streams, values, counts, strict=True):
-            if stream.histograms:
+            if stream.is_counted:
                 self._table.add_counts(self._row(stream), row, is_counted)
             if stream.functions:
                 self.call_functions(stream, torch.where(is_counted, row, torch.nan))
@@ -270,7 +273,7 @@ class StepAccumulator:
         """Record NaN for all outputs of a stream."""
         self.num_errors += 1
         self._give_up(stream)
-        self._on_error(stream, ", ".join(stream.outputs), _describe(observed), error)
+        self._on_error(stream, ", ".join({**stream.outputs, **stream.shared}), _describe(observed), error)
 
     # The end of the step
 
@@ -293,6 +296,7 @@ class StepAccumulator:
         if self.is_lost:
             # No rank goes on: the one that lost the step may have nothing to go on with.
             return {}
+        layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
             self._failed.update(stream.moment_keys)
         self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
@@ -337,7 +341,7 @@ class StepAccumulator:
                     whole[key] = results.aggregate, torch.cat(results.values)
                 except Exception as error:
                     self._fail(stream, name, "its results", error)
-        counted = [stream for stream in self._rows if stream.histograms]
+        counted = [stream for stream in self._rows if stream.is_counted]
         counts = self._table.collect_counts([self._rows[stream] for stream in counted])
         scalars = [value for results in named.values() for value in results.values]
         others = [*counts, *self._units.values(), *scalars, *final.values(), *(wide_of(values) for _aggregate, values in whole.values())]
@@ -346,7 +350,12 @@ class StepAccumulator:
         sums = sum(parts(len(counted) * NUM_COUNTS) for _share in counts)
         moments = merged(shares, self._num_rows).numpy()
         return Observed(
-            streams=[*self._rows, *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())), *self._units],
+            streams=[
+                *self._rows,
+                *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())),
+                *self._units,
+                *self.totals,
+            ],
             rows=self._rows,
             moments=np.concatenate([moments, NO_MOMENTS], 1),
             counts=dict(zip((stream.identity for stream in counted), np.reshape(sums, (-1, NUM_COUNTS)), strict=True)) if counts else {},
@@ -357,6 +366,7 @@ class StepAccumulator:
             metrics={key: metric for key, (_stream, _name, metric) in self._metrics.items()},
             parts=frozenset(stream.identity for stream in self.parts),
             failed=frozenset(self._failed),
+            failed_streams=frozenset(self._failed_streams),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
         )
@@ -418,6 +428,7 @@ class StepAccumulator:
         return {stream.part_key(name, part) if part else stream.keys[name]: value for part, value in parts.items()}
 
     def _give_up(self, stream: Stream) -> None:
+        self._failed_streams.add(stream.identity)
         self._failed.update(stream.keys.values())
         self._uncounted.update(stream.histogram_keys)
 

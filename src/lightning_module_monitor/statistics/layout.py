@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,9 @@ ABSENT = -1.0
 Flags: TypeAlias = NDArray[np.float64]
 """0 or 1 for each item."""
 
+Rows: TypeAlias = NDArray[np.int64]
+"""Rows or places in a layout."""
+
 NO_MOMENTS: Array = torch.stack(tuple(Moments.empty(1))).numpy()
 """The moments of an empty tensor, shape ``(fields, 1)``."""
 
@@ -44,6 +48,7 @@ class Layout:
         with_units: Those with statistics of units.
         replicated: Those that every rank is expected to have alike.
         values: Functions and values, each with its stream and name.
+        totals: Those with members, which are merged when the numbers of all ranks are known.
     """
 
     def __init__(self, streams: Iterable[Stream] = ()) -> None:
@@ -55,6 +60,7 @@ class Layout:
         self.with_units: list[Stream] = []
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
+        self.totals: list[Stream] = []
         self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] = {}, np.zeros(0), np.full(0, -1)
         self.add(streams)
 
@@ -67,7 +73,9 @@ class Layout:
             self.streams.append(stream)
             self.first_rows.append(self.num_rows)
             self.num_rows += stream.num_rows
-            self.counted += [stream] if stream.histograms else []
+            self.counted += [stream] if stream.is_counted else []
+            self.totals += [stream] if stream.members else []
+            self.__dict__.pop("_merged", None)  # computed again
             self.with_units += [stream] if stream.units else []
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
@@ -87,6 +95,65 @@ class Layout:
                     order[first : first + stream.num_rows] = range(row, row + stream.num_rows)
             self._order = dict(rows), observed, order
         return self._order[1], self._order[2]
+
+    def merge_totals(self, numbers: Numbers) -> None:
+        """Fill in the numbers of streams with members, from those of their members, which all ranks have reduced before."""
+        if not self.totals:
+            return
+        merged = self._merged
+        parts = Moments(*torch.from_numpy(numbers.moments[:, merged.sources]))
+        numbers.moments[:, merged.rows] = torch.stack(parts.merge(merged.targets, len(merged.rows))).numpy()
+        flags = np.stack([numbers.observed, numbers.failed])[:, merged.members]
+        numbers.observed[merged.places], numbers.failed[merged.places] = np.maximum.reduceat(flags, merged.first_members, axis=1)
+        for total, members in merged.counted:
+            numbers.counts[total] = numbers.counts[members].sum(0)
+
+    @functools.cached_property
+    def _merged(self) -> _Merged:
+        # States of optimizers that no rank has observed are not here.
+        present = [(total, [member for member in total.members if member.identity in self.places]) for total in self.totals]
+        totals = [(total, members) for total, members in present if members]
+        row_pairs = [
+            (self.first_rows[self.places[member.identity]] + part, self.first_rows[self.places[total.identity]] + part)
+            for total, members in totals
+            for part in range(total.num_rows)
+            for member in members
+        ]
+        sources, targets = np.array(row_pairs).T
+        rows, index = np.unique(targets, return_inverse=True)
+        position = {stream.identity: number for number, stream in enumerate(self.counted)}
+        return _Merged(
+            sources=sources,
+            targets=torch.from_numpy(index),
+            rows=rows,
+            members=np.array([self.places[member.identity] for _total, members in totals for member in members]),
+            first_members=np.cumsum([0, *(len(members) for _total, members in totals[:-1])]),
+            places=np.array([self.places[total.identity] for total, _members in totals]),
+            counted=[
+                (position[total.identity], [position[member.identity] for member in members])
+                for total, members in totals
+                if total.is_counted
+            ],
+        )
+
+
+class _Merged(NamedTuple):
+    """The rows and flags that totals are merged from."""
+
+    sources: Rows
+    """Rows of members."""
+    targets: Tensor
+    """For each of these the number of the total's row."""
+    rows: Rows
+    """Rows of totals."""
+    members: Rows
+    """Places of the members of each total, one total after the other."""
+    first_members: Rows
+    """Where the members of each total begin."""
+    places: Rows
+    """Places of totals."""
+    counted: Sequence[tuple[int, Sequence[int]]]
+    """Positions of totals and of their members among the streams with a histogram."""
 
 
 @dataclass
@@ -166,6 +233,8 @@ class Observed:
     """Streams of which this rank holds its own shard."""
     failed: frozenset[str] = frozenset()
     """Keys of outputs that could not be computed."""
+    failed_streams: frozenset[Identity] = frozenset()
+    """Streams of which a tensor could not be measured."""
     num_errors: int = 0
     is_lost: bool = False
 
@@ -181,7 +250,7 @@ class Observed:
         return Numbers(
             moments=self.moments[:, rows],
             observed=observed,
-            failed=_flags(bool(self.failed) and not self.failed.isdisjoint(stream.moment_keys) for stream in layout.streams),
+            failed=_flags(stream.identity in self.failed_streams for stream in layout.streams),
             called=_flags(key in self.results or key in self.whole_results or key in self.metrics for key in keys),
             raised=_flags(key in self.failed for key in keys),
             units=units,

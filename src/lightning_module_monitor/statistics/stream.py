@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -39,6 +39,8 @@ class Stream:
         is_compared: Whether ranks that share their input find out whether they have the same of it, which then counts once.
         is_replicated: Whether every rank is expected to have the same of it, which then counts once.
         origin: The stream that this one is a further site of.
+        members: The streams whose tensors together count as its tensor. No probe observes it; its moments are merged from theirs.
+        shared: The outputs of streams that it is a member of: they need its moments, and have no keys here.
     """
 
     kind: str
@@ -49,6 +51,8 @@ class Stream:
     is_compared: bool = False
     is_replicated: bool = False
     origin: Stream | None = None
+    members: tuple[Stream, ...] = ()
+    shared: Mapping[str, Output] = field(default_factory=dict)
 
     @functools.cached_property
     def identity(self) -> Identity:
@@ -83,21 +87,30 @@ class Stream:
     @functools.cached_property
     def needs(self) -> int:
         """What its statistics are finished from, bits of ``Need``."""
-        needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values()), Need.NOTHING)
+        needs = functools.reduce(operator.or_, (output.needs for output in self._finished()), Need.NOTHING)
         # These distinguish parts of a tensor, which may well have the same histogram, or the same result of a function.
         compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
-        return needs | (Need.HISTOGRAM if self.histograms else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
+        return needs | (Need.HISTOGRAM if self.is_counted else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
 
     @functools.cached_property
     def base_needs(self) -> int:
         """The moments of the base that relative statistics need; 0 without such a statistic."""
-        needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values() if output.relative), 0)
+        needs = functools.reduce(operator.or_, (output.needs for output in self._finished() if output.relative), 0)
         return needs | (Need.SQUARES if "reference" in self.compared_with else 0)
 
     @functools.cached_property
     def compared_with(self) -> frozenset[str]:
-        """The names of the tensors that its statistics compare with."""
-        return frozenset(output.compared_with for output in self.statistics.values() if output.compared_with)
+        """The names of the tensors that statistics compare with."""
+        return frozenset(output.compared_with for output in self._finished() if output.compared_with)
+
+    @functools.cached_property
+    def is_counted(self) -> bool:
+        """Whether the elements of its tensors are counted by bins."""
+        return any(isinstance(output, HistogramStatistic) for output in (*self.outputs.values(), *self.shared.values()))
+
+    def _finished(self) -> Iterator[Statistic]:
+        """The statistics that its moments are needed for."""
+        return (output for output in (*self.outputs.values(), *self.shared.values()) if isinstance(output, Statistic))
 
     @functools.cached_property
     def looks_at_features(self) -> bool:

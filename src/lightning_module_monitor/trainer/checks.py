@@ -62,6 +62,11 @@ def check_manual_optimization(pl_module: LightningModule, recipe: Recipe, refere
         raise ConfigError(f"{rule}: {reason}; expected 'gradient', what the optimizer uses.")
 
 
+def clips(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Whether the Trainer clips gradients: under manual optimization the module does, at a time that is not known."""
+    return bool(trainer.gradient_clip_val) and pl_module.automatic_optimization
+
+
 def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], reporter: ErrorReporter) -> None:
     """Check that ``callback_metrics`` gives other callbacks the planned keys that they monitor.
 

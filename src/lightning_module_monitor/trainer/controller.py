@@ -18,7 +18,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import Record, is_context
+from lightning_module_monitor.record import ROOT_SITE, Record, is_context
 from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.health import HealthController
@@ -154,6 +154,9 @@ class RunController:
         if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
             run.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
         monitor.set_module(run.module)
+        if run.options.arguments["rules"] is None and checks.clips(trainer, run.module):
+            before = Rule(kinds="gradient_before_clip", per_module=ROOT_SITE, statistics="norm")
+            run.model.add_rule(run.recipe.parsed(before, "rules", is_optional=True))
         warm_up(trainer.strategy.root_device)
         if not run.recipe.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")

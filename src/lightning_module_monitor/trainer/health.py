@@ -33,7 +33,8 @@ class HealthController:
         self._trainer = run.trainer
         self.options = run.options.health
         index = run.index
-        self._judge = Judge(self.options.rules, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
+        modules = [site.name for site in index.whole.modules]
+        self._judge = Judge(self.options.rules, [*modules, *(site.name for site in index.parameters)], modules)
         run.results.history = self._judge.history
         self.nonfinite = None if self.options.nonfinite == IGNORE else NonfiniteSearch(run)
         self._details: dict[str, list[int]] = {}

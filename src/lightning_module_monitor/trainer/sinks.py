@@ -155,7 +155,8 @@ class SinksController:
     def _opened(self, record: Record) -> _OpenSinks:
         # Keys of attention's heads are not planned; the first record has as many as any later record.
         rolls_up = self._rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
-        loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, [*self.planned_keys(), *record.values])
+        keys, modules = [*self.planned_keys(), *record.values], [module.name for module in record.modules]
+        loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, keys, modules=modules)
         path = self._new_store_path() if self._options.store else None
         files = None if path is None else self._open_files(path.resolve())
         return _OpenSinks(files, loggers, HeatMaps(self._trainer.loggers, messages))

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
-from lightning_module_monitor.record import KINDS, Key
+from lightning_module_monitor.record import KINDS, Key, is_total
 from lightning_module_monitor.sinks.store.matrices import Table
-from lightning_module_monitor.sinks.store.read_access import AbsentKeyError
+from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, open_store
+from lightning_module_monitor.sinks.store.schema import read_modules
 from lightning_module_monitor.sinks.store.series import StoredSeries
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and is an extra
@@ -183,7 +184,7 @@ class StorePlots:
         return ax
 
     def _table(self, kind: str, statistic: str, sites: str) -> Table:
-        """The values of a statistic at the sites that a pattern matches."""
+        """The values of a statistic at the sites that a pattern matches; without totals, unless it matches nothing else."""
         matrix = self._store.matrix(kind)
         try:
             pattern = re.compile(sites)
@@ -199,7 +200,9 @@ class StorePlots:
             raise AbsentKeyError(
                 f"sites {sites!r} matches none of {len(known)} sites with {statistic!r} of {kind!r}{nearest(sites, known)}"
             )
-        return matrix.table(columns)
+        with open_store(self._store.path) as file:
+            modules = {module.name for module in read_modules(file)}
+        return matrix.table([column for column in columns if not is_total(matrix.keys[column], modules)] or columns)
 
     @staticmethod
     def _columns(table: Table, steps: int | Sequence[int] | None) -> list[int]:
