@@ -26,8 +26,9 @@ from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.base import Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
+from lightning_module_monitor.probes.cosines import PreviousUpdates
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
-from lightning_module_monitor.probes.optimizer_states import PreviousUpdates, StateReader
+from lightning_module_monitor.probes.optimizer_states import StateReader
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, fail_removed
 from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe, intermediate_streams
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences

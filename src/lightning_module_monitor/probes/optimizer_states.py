@@ -1,4 +1,4 @@
-"""What optimizers keep of parameters, and what is kept of updates until the next monitored step."""
+"""What optimizers keep of parameters."""
 
 from __future__ import annotations
 
@@ -117,35 +117,3 @@ def is_counter(optimizer: Optimizer, name: str) -> bool:
     kept = ((parameter, optimizer.state.get(parameter, {}).get(name)) for parameter in larger)
     is_of_larger = any(isinstance(value, Tensor) and value.shape == parameter.shape for parameter, value in kept)
     return name == "step" or (bool(larger) and not is_of_larger)
-
-
-class PreviousUpdates:
-    """The last update of every parameter that has moved, or this rank's part of it, from one monitored step to the next."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def of(self, site: str, update: Tensor) -> Tensor | None:
-        """The update before this one; ``None`` if there was none of its shape."""
-        previous = self._kept.get(site)
-        return previous if previous is not None and previous.shape == update.shape else None
-
-    def replace(self, site: str, update: Tensor, dtype: torch.dtype, is_skipped: Tensor | bool) -> None:
-        """Keep an update, unless the step was skipped: the elements of a tensor are not read here.
-
-        Args:
-            site: The name of the parameter.
-            update: It is not written into any more.
-            dtype: That of the parameter.
-            is_skipped: Not 0 in a skipped step.
-        """
-        if is_skipped is True:
-            return
-        previous, kept = self.of(site, update), update.detach().to(dtype)
-        if isinstance(is_skipped, Tensor) and previous is not None:
-            kept = torch.where(is_skipped.to(kept.device) == 0, kept, previous.to(kept.device))
-        self._kept[site] = kept
-
-    def forget_others(self, sites: Collection[str]) -> None:
-        """Release the updates of all other parameters."""
-        self._kept = {site: update for site, update in self._kept.items() if site in sites}

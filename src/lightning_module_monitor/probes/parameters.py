@@ -26,7 +26,8 @@ from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter
 from lightning_module_monitor.probes.capture import CaptureProbe
-from lightning_module_monitor.probes.optimizer_states import STATE, PreviousUpdates, StateReader
+from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
+from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -153,7 +154,7 @@ def fail_removed(watched: Sequence[WatchedParameter], accumulator: StepAccumulat
 
 _Tensors = Sequence[tuple[WatchedParameter, Tensor]]
 
-PARAMETER, DIFFERENCE, UPDATE = "parameter", "parameter_difference", "update"
+PARAMETER, DIFFERENCE, GRADIENT, UPDATE = "parameter", "parameter_difference", "gradient", "update"
 
 
 @dataclass
@@ -187,6 +188,7 @@ class ParameterTap(Probe):
         expected = expected_tensors(self.watched, self.captured, self.flat)
         self._whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
         self._accumulator = self.tools.accumulator
+        self._cosines = Cosines(self.tools, self.access.gradient, self._own_part, self.previous)
         self._captured = {(kind, target.site.name) for target in self.captured for kind in target.streams}
         known = {target.site.name for target in self.watched} if self.captured else ()
         self._sites = [*self.watched, *(Watched(target.site, {}) for target in self.captured if target.site.name not in known)]
@@ -209,12 +211,15 @@ class ParameterTap(Probe):
         read = self.access.gradient if scale is None else functools.partial(self.access.unscaled_gradient, scale=scale)
         for gradients in self._read({kind}, among, read, makes_copies=scale is not None):
             self._observe(kind, "gradients", gradients)
+        if kind == GRADIENT:
+            self._cosines.note_gradients(self.watched)
 
     def observe_updates(self, among: Among = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()) -> None:
         """Observe parameters minus their copies, release the copies, and observe what optimizers keep of the parameters.
 
         The update of a skipped step is 0, whatever else moved them. It is not known here whether a tensor is not 0.
         """
+        optimizers = [*optimizers]
         self._observe_states(among, optimizers, is_skipped)
         before = [(target, copy) for target, identity, copy in self._before.values() if among is None or identity in among]
         if not before:
@@ -239,8 +244,8 @@ class ParameterTap(Probe):
             stream = target.streams.get(UPDATE)
             if stream is not None and stream.compared_with and tensor.is_floating_point():
                 with self._failing({UPDATE}, target, tensor):
-                    self._compare_with_gradient(stream, target, tensor, is_opposite=True)
-                    self._compare_with_previous(stream, tensor, dtypes[target.site.name], is_skipped)
+                    self._cosines.compare_with_gradient(stream, target, tensor, optimizers, is_opposite=True)
+                    self._cosines.compare_with_previous(stream, tensor, dtypes[target.site.name], is_skipped)
 
     def finish(self) -> None:
         """Log which parameters are not recorded."""
@@ -322,7 +327,7 @@ class ParameterTap(Probe):
             call = functools.partial(self._accumulator.call_functions, stream)
             self._whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference.to(parameter.device)), call)
 
-    def _observe_states(self, among: Among, optimizers: Iterable[Optimizer], is_skipped: bool | Tensor) -> None:
+    def _observe_states(self, among: Among, optimizers: Sequence[Optimizer], is_skipped: bool | Tensor) -> None:
         """Measure the states that optimizers keep of some parameters, and call the user's functions with them."""
         if self.states is None:
             return
@@ -333,30 +338,12 @@ class ParameterTap(Probe):
             self._accumulator.totals = self.states.totals()
             for target, stream, tensor in read:
                 with failing_alone(functools.partial(self._accumulator.fail, stream, tensor)):
-                    self._compare_with_gradient(stream, target, tensor)
+                    self._cosines.compare_with_gradient(stream, target, tensor, optimizers)
                     if stream.functions and (is_sharded(tensor) or target.site.name in self.flat):
                         raise ValueError("it is laid out over ranks, and functions get whole tensors; expected a rule without functions")
                     if stream.functions:
                         call = functools.partial(self._accumulator.call_functions, stream)
                         self._whole_tensors.give(name_of(STATE, stream.site), [tensor], call)
-
-    def _compare_with_gradient(self, stream: Stream, target: WatchedParameter, tensor: Tensor, *, is_opposite: bool = False) -> None:
-        """Compare an update, or a state, with the gradient that the optimizer has left."""
-        parameter = target.site.tensor() if "gradient" in stream.compared_with else None
-        gradient = None if parameter is None else self.access.gradient(parameter)
-        if gradient is not None:
-            own, other = self._own_part(stream, tensor), self._own_part(stream, gradient)
-            if own is not None and other is not None:
-                self._accumulator.measure_comparison(stream, "gradient", own, other, is_opposite=is_opposite)
-
-    def _compare_with_previous(self, stream: Stream, tensor: Tensor, dtype: torch.dtype, is_skipped: bool | Tensor) -> None:
-        """Compare an update with that of the monitored step before, in whose place it is kept."""
-        own = self._own_part(stream, tensor) if "previous" in stream.compared_with else None
-        if own is not None:
-            previous = self.previous.of(stream.site, own)
-            if previous is not None:
-                self._accumulator.measure_comparison(stream, "previous", own, previous)
-            self.previous.replace(stream.site, own, dtype, is_skipped)
 
     def _own(self, pairs: Iterable[tuple[Stream, Tensor]]) -> list[tuple[Stream, Tensor]]:
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
