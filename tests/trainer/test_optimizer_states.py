@@ -239,7 +239,7 @@ def test_training_is_the_same(options: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_no_update_before(tmp_path: Path) -> None:
     """Updates are not in checkpoints: the first cosine of a resumed run is undefined. States are those of the checkpoint."""
-    checkpoint = ModelCheckpoint(every_n_train_steps=3)
+    checkpoint, other = (ModelCheckpoint(tmp_path / name, every_n_train_steps=3) for name in ("first", "resumed"))
     callback = ModuleMonitorCallback(1, rules=RULES, store=False)
     options: dict[str, Any] = {"enable_checkpointing": True, "limit_val_batches": 0}
     trainer(tmp_path, [callback, checkpoint], max_steps=3, **options).fit(Classifier("mlp"), loader(), loader(8))
@@ -249,9 +249,7 @@ def test_a_resumed_run_has_no_update_before(tmp_path: Path) -> None:
     assert "tensor(" not in str(state)
     callback = ModuleMonitorCallback(1, rules=RULES, store=False)
     records = KeepRecords(callback)
-    trainer(tmp_path, [callback, records, ModelCheckpoint(every_n_train_steps=3)], max_steps=5, **options).fit(
-        Classifier("mlp"), loader(), loader(8), ckpt_path=path
-    )
+    trainer(tmp_path, [callback, records, other], max_steps=5, **options).fit(Classifier("mlp"), loader(), loader(8), ckpt_path=path)
     assert [record.step for record in records.records] == [3, 4]
     cosines = [record.values[f"update/{WEIGHT}/cosine_to_previous"] for record in records.records]
     assert [math.isnan(value) for value in cosines] == [True, False]
