@@ -174,14 +174,15 @@ class StepAccumulator:
         tensor, other = strided(tensor).detach(), strided(other).detach()
         Difference(tensor, other)  # checks the shapes
         row, (_own, of_other, of_product) = self._row(stream), COMPARED_ROWS[name]
-        self._add_product(row + of_other, row + of_product, other.to(tensor.device), tensor, sign=-1 if is_opposite else 1)
+        self._add_product(row + of_other, row + of_product, other.to(tensor.device), tensor, is_opposite=is_opposite)
 
-    def _add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, sign: int = 1) -> None:
+    def _add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
         """Take a tensor, and its product with another."""
         self._table.add((row,), tensor, Need.SQUARES)
         # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
         wide = torch.float64 if has_float64(tensor.device) else torch.float32
-        self._table.add((row_of_product,), (tensor.to(wide) * other).mul_(sign), Need.MEAN)
+        product = tensor.to(wide, copy=True).mul_(other)
+        self._table.add((row_of_product,), product.neg_() if is_opposite else product, Need.MEAN)
 
     def observe_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""
