@@ -48,8 +48,7 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
         if KINDS[kind].of_heads:
             sites = f"heads of attention within {len(streams_of_kind)} modules, known when it runs,"
         if KINDS[kind].of_states:
-            num_parameters = sum(not stream.members for stream in streams_of_kind)
-            sites = f"states of up to {num_parameters} parameters, known after the first step,"
+            sites = f"states of up to {len(streams_of_kind)} parameters, known after the first step,"
         lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
     for kind in dict.fromkeys(total.kind for total in totals):
         sites = [total.site for total in totals if total.kind == kind]
