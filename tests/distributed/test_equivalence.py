@@ -41,7 +41,9 @@ def assert_same(whole: dict[str, Any], result: dict[str, Any], num_shares: int) 
         for key, value in record.values.items():
             expected = value * expected_factor(key, num_shares)
             # What is a difference of rounded numbers is as exact as these.
-            is_rounding = "difference" in key or "rcc" in key or key.startswith(("update", "gradient_before_clip", "gradient/", "optimizer_state"))
+            is_rounding = (
+                "difference" in key or "rcc" in key or key.startswith(("update", "gradient_before_clip", "gradient/", "optimizer_state"))
+            )
             if is_rounding and key.endswith("zero_fraction"):
                 continue
             near = 2e-5 if is_rounding else 1e-6
