@@ -379,8 +379,8 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             optimizers: The optimizers that have just stepped, for ``optimizer_state``.
         """
         if self.engine.observing_step is not None:
-            given = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
-            self.engine.observing_step.observe_updates(parameters, is_skipped=is_skipped, optimizers=given)
+            stepped = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+            self.engine.observing_step.observe_updates(parameters, is_skipped=is_skipped, optimizers=stepped)
 
     def monitor_attention(
         self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None, *, is_reference: bool = False

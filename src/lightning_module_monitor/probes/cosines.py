@@ -94,16 +94,16 @@ class Cosines:
             why = f"{names} writes into the gradients as it steps, and what it used is lost"
             self._tools.reporter.log_once(f"cosine_to_gradient: {why}: NaN is recorded. Try foreach=False.", logging.WARNING)
             return
-        own, other = self._own_part(stream, tensor), self._own_part(stream, gradient)
-        if own is not None and other is not None:
-            self._tools.accumulator.measure_comparison(stream, "gradient", own, other, is_opposite=is_opposite)
+        part, of_gradient = self._own_part(stream, tensor), self._own_part(stream, gradient)
+        if part is not None and of_gradient is not None:
+            self._tools.accumulator.measure_comparison(stream, "gradient", part, of_gradient, is_opposite=is_opposite)
 
     def compare_with_previous(self, stream: Stream, update: Tensor, dtype: torch.dtype, is_skipped: bool | Tensor) -> None:
         """Compare an update with that of the monitored step before, in whose place it is kept in a dtype."""
-        own = self._own_part(stream, update) if "previous" in stream.compared_with else None
-        if own is None:
+        part = self._own_part(stream, update) if "previous" in stream.compared_with else None
+        if part is None:
             return
-        previous = self._previous.of(stream.site, own)
+        previous = self._previous.of(stream.site, part)
         if previous is not None:
-            self._tools.accumulator.measure_comparison(stream, "previous", own, previous)
-        self._previous.replace(stream.site, own, dtype, is_skipped)
+            self._tools.accumulator.measure_comparison(stream, "previous", part, previous)
+        self._previous.replace(stream.site, part, dtype, is_skipped)

@@ -18,10 +18,9 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
-from lightning_module_monitor.kernels.elements import strided, to_host
+from lightning_module_monitor.kernels.elements import in_words, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.statistics.functions import (
     Aggregate,
     Results,
@@ -156,7 +155,7 @@ class StepAccumulator:
             if stream.base_needs:
                 self._table.add((row + BASE,), reference, stream.base_needs)
             if "reference" in stream.compared_with:
-                self._add_product(row + OTHER, row + PRODUCT, current, reference)
+                self._table.add_product(row + OTHER, row + PRODUCT, current, reference)
 
     def measure_comparison(self, stream: Stream, name: str, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
         """Take what statistics need that compare a tensor with another, besides the moments of the tensor itself.
@@ -173,16 +172,8 @@ class StepAccumulator:
         """
         tensor, other = strided(tensor).detach(), strided(other).detach()
         Difference(tensor, other)  # checks the shapes
-        row, (_own, of_other, of_product) = self._row(stream), COMPARED_ROWS[name]
-        self._add_product(row + of_other, row + of_product, other.to(tensor.device), tensor, is_opposite=is_opposite)
-
-    def _add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
-        """Take a tensor, and its product with another."""
-        self._table.add((row,), tensor, Need.SQUARES)
-        # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-        wide = torch.float64 if has_float64(tensor.device) else torch.float32
-        product = tensor.to(wide, copy=True).mul_(other)
-        self._table.add((row_of_product,), product.neg_() if is_opposite else product, Need.MEAN)
+        row, (_tensor, of_other, of_product) = self._row(stream), COMPARED_ROWS[name]
+        self._table.add_product(row + of_other, row + of_product, other.to(tensor.device), tensor, is_opposite=is_opposite)
 
     def observe_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""
@@ -248,7 +239,7 @@ class StepAccumulator:
                     else:
                         self.add_result(stream, name, function.function(*copies), tensors[0].numel())
             except Exception as error:
-                self._fail(stream, name, _describe(tensors[0]), error)
+                self._fail(stream, name, in_words(tensors[0]), error)
 
     def add_result(self, stream: Stream, name: str, result: object, num_elements: int) -> None:
         """Take a result of a function or a value: a real tensor of any shape or a number, computed from so many elements.
@@ -274,7 +265,7 @@ class StepAccumulator:
         """Record NaN for all outputs of a stream."""
         self.num_errors += 1
         self._give_up(stream)
-        self._on_error(stream, ", ".join({**stream.outputs, **stream.shared}), _describe(observed), error)
+        self._on_error(stream, ", ".join({**stream.outputs, **stream.shared}), in_words(observed), error)
 
     # The end of the step
 
@@ -454,13 +445,3 @@ def _parts_of(array: Array) -> Callable[[int], Array]:
         return array[start - num : start]
 
     return following
-
-
-def _describe(value: object) -> str:
-    """Type or shape of a value for messages; not every kind of tensor has a shape."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    try:
-        return f"tensor of shape {tuple(value.shape)}"
-    except RuntimeError:
-        return f"a {type(value).__name__} without a shape"
