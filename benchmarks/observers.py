@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
 from lightning_module_monitor.config.rules import GradientFlow, attention_rules
@@ -48,6 +49,9 @@ class Observer:
 
     def before_update(self) -> None:
         """After the backward pass, before the optimizer moves the parameters."""
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Right after the optimizer has moved the parameters."""
 
     def end(self) -> int:
         """After the update.
@@ -87,6 +91,17 @@ class Engine(Observer):
 
     def close(self) -> None:
         self.monitor.close()
+
+
+class AfterUpdate(Engine):
+    """Our engine with rules about what an optimizer has done."""
+
+    def __init__(self, model: nn.Module, rule: Rule) -> None:
+        self.monitor = ModuleMonitor(1, rules=[rule])
+        self.monitor.set_module(model)
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        self.monitor.monitor_updates(optimizers=optimizer)
 
 
 def _no_loops() -> None:

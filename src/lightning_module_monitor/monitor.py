@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_module_monitor.config.metrics import MetricMethods
 from lightning_module_monitor.config.rules import (
@@ -363,15 +364,24 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         if self.engine.observing_step is not None:
             self.engine.observing_step.observe_parameters(parameters)
 
-    def monitor_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
+    def monitor_updates(
+        self,
+        parameters: Iterable[Tensor] | None = None,
+        *,
+        is_skipped: bool | Tensor = False,
+        optimizers: Optimizer | Iterable[Optimizer] = (),
+    ) -> None:
         """Observe the change of the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
 
         Args:
             parameters: Which ones, where several optimizers have their own; all without it.
-            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them.
+            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them. A tensor,
+                shape ``()``, that is not 0 if an optimizer that skips by itself has done so, is not read on the host.
+            optimizers: The optimizers that have just stepped, for ``optimizer_state``.
         """
         if self.engine.observing_step is not None:
-            self.engine.observing_step.observe_updates(parameters, is_skipped=is_skipped)
+            stepped = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+            self.engine.observing_step.observe_updates(parameters, is_skipped=is_skipped, optimizers=stepped)
 
     def monitor_attention(
         self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None, *, is_reference: bool = False

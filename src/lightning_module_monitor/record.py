@@ -104,10 +104,14 @@ class Kind:
     """Whether it exists in loops without training, too."""
     of_heads: bool = False
     """Whether its sites are the heads of the attention within the module, which are known once it runs."""
+    of_states: bool = False
+    """Whether its sites are the states that optimizers keep of the parameter, which are known once these have stepped."""
     of_layers: bool = False
     """Whether its sites are the linear maps within the module, which the coordinate check compares with the reference's."""
     is_pair: bool = False
-    """Whether it compares two tensors, the model's and the reference's: functions get both, and there is a ``cosine``."""
+    """Whether it compares two tensors, the model's and the reference's, and functions get both."""
+    compared_with: tuple[str, ...] = ()
+    """What statistics may compare its tensors with: see :attr:`Statistic.compared_with`."""
     needs_reference: bool = False
     """Whether it requires a reference."""
     values: tuple[str, ...] = ()
@@ -116,6 +120,11 @@ class Kind:
     """Whether its tensors can be captured as they are."""
     has_units: bool = False
     """Whether its tensors have units, channels or features, as the outputs of a layer have."""
+
+    @property
+    def has_late_sites(self) -> bool:
+        """Whether its sites, and their keys, are known only after a step in which they occur."""
+        return self.of_heads or self.of_states
 
 
 KINDS = {
@@ -127,7 +136,7 @@ KINDS = {
         Kind("attention_relative_entropy", "module", in_every_stage=True, of_heads=True),
         Kind("attention_max_logit", "module", in_every_stage=True, of_heads=True),
         Kind("attention_sink", "module", in_every_stage=True, of_heads=True),
-        Kind("activation_difference", "module", is_relative=True, is_pair=True, needs_reference=True),
+        Kind("activation_difference", "module", is_relative=True, is_pair=True, compared_with=("reference",), needs_reference=True),
         Kind("rcc_effective_update", "module", of_layers=True, needs_reference=True),
         Kind("rcc_propagating_update", "module", of_layers=True, needs_reference=True),
         Kind("rcc_output", "module", of_layers=True, needs_reference=True),
@@ -137,10 +146,11 @@ KINDS = {
         Kind("rcc_operator_norm", "module", of_layers=True, needs_reference=True, values=("update", "reference")),
         Kind("rcc_alignment", "module", of_layers=True, needs_reference=True, values=("effective", "propagating")),
         Kind("parameter", "parameter", can_be_captured=True),
-        Kind("parameter_difference", "parameter", is_relative=True, is_pair=True, needs_reference=True),
+        Kind("parameter_difference", "parameter", is_relative=True, is_pair=True, compared_with=("reference",), needs_reference=True),
         Kind("gradient_before_clip", "parameter", can_be_captured=True),
         Kind("gradient", "parameter", can_be_captured=True),
-        Kind("update", "parameter", is_relative=True, can_be_captured=True),
+        Kind("update", "parameter", is_relative=True, can_be_captured=True, compared_with=("gradient", "previous")),
+        Kind("optimizer_state", "parameter", of_states=True, compared_with=("gradient",)),
     )
 }
 """Kind by name, in the order in which their keys are listed."""
@@ -216,7 +226,8 @@ def is_total(key: Key, modules: Collection[str] = ()) -> bool:
     (True, True, False)
     """
     kind = KINDS.get(key.kind)
-    return kind is not None and kind.site == "parameter" and (key.site == ROOT_SITE or key.site in modules)
+    site = key.site.rpartition(".")[0] if kind is not None and kind.of_states else key.site
+    return kind is not None and kind.site == "parameter" and (site == ROOT_SITE or site in modules)
 
 
 def is_context(key: str) -> bool:

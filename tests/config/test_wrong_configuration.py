@@ -11,7 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from helpers.lightning_package import Callback, FSDPStrategy, LightningCLI, LightningModule, ModelParallelStrategy, Trainer
+from helpers.lightning_package import (
+    Callback,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    LightningCLI,
+    LightningModule,
+    ModelParallelStrategy,
+    Trainer,
+)
 from helpers.tiny import Tiny, fit, loader, measured
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -437,6 +445,45 @@ def test_norms_of_tokens_of_sharded_parameters_are_refused(strategy: object) -> 
         check_strategy(cast("Trainer", trainer), health, recipe)
     trainer.strategy = FSDPStrategy(sharding_strategy="NO_SHARD")
     check_strategy(cast("Trainer", trainer), health, recipe)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rule", "message"),
+    [
+        (
+            FSDPStrategy(),
+            Rule(kinds="optimizer_state", functions={"own": torch.sum}),
+            r"functions 'own': under FSDPStrategy a rank has parts of the states",
+        ),
+        (
+            ModelParallelStrategy(),
+            Rule(kinds=["optimizer_state", "update"], functions={"own": torch.sum}),
+            r"functions 'own': under ModelParallelStrategy a rank has parts of the states",
+        ),
+        (
+            ModelParallelStrategy(),
+            Rule(kinds="optimizer_state", statistics="token_rms"),
+            r"statistics 'token_rms': under ModelParallelStrategy a rank has parts of the tokens",
+        ),
+        (
+            object.__new__(DeepSpeedStrategy),
+            Rule(kinds=["gradient", "optimizer_state"], statistics="norm"),
+            r"kinds 'optimizer_state': DeepSpeedStrategy keeps the states of the optimizer in parts of its own",
+        ),
+        (
+            object.__new__(DeepSpeedStrategy),
+            Rule(kinds="update", statistics=["ratio", "cosine_to_gradient"]),
+            r"statistics 'cosine_to_gradient': DeepSpeedStrategy clears gradients in its step",
+        ),
+    ],
+)
+def test_states_and_gradients_that_a_strategy_does_not_show_are_refused(strategy: object, rule: Rule, message: str) -> None:
+    """Before the first batch, by the path of the rule; a rule without them is not."""
+    health, trainer = parse_health(None, (), has_default_rules=True), SimpleNamespace(strategy=strategy, world_size=2)
+    with pytest.raises(ConfigError, match=rf"rules\[0\]\.{message}"):
+        check_strategy(cast("Trainer", trainer), health, ModuleMonitor(rules=rule).engine.recipe)
+    fine = ModuleMonitor(rules=Rule(kinds="update", statistics=["ratio", "cosine_to_previous"])).engine.recipe
+    check_strategy(cast("Trainer", trainer), health, fine)
 
 
 @pytest.mark.parametrize(

@@ -1025,6 +1025,47 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
     return scenario
 
 
+def states_of_optimizers(way: str) -> Callable[[Path], dict[str, Any]]:
+    """What an optimizer keeps, and cosines of updates and of that, per parameter and of modules; ``way`` lays parameters out."""
+
+    def scenario(folder: Path) -> dict[str, Any]:
+        states, cosines = (
+            Rule(kinds="optimizer_state", statistics=[*OF_PARTS, "cosine_to_gradient"]),
+            ["cosine_to_gradient", "cosine_to_previous"],
+        )
+        rules = [
+            states,
+            Rule(kinds="update", statistics=["ratio", *cosines]),
+            Rule(kinds="update", per_module=["_root_", ".*down"], statistics=cosines),
+            Rule(
+                kinds="optimizer_state",
+                sites=".*exp_avg",
+                per_module=["_root_", ".*down"],
+                statistics=["norm", "hist", "cosine_to_gradient"],
+            ),
+        ]
+        if way == "ddp":
+            rules.append(Rule(kinds="optimizer_state", functions={"product": second_to_last}))
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=rules, on_error="raise")
+        counts = collectives_of_steps(callback)
+        strategies = {
+            "ddp": DDPStrategy,
+            "fully_sharded": lambda: ModelParallelStrategy(WORLD, 1),
+            "flat": lambda: OwnFSDPStrategy(sharding_strategy="FULL_SHARD", **wrapping(module)),
+        }
+
+        def optimizer(self: LightningModule) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.05, eps=0.1, amsgrad=True)
+
+        with fsdp_on_a_cpu(), patch.object(Flat if way == "flat" else Laid, "configure_optimizers", optimizer):
+            module: LightningModule = Flat() if way == "flat" else Laid(fully_sharded)
+            strategy = strategies[way]() if WORLD > 1 else "auto"
+            options: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "limit_val_batches": 0}
+            return fit(folder, module, callback, even_data(RANK, WORLD), **options) | {"collectives": counts}
+
+    return scenario
+
+
 class OwnFSDPStrategy(FSDPStrategy):
     """A user's: Lightning's own class takes no CPU."""
 
@@ -1344,6 +1385,9 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "laid_out_activations": laid(laid_out_activations, 2),
     "both_ways": laid(both_ways, 2),
     "fabric_loop": fabric_loop,
+    "states_ddp": states_of_optimizers("ddp"),
+    "states_fully_sharded": states_of_optimizers("fully_sharded"),
+    "states_flat": states_of_optimizers("flat"),
 }
 
 

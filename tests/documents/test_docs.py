@@ -180,6 +180,20 @@ def test_python_of_the_page_about_width(capsys: pytest.CaptureFixture[str]) -> N
     assert printed.splitlines()[-1] == "False"
 
 
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_python_of_the_page_about_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a Trainer states, and cosines of the whole update, are recorded; the loop prints a cosine."""
+    loop = names_in_a_loop()
+    trained, by_hand = snippets("python", "docs/how_to/optimizer.md")
+    names = names_in_a_trainer()
+    exec(trained, names)  # the page is ours
+    values = names["monitor"].last_record.values
+    assert {"optimizer_state/model.head.weight.exp_avg/norm", "optimizer_state/model.head.weight.exp_avg_sq/zero_fraction"} <= values.keys()
+    assert -1 <= values["update/_root_/cosine_to_previous"] <= 1
+    exec(by_hand, loop | {"optimizer": torch.optim.AdamW(loop["model"].parameters())})
+    assert -1 <= float(capsys.readouterr().out.splitlines()[-1]) <= 1
+
+
 def test_python_of_the_page_about_raw_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     """Outputs, parameters and both gradients of the layer are listed, and the output comes back."""
     names = run_page("docs/how_to/raw_tensors.md", names_in_a_trainer())
@@ -287,6 +301,7 @@ RECORDED = {
     "docs/how_to/attention_and_gradient_flow.md": [
         {"attention_entropy/model.blocks.0.head_1/mean", "gradient_flow/model.blocks.0-model.blocks.1/gain"},
     ],
+    "docs/how_to/optimizer.md": [{"optimizer_state/model.head.weight.exp_avg/norm", "update/_root_/cosine_to_previous"}],
     "docs/how_to/raw_tensors.md": [{"gradient/model.head.weight/norm"}],
     "docs/cost.md": [{"gradient/model.head.weight/norm"}],
 }  # fmt: skip

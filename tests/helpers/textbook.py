@@ -22,7 +22,7 @@ def histogram(x: Tensor) -> Histogram:
     return Histogram(np.array([(a == -np.inf).sum(), *counts, (a == np.inf).sum(), np.isnan(a).sum()], dtype=np.int64))
 
 
-PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative and not one.paired]
+PLAIN = [name for name, one in STATISTICS.items() if isinstance(one, Statistic) and not one.relative and not one.compared_with]
 
 
 def deviations_of(flat: np.ndarray) -> np.ndarray:

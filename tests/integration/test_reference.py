@@ -622,7 +622,8 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[], Classifier], str]] = {
     "cosine of an activation": (
         {"rules": [Rule(kinds="activation", statistics="cosine")]},
         Classifier,
-        "'cosine' is of two tensors, and 'activation' is one; expected kinds activation_difference, parameter_difference",
+        "'cosine' compares with another tensor (reference), and 'activation' has none; "
+        "expected kinds activation_difference, parameter_difference",
     ),
     "functions of one and two tensors": (
         {"reference": "init", "rules": [Rule(kinds=["activation", "activation_difference"], functions={"f": torch.mean})]},

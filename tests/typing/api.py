@@ -118,6 +118,7 @@ def engine(model: nn.Module) -> Mapping[str, float]:
         monitor.monitor_gradients(parameters=model.parameters(), scale=256.0)
         monitor.monitor_parameters(model.parameters())
         monitor.monitor_updates(model.parameters(), is_skipped=True)
+        monitor.monitor_updates(optimizers=torch.optim.SGD(model.parameters()))
         record = monitor.end_step()
     return record.values if record is not None else {}
 

@@ -31,11 +31,12 @@ class Rule(PlainFields):
 
     Attributes:
         kinds: One kind or several: ``activation``, ``activation_gradient``, ``parameter``, ``gradient``,
-            ``gradient_before_clip``, ``update``, ``attention_entropy``, ``attention_relative_entropy``,
+            ``gradient_before_clip``, ``update``, ``optimizer_state``, ``attention_entropy``, ``attention_relative_entropy``,
             ``attention_max_logit``, ``attention_sink``; with a reference ``activation_difference``,
             ``parameter_difference``, and those of the coordinate check, ``rcc_...``.
-        sites: Pattern or patterns of module names, for kinds of parameters of parameter names. A pattern matches a whole name
-            (``re.fullmatch``): ``.*attn.*`` is every name with ``attn`` in it.
+        sites: Pattern or patterns of module names, for kinds of parameters of parameter names, for ``optimizer_state`` of
+            parameter names or names of states (``.*exp_avg``). A pattern matches a whole name (``re.fullmatch``): ``.*attn.*`` is every
+            name with ``attn`` in it.
         exclude: Pattern or patterns of whole names that are left out, with all that is inside of such a module.
         types: Classes, import paths of classes, or names of classes that occur in the model (``Linear``): the module (of a parameter: the
             module that owns it) must be of one of them.
@@ -353,9 +354,11 @@ def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str
     if isinstance(statistic, UnitStatistic):
         why, unfit = "is of the units of a layer, and {!r} has none", [kind for kind in kinds if not KINDS[kind].has_units]
         fit = [name for name, kind in KINDS.items() if kind.has_units]
-    elif isinstance(statistic, Statistic) and statistic.paired:
-        why, unfit = "is of two tensors, and {!r} is one", [kind for kind in kinds if not KINDS[kind].is_pair]
-        fit = [name for name, kind in KINDS.items() if kind.is_pair]
+    elif isinstance(statistic, Statistic) and statistic.compared_with:
+        compared_with = statistic.compared_with
+        why = f"compares with another tensor ({compared_with}), and {{!r}} has none"
+        unfit = [kind for kind in kinds if compared_with not in KINDS[kind].compared_with]
+        fit = [name for name, kind in KINDS.items() if compared_with in kind.compared_with]
     elif isinstance(statistic, Statistic) and statistic.relative:
         why, unfit = "is relative, and {!r} is relative to nothing", [kind for kind in kinds if not KINDS[kind].is_relative]
         fit = [name for name, kind in KINDS.items() if kind.is_relative]

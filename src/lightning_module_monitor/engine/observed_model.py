@@ -26,7 +26,9 @@ from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.base import Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
+from lightning_module_monitor.probes.cosines import PreviousUpdates
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
+from lightning_module_monitor.probes.optimizer_states import StateReader
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, fail_removed
 from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe, intermediate_streams
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
@@ -124,6 +126,7 @@ class ObservedModel:
         """State kept between steps, by stage and active rules."""
         self._units: defaultdict[str, Recent] = defaultdict(memory)
         """What units did in the last monitored steps, by key, whatever else was due in them."""
+        self._previous_updates = PreviousUpdates()
 
     @property
     def index(self) -> ModelIndex:
@@ -245,7 +248,19 @@ class ObservedModel:
         if None in tensors.values():
             fail_removed(plan.parameters, tools.accumulator)
         flat = flat_shards_by_name(tensors, model)
-        return ParameterTap(plan.parameters, captured.parameters, capture, tools, self._access, self.ranks, flat, self.reference)
+        states = None if plan.states is None else StateReader(plan.states.stream, plan.states.all_totals, plan.states.report_idle, tools)
+        return ParameterTap(
+            plan.parameters,
+            captured.parameters,
+            capture,
+            tools,
+            self._access,
+            self.ranks,
+            flat,
+            self.reference,
+            states,
+            self._previous_updates,
+        )
 
     def report_not_run(self, step: int) -> None:
         """After the first step report modules that may have run in a compiled function which nothing in the model holds."""
@@ -291,6 +306,7 @@ class ObservedModel:
         removed = self.index.forget_removed_modules()
         if removed:
             self._use(replace(self.planner))
+            self._previous_updates.forget_others({site.name for site in self.index.parameters})
             why = "what took its place is not observed, and there are no more values of it before the next fit"
             self._reporter.log_once(f"{shortened(removed)} was taken out of the model while it trains: {why}.", logging.WARNING)
 

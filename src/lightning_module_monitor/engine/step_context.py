@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_module_monitor.config.schedule import MinutesSchedule
 from lightning_module_monitor.distributed.ranks import Ranks
@@ -82,11 +83,13 @@ class StepContext:
             with self.guard("parameters"):
                 self.parameters.observe_parameters(_identities(parameters))
 
-    def observe_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
-        """Observe the updates of some parameters, or of all."""
+    def observe_updates(
+        self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()
+    ) -> None:
+        """Observe the updates of some parameters, or of all, and what optimizers keep of them."""
         if self.parameters is not None:
             with self.guard("updates"):
-                self.parameters.observe_updates(_identities(parameters), is_skipped=is_skipped)
+                self.parameters.observe_updates(_identities(parameters), is_skipped=is_skipped, optimizers=optimizers)
 
     def attention_by_hand(self) -> AttentionProbe:
         """The probe to which a model reports calls of attention; without hooks where no rule is about attention."""

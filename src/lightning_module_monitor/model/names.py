@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples, shortened
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts
 from lightning_module_monitor.model.outputs import Path, suffix
-from lightning_module_monitor.record import MAX_SITE_LENGTH, ROOT_SITE, fit_for_loggers
+from lightning_module_monitor.record import KINDS, MAX_SITE_LENGTH, ROOT_SITE, fit_for_loggers
 
 ROOT = ROOT_SITE
 _WRAPPED = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -76,7 +76,8 @@ class ParameterSite:
     def has(self, kind: str) -> bool:
         """Whether there can be values of a kind: of floating parameters, and gradients of trained ones; true before the first batch."""
         parameter = self.tensor()
-        return parameter is None or (parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient")))
+        is_of_trained = kind.startswith("gradient") or KINDS[kind].of_states
+        return parameter is None or (parameter.is_floating_point() and (parameter.requires_grad or not is_of_trained))
 
 
 def without_wrappers(name: str) -> str:
@@ -195,6 +196,7 @@ class ModelIndex:
         """The names including those inside of compiled code."""
         self.namer = Namer(format_name)
         self._format_name = format_name
+        self.exclude = exclude
         modules, parameters = self.namer.module_sites(root), self.namer.parameter_sites(root)
         outermost = root if within is None else next((site.module for site in modules if within in (*site.aliases, site.name)), None)
         if outermost is None:
@@ -265,11 +267,11 @@ class ModelIndex:
             self._names_of_parts[key] = self.namer.name(f"{site}.{suffix(path, of)}")
         return self._names_of_parts[key]
 
-    def head_name(self, site: str, head: str) -> str:
-        """The name of an attention head (``head_0``) or of its tensor (``head_0.query``), the same in every call."""
-        key = (site, head)
+    def part_name(self, site: str, part: str) -> str:
+        """The name of an attention head (``head_0``), of its tensor (``head_0.query``) or of a parameter's state, always the same."""
+        key = (site, part)
         if key not in self._names_of_parts:
-            self._names_of_parts[key] = self.namer.name(f"{site}.{head}")
+            self._names_of_parts[key] = self.namer.name(f"{site}.{part}")
         return self._names_of_parts[key]
 
     def module_site(self, module: nn.Module | str) -> ModuleSite | None:

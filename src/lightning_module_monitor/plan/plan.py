@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_module_monitor.plan.states import StateRules
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.record import KINDS
@@ -22,6 +23,8 @@ class Plan:
     """The blocks whose gradient flow is recorded."""
     totals: Sequence[Stream] = ()
     """What is recorded of all parameters of a module together."""
+    states: StateRules | None = None
+    """The rules about states of optimizers."""
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
@@ -38,7 +41,9 @@ class Plan:
         return self.streams() + ([] if self.chain is None else list(self.chain.streams))
 
     def knows_all_keys(self, kind: str = "") -> bool:
-        """Whether all keys, of a kind or of any, are known before the first step: attention and some functions have others."""
+        """Whether all keys, of a kind or of any, are known before the first step: attention, states and some functions have others."""
+        if self.states is not None and (kind == "" or (kind in KINDS and KINDS[kind].of_states)):
+            return False
         if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
             return False
         return all(stream.planned_keys == stream.number_keys for stream in self.streams() if kind in ("", stream.kind))
@@ -53,12 +58,12 @@ class Plan:
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
-        keys = [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.planned_keys]
+        keys = [key for stream in self.expected() if not KINDS[stream.kind].has_late_sites for key in stream.planned_keys]
         return keys + (self.chain.keys() if self.chain is not None else [])
 
     def histogram_keys(self) -> list[str]:
         """Every key of a histogram, kind by kind."""
-        return [key for stream in self.expected() if not KINDS[stream.kind].of_heads for key in stream.histogram_keys]
+        return [key for stream in self.expected() if not KINDS[stream.kind].has_late_sites for key in stream.histogram_keys]
 
     def expected(self) -> list[Stream]:
         """The streams that will have values, totals first, kind by kind: a container never runs, and a frozen parameter has no gradient."""

@@ -16,9 +16,11 @@ from lightning_module_monitor.model.names import ModelIndex, ModuleSite, Paramet
 from lightning_module_monitor.plan.matching import check_rule, compiled_in_words, idle_kinds, layer_sites, matching
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
+from lightning_module_monitor.plan.states import StateRules
 from lightning_module_monitor.plan.totals import Totals, check_per_module, joined
 from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
+from lightning_module_monitor.probes.optimizer_states import STATE
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
 from lightning_module_monitor.statistics.stream import Output, Stream
@@ -133,7 +135,7 @@ class Planner:
         self, rules: Iterable[ParsedRule], stage: str = TRAIN, chain: Chain | None = None, *, index: ModelIndex | None = None
     ) -> Plan:
         """What some rules record together. Outside of training there are only activations."""
-        index = index or self.index
+        index, rules = index or self.index, [*rules]
         by_site: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
         """Rules by site and kind: a module and a parameter never have one name."""
         totals = Totals()
@@ -155,7 +157,9 @@ class Planner:
 
         modules = [watched(site) for site in index.modules if site.name in by_site]
         parameters = [watched(site) for site in index.parameters if site.name in by_site or site.name in shared]
-        return Plan(modules, parameters, chain, totals.streams(parameters, stage, self.recipe.prefix))
+        totals.plan(parameters, stage, self.recipe.prefix)
+        states = StateRules.of([rule for rule in rules if self._is_recorded(STATE, stage)], totals, parameters, index, self.reporter)
+        return Plan(modules, parameters, chain, [*totals.rules], states)
 
     def _is_recorded(self, kind: str, stage: str) -> bool:
         return kind not in self.recipe.left_out and (stage == TRAIN or KINDS[kind].in_every_stage)

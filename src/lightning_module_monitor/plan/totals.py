@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -60,45 +61,50 @@ def _names_of_modules(index: ModelIndex) -> dict[str, tuple[str, ...]]:
     return {ROOT: (ROOT, ROOT), **inner}
 
 
+_Patterns = tuple[tuple[re.Pattern[str], ...], ...]
+
+
 class Totals:
     """The totals of rules: each is of one kind, and of some parameters of a module."""
 
     def __init__(self) -> None:
-        self._rules: defaultdict[tuple[str, str, tuple[str, ...]], list[ParsedRule]] = defaultdict(list)
-        """By kind, module and parameters."""
+        self._rules: defaultdict[tuple[str, str, tuple[str, ...], _Patterns], list[ParsedRule]] = defaultdict(list)
+        """By kind, module and parameters, and for states by the patterns that select some of their names."""
+        self.rules: dict[Stream, ParsedRule] = {}
+        """The stream of every total, kind by kind, each with a rule that has its patterns, once they are planned."""
 
     def add(self, rule: ParsedRule, kind: str, index: ModelIndex) -> None:
         """Add the totals of a rule and a kind."""
         for module, parameters in parameters_by_module(rule, kind, index).items():
-            self._rules[kind, module, tuple(parameters)].append(rule)
+            patterns = (rule.sites, rule.exclude) if KINDS[kind].of_states else ()
+            self._rules[kind, module, tuple(parameters), patterns].append(rule)
 
     def shared(self) -> dict[str, dict[str, dict[str, Output]]]:
         """What totals need of each parameter, by its name and by kind."""
         shared: defaultdict[str, defaultdict[str, dict[str, Output]]] = defaultdict(lambda: defaultdict(dict))
-        for (kind, module, parameters), rules in self._rules.items():
+        for (kind, module, parameters, _patterns), rules in self._rules.items():
             outputs = joined(rules, kind, module)
             for name in parameters:
                 shared[name][kind].update(outputs)
         return {name: dict(by_kind) for name, by_kind in shared.items()}
 
-    def streams(self, watched: Iterable[WatchedParameter], stage: str, prefix: str) -> list[Stream]:
-        """The streams of all totals, kind by kind; their members are streams of the watched parameters.
+    def plan(self, watched: Iterable[WatchedParameter], stage: str, prefix: str) -> None:
+        """Make the streams of all totals; their members are streams of the watched parameters.
 
         Raises:
             ConfigError: If two totals of different parameters have one key.
         """
         by_name = {target.site.name: target.streams for target in watched}
         order, keys = list(KINDS), set[str]()
-        totals = []
-        for (kind, module, parameters), rules in sorted(self._rules.items(), key=lambda item: order.index(item[0][0])):
+        for (kind, module, parameters, _patterns), rules in sorted(self._rules.items(), key=lambda item: order.index(item[0][0])):
             members = tuple(by_name[name][kind] for name in parameters)
-            totals.append(Stream(kind, module, joined(rules, kind, module), stage, prefix, members=members))
-            common = keys & {*totals[-1].keys.values()}
+            total = Stream(kind, module, joined(rules, kind, module), stage, prefix, members=members)
+            common = keys & {*total.keys.values()}
             if common:
                 why = f"another rule has {min(common)!r} of other parameters"
                 raise ConfigError(f"{rules[0].label}.per_module: {why}; expected the same sites, or another statistic.")
-            keys.update(totals[-1].keys.values())
-        return totals
+            keys.update(total.keys.values())
+            self.rules[total] = rules[0]
 
 
 def joined(rules: Sequence[ParsedRule], kind: str, site: str) -> Mapping[str, Output]:

@@ -19,7 +19,7 @@ from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Array, Moments, merged_groups
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
-from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
+from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OWN, Identity, Stream
 
 ABSENT = -1.0
 """Stands for a unit that a rank does not have: less than 0, dead, and 1, alive."""
@@ -75,6 +75,7 @@ class Layout:
             self.num_rows += stream.num_rows
             self.counted += [stream] if stream.is_counted else []
             self.totals += [stream] if stream.members else []
+            self.__dict__.pop("_merged", None)  # computed again
             self.with_units += [stream] if stream.units else []
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
@@ -109,18 +110,26 @@ class Layout:
 
     @functools.cached_property
     def _merged(self) -> _Merged:
-        parts = [(total, part) for total in self.totals for part in range(total.num_rows)]
-        places = [[self.places[member.identity] for member in total.members] for total in self.totals]
+        # States of optimizers that no rank has observed are not here.
+        present = [(total, [member for member in total.members if member.identity in self.places]) for total in self.totals]
+        totals = [(total, members) for total, members in present if members]
+        parts = [(total, members, part) for total, members in totals for part in range(total.num_rows)]
+        places = [[self.places[member.identity] for member in members] for _total, members in totals]
         position = {stream.identity: number for number, stream in enumerate(self.counted)}
-        counted = [total for total in self.totals if total.is_counted]
         return _Merged(
-            rows=np.array([self.first_rows[self.places[total.identity]] + part for total, part in parts]),
-            sources=np.array([self.first_rows[self.places[member.identity]] + part for total, part in parts for member in total.members]),
-            first_sources=_starts([len(total.members) for total, _part in parts]),
-            places=np.array([self.places[total.identity] for total in self.totals]),
+            rows=np.array([self.first_rows[self.places[total.identity]] + part for total, _members, part in parts]),
+            sources=np.array(
+                [self.first_rows[self.places[member.identity]] + part for _total, members, part in parts for member in members]
+            ),
+            first_sources=_starts([len(members) for _total, members, _part in parts]),
+            places=np.array([self.places[total.identity] for total, _members in totals]),
             members=np.concatenate(places),
             first_members=_starts([*map(len, places)]),
-            counted=[(position[total.identity], [position[member.identity] for member in total.members]) for total in counted],
+            counted=[
+                (position[total.identity], [position[member.identity] for member in members])
+                for total, members in totals
+                if total.is_counted
+            ],
         )
 
 
@@ -130,7 +139,7 @@ def _starts(sizes: Sequence[int]) -> Rows:
 
 
 class _Merged(NamedTuple):
-    """The rows and flags that totals are merged from: their members are planned with them, in the same layout."""
+    """The rows and flags that totals are merged from."""
 
     rows: Rows
     """Rows of totals."""
@@ -312,7 +321,7 @@ class Finisher:
                 numbers = np.empty((len(group.parts[0]), len(group.first.statistics)))
                 parts = [Moments(*fields[:, index]) for index in group.parts]
                 for column, (name, statistic) in enumerate(group.first.statistics.items()):
-                    taken = (CURRENT, BASE, PRODUCT) if statistic.paired else (OWN, BASE) if statistic.relative else (OWN,)
+                    taken = COMPARED_ROWS.get(statistic.compared_with) or ((OWN, BASE) if statistic.relative else (OWN,))
                     try:
                         numbers[:, column] = statistic.finish(*[parts[part] for part in taken])
                     except Exception as error:  # one of the user's own

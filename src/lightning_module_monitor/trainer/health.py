@@ -158,7 +158,7 @@ class HealthController:
         statistics = [
             name
             for name, entry in STATISTICS.items()
-            if isinstance(entry, Statistic) and not (entry.relative or entry.paired or name.startswith("token"))
+            if isinstance(entry, Statistic) and not (entry.relative or entry.compared_with or name.startswith("token"))
         ]
         rule = Rule(kinds=kinds, sites=pattern, statistics=statistics, every_n_steps=list(steps))
         self._run.model.add_detail(rule, Capture(sites=pattern, steps=list(steps), kinds=kinds))

@@ -28,7 +28,10 @@ def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
     """One line about a monitored step; ``roll_ups`` is a sentence about the keys of loggers, or empty."""
     plan, captured = planner.plan(), planner.capture_plan()
     num_keys = len(planner.planned_keys()) + len(planner.planned_histograms())
-    keys = f"{num_keys} keys a step" + (", more if attention runs" if plan.has_heads() else "")
+    later = (", more if attention runs" if plan.has_heads() else "") + (
+        ", more for states of optimizers" if plan.states is not None else ""
+    )
+    keys = f"{num_keys} keys a step{later}"
     blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
     num_modules = sum(module.site.runs for module in plan.modules)
     raw = "" if captured is None else f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters."
@@ -46,11 +49,11 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     for kind in dict.fromkeys(stream.kind for stream in streams if stream.outputs):
         streams_of_kind = [stream for stream in streams if stream.kind == kind and stream.outputs]
         names = dict.fromkeys(name for stream in streams_of_kind for name in stream.outputs)
-        sites = (
-            f"heads of attention within {len(streams_of_kind)} modules, known when it runs,"
-            if KINDS[kind].of_heads
-            else f"{len(streams_of_kind)} sites"
-        )
+        sites = f"{len(streams_of_kind)} sites"
+        if KINDS[kind].of_heads:
+            sites = f"heads of attention within {len(streams_of_kind)} modules, known when it runs,"
+        if KINDS[kind].of_states:
+            sites = f"states of up to {len(streams_of_kind)} parameters, known after the first step,"
         lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
     for kind in dict.fromkeys(total.kind for total in totals):
         modules = [total.site for total in totals if total.kind == kind]
@@ -62,8 +65,13 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     copies = sum(_num_bytes(parameter) for parameter in plan.parameters if "update" in parameter.streams)
     if copies:
         lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")
+    kept = sum(_num_bytes(parameter) for parameter in plan.parameters if _compares_with_previous(parameter))
+    if kept:
+        lines.append(f"  the last update for cosine_to_previous, in the dtype of the parameters: {in_bytes(kept)} from step to step")
+    waiting = [] if plan.states is None else plan.states.waiting()
+    lines += [f"  {label}.sites {pattern!r} matches no parameter, and waits for names of states" for label, pattern in waiting]
     counts = len(histograms) * NUM_COUNTS * BYTES_PER_VALUE
-    num_rows = sum(1 for stream in streams if not KINDS[stream.kind].of_heads) + num_blocks
+    num_rows = sum(1 for stream in streams if not KINDS[stream.kind].has_late_sites) + num_blocks
     table = num_rows * len(Moments._fields) * BYTES_PER_VALUE + counts
     lines.append(f"  {len(keys) + len(histograms)} keys; a table of {in_bytes(table)} to copy to the host, once")
     row = len(keys) * BYTES_PER_VALUE + counts
@@ -110,6 +118,11 @@ def _health_in_words(health: ParsedHealth) -> str:
     detectors = "no detectors" if health.is_off else counted(len(BUILT_IN), "detector")
     named = f" ({', '.join(health.named)} named)" if health.named and not health.is_off else ""
     return f"nonfinite: {health.nonfinite}, {detectors}{named}, {counted(len(health.alerts), 'alert')}"
+
+
+def _compares_with_previous(watched: WatchedParameter) -> bool:
+    stream = watched.streams.get("update")
+    return stream is not None and "previous" in stream.compared_with
 
 
 def _num_bytes(watched: WatchedParameter) -> int:
