@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_module_monitor.config.metrics import MetricMethods
+from lightning_module_monitor.config.noise_option import GradientNoise, parse_gradient_noise
 from lightning_module_monitor.config.rules import (
     Capture,
     GradientFlow,
@@ -81,6 +82,8 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         logger: Receives warnings and other messages.
         rules: What to record; methods like :meth:`add_activation_metric` add more.
         gradient_flow: Blocks between which the gain of the gradient is recorded, in every step that ``monitor_step_fn`` picks.
+        gradient_noise: Whether to record the simple noise scale, in every step that ``monitor_step_fn`` picks: of the whole model, or with
+            ``{per_module: ...}`` of modules. See :class:`GradientNoise`.
         capture: Raw tensors that the records of some steps hold.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are not monitored, with everything inside.
         module: Name of the submodule to monitor. Keys keep the names of the whole model.
@@ -105,6 +108,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         *,
         rules: Rule | Sequence[Rule | Mapping[str, Any]] | None = (),
         gradient_flow: GradientFlow | Mapping[str, Any] | None = None,
+        gradient_noise: GradientNoise | Mapping[str, Any] | bool = False,
         capture: Capture | Mapping[str, Any] | None = None,
         exclude: str | Sequence[str] | None = None,
         module: str | None = None,
@@ -136,6 +140,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             schedule,
             tuple(parse_rule(rule, f"rules[{number}]", schedule) for number, rule in enumerate(given)),
             None if gradient_flow is None else parse_gradient_flow(gradient_flow),
+            parse_gradient_noise(gradient_noise, schedule),
             () if capture is None else (parse_capture(capture),),
             within=module,
             exclude=excluded,

@@ -34,6 +34,9 @@ FACT_KIND = "fact"
 LOSS = "loss"
 """The name of the training loss under :data:`CONTEXT_KIND`."""
 
+BATCH_SIZE = "batch_size"
+"""The name of the number of samples in a step under :data:`CONTEXT_KIND`."""
+
 STEP_SKIPPED = "step_skipped"
 """The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
 
@@ -113,6 +116,8 @@ class Kind:
     """Whether its tensors can be captured as they are."""
     has_units: bool = False
     """Whether its tensors have units, channels or features, as the outputs of a layer have."""
+    has_option: bool = False
+    """Whether an option of the same name records it, and no rule does."""
 
 
 KINDS = {
@@ -138,6 +143,8 @@ KINDS = {
         Kind("gradient_before_clip", "parameter", can_be_captured=True),
         Kind("gradient", "parameter", can_be_captured=True),
         Kind("update", "parameter", is_relative=True, can_be_captured=True),
+        Kind("gradient_flow", "module", has_option=True),
+        Kind("gradient_noise", "parameter", has_option=True),
     )
 }
 """Kind by name, in the order in which their keys are listed."""

@@ -15,7 +15,7 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.alert_options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION, Record
-from lightning_module_monitor.trainer.context import ContextNames, MonitoredStep
+from lightning_module_monitor.trainer.context import ContextNames, MonitoredStep, note_accumulation
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
@@ -185,6 +185,7 @@ class StepController:
     def _begin_step(self, step: int) -> bool:
         """Begin a step; returns whether any event of it matters: a step that is not monitored may be timed or searched."""
         names, overhead = self._names, self._overhead
+        note_accumulation(self._run)
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
             self._monitored = MonitoredStep(self._run, names, self.fail)
             self._monitored.attach()
