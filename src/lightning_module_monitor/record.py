@@ -363,6 +363,8 @@ class GroupFacts(NamedTuple):
     """Name of the optimizer's class."""
     momentum: float
     weight_decay: float
+    name: str = ""
+    """The group's own ``name``; empty without one, and in stores of earlier versions."""
 
 
 @dataclass(frozen=True)

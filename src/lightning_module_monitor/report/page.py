@@ -27,16 +27,21 @@ from lightning_module_monitor.health.judgement import (
 )
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
+from lightning_module_monitor.report.glance import MAX_ROWS, at_a_glance, length_of, names_of_groups, totals_of
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
 from lightning_module_monitor.sinks.files import whole_file
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 
-SCRIPTS = ("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js", "histograms.js", "page.js")
+SCRIPTS = (
+    *("inflate.js", "data.js", "charts.js", "controls.js", "heat.js", "profiles.js"),
+    *("heads.js", "histograms.js", "glance.js", "page.js"),
+)
 """In this order: each uses the scripts before it."""
 SECTIONS = {
     "verdict": "Verdict",
+    "glance": "At a glance",
     "match": "Comparison",
     "heat": "Heat maps",
     "profiles": "Profiles",
@@ -118,6 +123,8 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[StoredRun]) -> dict[s
             "name": name,
             "tables": [payload.table(table) for table in run.tables],
             "context": [payload.table(table) for table in run.context],
+            "totals": [payload.table(table) for table in totals_of(run)],
+            "groups": names_of_groups(run),
             "modules": {module.name: _type_and_output(module) for module in run.modules},
             "histograms": [table for kind in store.histogram_kinds() for table in payload.histograms(store, kind)],
         }
@@ -166,6 +173,8 @@ def _context(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> dict[str,
         "names": names,
         "sections": [(id_, name) for id_, name in SECTIONS.items() if id_ in names],
         "runs": shown,
+        "groups": at_a_glance(runs),
+        "max_rows": MAX_ROWS,
         "matches": match(runs) if several else [],
         "changes": [
             {"name": content["name"], "rows": [_shown_change(change) for change in largest_changes(runs[0], run)]}
@@ -183,6 +192,7 @@ def _filled_sections(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> s
     kinds = {kind for kind, _statistic in in_training}
     sizes = {"rms", "norm", "abs_max", "abs_mean"}
     filled = {
+        "glance": any(run.steps for run in runs),
         "heat": any(run.tables for run in runs),
         "profiles": any(statistic in sizes for _kind, statistic in in_training) or ("gradient_flow", "gain") in in_training,
         "updates": ("update", "ratio") in in_training,
@@ -219,6 +229,7 @@ def _shown(run: StoredRun, name: str) -> dict[str, Any]:
             ("not applicable", verdict.checks_with(NOT_APPLICABLE)),
         ],
         "facts": _facts(run),
+        "length": length_of(run),
         "figures": [_figure_row(table) for table in run.figures],
         "modules": [
             {**module._asdict(), "depth": module.name.count("."), "last": module.name.rpartition(".")[2]} for module in run.modules

@@ -144,8 +144,7 @@ class Writer(ABC):
 
     def _begin(self, record: Record) -> None:
         """Continue the resumed run's file, or create a new one; after an error no file is open."""
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        run: dict[str, object] = {"started": now, "first_step": record.step, "configuration": dict(self._configuration)}
+        run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
         try:
             if self._resumed is not None and not files.has_content(self._resumed):
                 self._resumed = None
@@ -317,6 +316,7 @@ class _OpenFile:
         self.file = file
         self.numbers, self.histograms = _Tables(file, has_histograms=False), _Tables(file, has_histograms=True)
         self._findings, self._facts = file[schema.FINDINGS], file[schema.FACTS]
+        self._last_record = file[schema.LAST_RECORD]
         self._last_facts = next((facts for _step, facts in reversed(schema.read_facts(file))), None)
         self._modules: Sequence[ModuleInfo] = schema.read_modules(file)
         self._last_modules: Sequence[ModuleInfo] = ()
@@ -355,6 +355,7 @@ class _OpenFile:
         with space.room(self.file, for_steps):
             for table, _row in rows:
                 table.put_step(record.step)
+            self._last_record[()] = _now().encode()
 
     def _update_modules(self, modules: Sequence[ModuleInfo]) -> None:
         """Write shapes and dtypes of outputs, once they are known, in place."""
@@ -435,6 +436,10 @@ def _put(dataset: h5py.Dataset, index: int, item: object) -> None:
     target = dataset.id.get_space()
     target.select_hyperslab((index, *[0] * (rows.ndim - 1)), rows.shape)
     dataset.id.write(h5py.h5s.create_simple(rows.shape), target, rows)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _reason(error: Exception) -> str:
