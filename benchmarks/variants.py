@@ -19,7 +19,7 @@ from workloads import G1, WORKLOADS, Workload
 PLAIN, IDLE, OURS, EAGER, FLOOR, NONFINITE = "plain", "idle", "ours", "ours, eager", "floor", "nonfinite: always"
 REFERENCE, RCC = "reference forward", "reference + RCC"
 UNFUSED, ATTENTION = "attention forward, not fused", "attention"
-FLOW, HISTOGRAMS = "gradient flow", "histograms"
+FLOW, NOISE, HISTOGRAMS = "gradient flow", "gradient noise", "histograms"
 PEER, PEER_RCC, WANDB = "torch-module-monitor", "torch-module-monitor, RCC", "wandb.watch"
 TRAINER, CALLBACK, LOGGED = "Trainer", "callback + store", "callback + store + TensorBoard"
 PEER_IN_TRAINER, PEER_LOGGED = "torch-module-monitor in a Trainer", "torch-module-monitor + TensorBoard"
@@ -100,6 +100,7 @@ VARIANTS = (
     in_loop(UNFUSED, "all attention once more, not fused and without a graph", observers.UnfusedAttention, workloads=FIRST),
     in_loop(ATTENTION, "attention: true, four figures of every head", observers.WatchedAttention, workloads=FIRST),
     in_loop(FLOW, "gain of the gradient from block to block", observers.WatchedFlow, workloads=FIRST),
+    in_loop(NOISE, "gradient noise of the whole model; one micro-batch a step", observers.WatchedNoise, workloads=FIRST),
     in_loop(HISTOGRAMS, "histograms of all parameters and gradients, in 261 bins, exact", observers.CountedHistograms),
     in_loop("TorchWatcher, one line", "five statistics of outputs, their gradients, parameters and theirs", observers.OneLine),
     in_loop(PEER_RCC, "its refined coordinate check", observers.PeerCheck, package="torch_module_monitor", workloads=FIRST),
