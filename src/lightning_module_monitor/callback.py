@@ -60,7 +60,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     """Shows the inside of a model while it trains: in the Trainer's loggers, and in one HDF5 file.
 
     Without arguments it records, every 50 steps, ``rms``, ``abs_max`` and ``nonfinite_count`` of every leaf module's
-    output, and the ``norm`` of every parameter and gradient. Several in one Trainer need a prefix each.
+    output, the ``norm`` of every parameter and gradient, and the norms of all parameters and of the whole gradient
+    (``gradient/_root_/norm``; where the Trainer clips also before clipping). Several in one Trainer need a prefix each.
 
     Args:
         every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list of steps, ``log`` (1, 2, 5, 10, ...), one step

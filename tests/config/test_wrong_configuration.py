@@ -146,6 +146,41 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "type that is no module": (rule(types="torch.optim.SGD"), ("rules[0].types 'torch.optim.SGD'", "not a module class", "expected")),
     "type of which there is none": (rule(types="torch.nn.Conv2d"), ("rules[0]", "types", "Conv2d", "expected at least one")),
     "leaf_modules is no boolean": (rule(leaf_modules=3), ("rules[0].leaf_modules is 3", "expected true or false")),
+    "per_module of a module's kind": (
+        rule(per_module="_root_"),
+        ("rules[0].per_module: kind 'activation' is of modules; expected kinds parameter, parameter_difference, gradient",),
+    ),
+    "per_module of tokens": (
+        rule(kinds="gradient", per_module="_root_", statistics=["norm", "token_norm"]),
+        ("rules[0].per_module: 'token_norm' is of tokens", "expected kinds parameter", "e.g. norm"),
+    ),
+    "per_module of units": (
+        rule(kinds="parameter", per_module="_root_", statistics="dead_fraction"),
+        ("rules[0].per_module: 'dead_fraction' is of units",),
+    ),
+    "per_module of functions": (
+        rule(kinds="gradient", per_module="_root_", functions={"f": size}),
+        ("rules[0].per_module: functions get one parameter at a time",),
+    ),
+    "per_module of a module that is not there": (
+        rule(kinds="gradient", per_module=["_root_", "modle"]),
+        ("rules[0].per_module 'modle' matches none of 5 module names; nearest: 'model'",),
+    ),
+    "per_module of a module without parameters": (
+        rule(kinds="gradient", per_module=r"model\.1"),
+        ("rules[0].per_module matches only modules without a parameter that the rule picks (model.1)", "or _root_ for all"),
+    ),
+    "per_module is no pattern": (rule(kinds="gradient", per_module="("), ("rules[0].per_module '('", "not a regular expression")),
+    "no per_module": (rule(kinds="gradient", per_module=[]), ("rules[0].per_module is empty", "_root_ for the whole model")),
+    "two totals with one key": (
+        {
+            "rules": [
+                {"kinds": "gradient", "per_module": "_root_", "statistics": "norm"},
+                {"kinds": "gradient", "per_module": "_root_", "sites": ".*weight", "statistics": "norm"},
+            ]
+        },
+        ("rules[1].per_module: another rule has 'gradient/_root_/norm' of other parameters; expected the same sites",),
+    ),
     "no types": (rule(types=[]), ("rules[0].types is empty", "expected")),
     "aggregate": (
         rule(functions={"f": size}, aggregate="averge"),

@@ -199,12 +199,14 @@ OF_PARTS = [name for name in EVERYTHING if not name.startswith("token")]
 
 
 def _rules(*, are_sharded: bool = False) -> list[Rule]:
-    """Every statistic of every kind; norms of tokens not of parameters that are laid out over ranks."""
+    """Every statistic of every kind, also of modules' parameters together; of parameters that are laid out over ranks without tokens."""
     outputs, parameters = ["activation", "activation_gradient"], ["parameter", "gradient_before_clip", "gradient", "update"]
     return [
         Rule(kinds=outputs, statistics=EVERYTHING),
         Rule(kinds=parameters, statistics=OF_PARTS if are_sharded else EVERYTHING),
         Rule(kinds="update", statistics="ratio"),
+        Rule(kinds=parameters, statistics=OF_PARTS, per_module=".*"),
+        Rule(kinds="update", statistics="ratio", per_module=".*"),
     ]
 
 
@@ -287,6 +289,7 @@ def everything() -> ModuleMonitorCallback:
     rules = [
         *_rules(),
         Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine", "hist"]),
+        Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine", "hist"], per_module=["_root_", "model[.]blocks"]),
         Rule(kinds=["attention_entropy", "attention_max_logit"], statistics=["mean", "max"]),
         Rule(kinds="activation", functions={"mse": MeanSquaredErrorOfZero(), "third": third_moment}, sites="model.blocks.*"),
         Rule(kinds=["activation", "parameter"], functions={"largest": largest}, aggregate="max", sites="model.head.*"),
@@ -1034,6 +1037,7 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
             *(dataclasses.replace(rule, exclude="network.squash") for rule in _rules(are_sharded=True)),
             Rule(kinds=["parameter", "gradient", "update"], functions={"product": second_to_last}, every_n_steps=[0, 1]),
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
+            Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"], per_module="_root_"),
             Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
             # Of this one nothing else: of a part there is then no mean that would tell it from another.
             Rule(kinds="activation", statistics="hist", sites="network.squash"),
@@ -1145,6 +1149,8 @@ def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None =
             Rule(kinds=["activation", "activation_gradient"], statistics=EVERYTHING),
             Rule(kinds=[*kinds, "gradient_before_clip"], statistics=OF_PARTS),
             Rule(kinds="update", statistics="ratio"),
+            Rule(kinds=[*kinds, "gradient_before_clip"], statistics=OF_PARTS, per_module=".*"),
+            Rule(kinds=["update", "parameter_difference"], statistics="ratio", per_module=".*"),
             Rule(kinds=kinds, functions={"product": second_to_last}, every_n_steps=[0, 1]),
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
             Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),

@@ -238,3 +238,21 @@ def test_wandb_gets_charts_and_heat_maps(tmp_path: Path, wandb_logger: Logger) -
         [[picture]] = [row[f"heat_maps/{name}/filenames"] for row in rows if f"heat_maps/{name}/filenames" in row]
         with Image.open(folder / picture) as image:
             assert image.size == (640, 320)
+
+
+def test_the_first_charts_are_of_the_whole_model(tmp_path: Path) -> None:
+    """Totals have a category of their own in front, and are no lines of the charts of single parameters, nor rows of a heat map."""
+    rules = [
+        Rule(kinds=["activation", "gradient"], statistics="rms"),
+        Rule(kinds="gradient", statistics="rms", per_module=["_root_", r"model\.\d"]),
+    ]
+    with_tensorboard(tmp_path, rules=rules)
+    layout = layout_of(tmp_path)
+    assert [*layout] == ["totals", "activation", "gradient"]
+    [whole], [each] = layout["totals"]["gradient: rms"], layout["gradient"]["gradient: rms"]
+    tags = [tag.removeprefix("my+run-") for tag in events_of(tmp_path).Tags()["scalars"] if "gradient/" in tag]
+    matched = [{Key.parse(tag).site for tag in tags if re.match(pattern, f"my+run-{tag}")} for pattern in (whole, each)]
+    assert matched == [{"_root_", "model.0", "model.2"}, {f"model.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}]
+    assert re.match(layout["activation"]["activation: rms"][0], "my+run-activation/_root_/rms")
+    modules = {"model.0", "model.2"}
+    assert loggers.charts_of(["gradient/_root_/rms", "gradient/model.0/rms", "gradient/model.0.weight/rms"], modules).total() == 1

@@ -19,7 +19,7 @@ from helpers.tiny import KeepRecords, Tiny, fit, loader
 from torch import nn
 
 from lightning_module_monitor import Alert, GradientFlow, ModuleMonitorCallback, Rule
-from lightning_module_monitor.sinks.loggers import RollUps
+from lightning_module_monitor.sinks.loggers import RollUps, summed
 
 Series = dict[str, dict[int, float]]
 
@@ -345,3 +345,25 @@ def test_a_finding_is_a_table_in_wandb(tmp_path: Path) -> None:
     assert "table-file" in str(table)
     [file] = (tmp_path / "wandb").glob("offline-run-*/files/media/table/monitor/findings*.table.json")
     assert json.loads(file.read_text())["data"] == [["1", found.name, found.site, found.words]]
+
+
+def test_totals_are_logged_as_they_are_beside_roll_ups(tmp_path: Path) -> None:
+    """No roll-up counts them, no number of keys hides them, and their histograms are not added to those of parameters."""
+    rules = [
+        Rule(kinds="gradient", statistics=["norm", "hist"]),
+        Rule(kinds="gradient", statistics=["norm", "hist"], per_module=["_root_", r"model\.\d"]),
+    ]
+    callback = ModuleMonitorCallback(1, rules=rules, store=False, max_logged_keys=2)
+    kept = KeepRecords(callback)
+    fit(tmp_path, [callback, kept], logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=2)
+    found = read_csv(tmp_path)
+    sites = {key.split("/")[1] for key in found if key.startswith("gradient/")}
+    assert sites == {"_root_", "model.0", "model.2", "_min_", "_median_", "_max_"}
+    values = kept.records[1].values
+    singles = [values[f"gradient/model.{layer}.{name}/norm"] for layer in (0, 2) for name in ("weight", "bias")]
+    assert found["gradient/_max_/norm"][1] == pytest.approx(max(singles))
+    assert found["gradient/_min_/norm"][1] == pytest.approx(min(singles))
+    assert found["gradient/_root_/norm"][1] == pytest.approx(values["gradient/_root_/norm"])
+    histograms = summed(kept.records[1].histograms, ["model.0", "model.2"])
+    assert {*histograms} == {f"gradient/{site}/hist" for site in ("_root_", "model.0", "model.2", "_all_")}
+    assert (histograms["gradient/_all_/hist"].counts == histograms["gradient/_root_/hist"].counts).all()

@@ -99,6 +99,20 @@ def test_manual_optimization_has_the_losses_of_manual_backward_and_the_rates_of_
     assert "context/lr_3" not in series
 
 
+def test_parameter_groups_are_stored_with_their_names(tmp_path: Path) -> None:
+    """The group's own ``name``, as LearningRateMonitor uses it; empty without one, or where it is no text."""
+
+    class Named(Losses):
+        def configure_optimizers(self) -> Any:
+            weight, bias = self.model[0].weight, self.model[0].bias
+            groups = [{"params": weight, "name": "decay"}, {"params": bias}, {"params": self.model[2].parameters(), "name": 3}]
+            return torch.optim.SGD(groups, lr=0.1)
+
+    record = monitored(tmp_path, Named()).records[0]
+    assert record.facts is not None
+    assert [(group.optimizer, group.name) for group in record.facts.groups] == [("SGD", "decay"), ("SGD", ""), ("SGD", "")]
+
+
 def test_the_learning_rate_is_the_rate_that_the_step_used(tmp_path: Path) -> None:
     """A scheduler has already changed it when the batch ends."""
 

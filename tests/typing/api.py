@@ -67,6 +67,7 @@ def callback() -> Trainer:
         Rule(kinds="activation", statistics="rms", types=[nn.Linear, "torch.nn.Conv2d"], leaf_modules=True),
         Rule(kinds=["parameter"], sites=[".*weight"], exclude="head", functions={"k": kurtosis, "m": MeanMetric()}, aggregate=torch.median),
         Rule(kinds="update", statistics=["ratio"], every_n_steps=lambda step: step % 7 == 0),
+        Rule(kinds="gradient", statistics="norm", per_module=["_root_", "blocks.*"]),
     ]
     one = ModuleMonitorCallback(
         every_n_steps={"minutes": 5},

@@ -65,7 +65,7 @@ def at_a_glance(runs: Sequence[StoredRun]) -> list[Group]:
     groups = (
         _group("Loss", "best", [_losses(run) for run in runs]),
         _group("Learning rate", "largest", [_rates(run) for run in runs]),
-        _group("Norm", "largest", [{TOTALS[table.name.kind]: _course(table) for table in totals_of(run)} for run in runs]),
+        _group("Norm", "largest", [_norms(run) for run in runs]),
     )
     return [group for group in groups if group.rows]
 
@@ -86,6 +86,11 @@ def _rates(run: StoredRun) -> dict[str, Course]:
     facts = run.facts[-1][1] if run.facts else Facts()
     names = takewhile(by_name.__contains__, map(name_of_rate, count()))
     return {name: replace(_course(by_name[name]), note=_group_note(facts, number)) for number, name in enumerate(names)}
+
+
+def _norms(run: StoredRun) -> dict[str, Course]:
+    """The norms of the whole model; a store of an earlier version has none."""
+    return {TOTALS[table.name.kind]: _course(table) for table in norms_of(run) if table.sites[0] == ROOT_SITE}
 
 
 def _group_note(facts: Facts, number: int) -> str:
@@ -110,14 +115,10 @@ def names_of_groups(run: StoredRun) -> list[str]:
     return [group.name for group in run.facts[-1][1].groups] if run.facts else []
 
 
-def totals_of(run: StoredRun) -> list[Table]:
-    """The norms of all gradients and of all parameters together; a store of an earlier version has none."""
-    norms = {
-        table.name.kind: table.row(table.sites.index(ROOT_SITE))
-        for table in (*run.tables, *run.figures)
-        if table.statistic == "norm" and table.name.stage == TRAIN and ROOT_SITE in table.sites
-    }
-    return [norms[kind] for kind in TOTALS if kind in norms]
+def norms_of(run: StoredRun) -> list[Table]:
+    """The norms of gradients and parameters of the whole model, and of modules of which they were recorded."""
+    norms = [table for table in run.totals if table.statistic == "norm" and table.name.stage == TRAIN and table.name.kind in TOTALS]
+    return sorted(norms, key=lambda table: [*TOTALS].index(table.name.kind))
 
 
 def _course(table: Table, extreme: Callable[[Any], Any] = np.argmax) -> Course:

@@ -27,7 +27,7 @@ from lightning_module_monitor.health.judgement import (
 )
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
-from lightning_module_monitor.report.glance import MAX_ROWS, at_a_glance, length_of, names_of_groups, totals_of
+from lightning_module_monitor.report.glance import MAX_ROWS, at_a_glance, length_of, names_of_groups, norms_of
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
 from lightning_module_monitor.sinks.files import whole_file
@@ -124,7 +124,7 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[StoredRun]) -> dict[s
             "name": name,
             "tables": [payload.table(table) for table in run.tables],
             "context": [payload.table(table) for table in run.context],
-            "totals": [payload.table(table) for table in totals_of(run)],
+            "norms": [payload.table(table) for table in norms_of(run)],
             "noise": [payload.table(table) for table in _noise_scales(run)],
             "groups": names_of_groups(run),
             "modules": {module.name: _type_and_output(module) for module in run.modules},

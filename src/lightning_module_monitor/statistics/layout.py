@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.kernels.moments import Array, Moments
+from lightning_module_monitor.kernels.moments import Array, Moments, merged_groups
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
 from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
@@ -100,8 +100,7 @@ class Layout:
         if not self.totals:
             return
         merged = self._merged
-        parts = Moments(*torch.from_numpy(numbers.moments[:, merged.sources]))
-        numbers.moments[:, merged.rows] = torch.stack(parts.merge(merged.targets, len(merged.rows))).numpy()
+        numbers.moments[:, merged.rows] = merged_groups(numbers.moments[:, merged.sources], merged.first_sources)
         flags = np.stack([numbers.observed, numbers.failed])[:, merged.members]
         numbers.observed[merged.places], numbers.failed[merged.places] = np.maximum.reduceat(flags, merged.first_members, axis=1)
         for total, members in merged.counted:
@@ -109,45 +108,41 @@ class Layout:
 
     @functools.cached_property
     def _merged(self) -> _Merged:
-        row_pairs = [
-            (self.first_rows[self.places[member.identity]] + part, self.first_rows[self.places[total.identity]] + part)
-            for total in self.totals
-            for part in range(total.num_rows)
-            for member in total.members
-        ]
-        sources, targets = np.array(row_pairs).T
-        rows, index = np.unique(targets, return_inverse=True)
+        parts = [(total, part) for total in self.totals for part in range(total.num_rows)]
+        places = [[self.places[member.identity] for member in total.members] for total in self.totals]
         position = {stream.identity: number for number, stream in enumerate(self.counted)}
+        counted = [total for total in self.totals if total.is_counted]
         return _Merged(
-            sources=sources,
-            targets=torch.from_numpy(index),
-            rows=rows,
-            members=np.array([self.places[member.identity] for total in self.totals for member in total.members]),
-            first_members=np.cumsum([0, *(len(total.members) for total in self.totals[:-1])]),
+            rows=np.array([self.first_rows[self.places[total.identity]] + part for total, part in parts]),
+            sources=np.array([self.first_rows[self.places[member.identity]] + part for total, part in parts for member in total.members]),
+            first_sources=_starts([len(total.members) for total, _part in parts]),
             places=np.array([self.places[total.identity] for total in self.totals]),
-            counted=[
-                (position[total.identity], [position[member.identity] for member in total.members])
-                for total in self.totals
-                if total.is_counted
-            ],
+            members=np.concatenate(places),
+            first_members=_starts([*map(len, places)]),
+            counted=[(position[total.identity], [position[member.identity] for member in total.members]) for total in counted],
         )
 
 
-class _Merged(NamedTuple):
-    """The rows and flags that totals are merged from. Those that plan totals plan their members in the same layout."""
+def _starts(sizes: Sequence[int]) -> Rows:
+    """The first index of each group, in groups of these sizes one after the other."""
+    return np.cumsum([0, *sizes[:-1]])
 
-    sources: Rows
-    """Rows of members."""
-    targets: Tensor
-    """For each of these the number of the total's row."""
+
+class _Merged(NamedTuple):
+    """The rows and flags that totals are merged from: their members are planned with them, in the same layout."""
+
     rows: Rows
     """Rows of totals."""
-    members: Rows
-    """Places of the members of each total, one total after the other."""
-    first_members: Rows
-    """Where the members of each total begin."""
+    sources: Rows
+    """Rows of members, group by group for these."""
+    first_sources: Rows
+    """Where each group begins."""
     places: Rows
     """Places of totals."""
+    members: Rows
+    """Places of members, group by group for these."""
+    first_members: Rows
+    """Where each group begins."""
     counted: Sequence[tuple[int, Sequence[int]]]
     """Positions of totals and of their members among the streams with a histogram."""
 

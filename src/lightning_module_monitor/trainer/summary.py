@@ -6,7 +6,7 @@ from collections import Counter
 
 from lightning_module_monitor.config.schedule import ParsedSchedule
 from lightning_module_monitor.display import Description, counted
-from lightning_module_monitor.errors import in_bytes
+from lightning_module_monitor.errors import in_bytes, shortened
 from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -37,10 +37,11 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     """The contents and the cost of a monitored step, as text: sites x statistics by kind, keys, bytes of the table and of the store."""
     plan, captured = planner.plan(), planner.capture_plan()
     keys, histograms = planner.planned_keys(), planner.planned_histograms()
-    streams = plan.expected()
+    expected = plan.expected()
+    totals, streams = [stream for stream in expected if stream.members], [stream for stream in expected if not stream.members]
     lines = ["Dry run: nothing is recorded. With these rules a monitored step has"]
-    for kind in dict.fromkeys(stream.kind for stream in streams):
-        streams_of_kind = [stream for stream in streams if stream.kind == kind]
+    for kind in dict.fromkeys(stream.kind for stream in streams if stream.outputs):
+        streams_of_kind = [stream for stream in streams if stream.kind == kind and stream.outputs]
         names = dict.fromkeys(name for stream in streams_of_kind for name in stream.outputs)
         sites = (
             f"heads of attention within {len(streams_of_kind)} modules, known when it runs,"
@@ -48,6 +49,10 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
             else f"{len(streams_of_kind)} sites"
         )
         lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
+    for kind in dict.fromkeys(total.kind for total in totals):
+        sites = [total.site for total in totals if total.kind == kind]
+        names = dict.fromkeys(name for total in totals if total.kind == kind for name in total.outputs)
+        lines.append(f"  {kind} of all parameters of a module: {shortened(sites)} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")

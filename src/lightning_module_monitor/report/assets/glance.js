@@ -2,6 +2,7 @@
 "use strict";
 
 const RATE = /^lr(_\d+)?$/;
+const ROOT = "_root_";
 const GRADIENTS = { gradient: "gradient", gradient_before_clip: "before clipping" };
 
 const MOST_NAMES = 8; // in a legend
@@ -12,8 +13,9 @@ const glance = {
     const views = [
       ["loss", (run) => contextOf(run, "loss")],
       ["learning rate", (run) => run.context.filter(({ statistic }) => RATE.test(statistic)).map((table) => ({ name: this.nameOfRate(run, table.statistic), loaded: load(table) }))],
-      ["norm of the whole gradient", (run) => this.totals(run, (base) => base in GRADIENTS, (base) => GRADIENTS[base])],
-      ["norm of all parameters", (run) => this.totals(run, (base) => base === "parameter", () => "parameters")],
+      ["norm of the whole gradient", (run) => this.norms(run, (base, site) => site === ROOT && GRADIENTS[base])],
+      ["norm of all parameters", (run) => this.norms(run, (base, site) => site === ROOT && base === "parameter" && "parameters")],
+      ["norm of the gradient by module", (run) => this.norms(run, (base, site) => site !== ROOT && base === "gradient" && site)],
     ];
     const drawn = views.map(([title, of]) => ({ title, traces: this.traces(page.runs.map(of)) })).filter(({ traces }) => traces.length);
     const boxes = charts(byId("glance-charts"), drawn.length);
@@ -35,7 +37,8 @@ const glance = {
     );
   },
 
-  totals: (run, accepts, nameOf) => run.totals.filter(({ base }) => accepts(base)).map((table) => ({ name: nameOf(table.base), loaded: load(table) })),
+  /** The norms that have a name. */
+  norms: (run, nameOf) => run.norms.map((table) => ({ name: nameOf(table.base, page.lists[table.sites][0]), table })).filter(({ name }) => name).map(({ name, table }) => ({ name, loaded: load(table) })),
 
   /** With the name of the parameter group, if it has one. */
   nameOfRate(run, name) {

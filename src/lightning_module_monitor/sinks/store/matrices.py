@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import h5py
 import numpy as np
@@ -61,17 +61,6 @@ class Table:
     def statistic(self) -> str:
         """Name of the statistic."""
         return self.name.statistic
-
-    def row(self, row: int) -> Table:
-        """The table of one row, without the steps where it has no value."""
-        columns = self.is_recorded[row]
-        return replace(
-            self,
-            sites=(self.sites[row],),
-            steps=self.steps[columns],
-            values=self.values[row : row + 1, columns],
-            is_recorded=self.is_recorded[row : row + 1, columns],
-        )
 
     def key(self, row: int) -> str:
         """The key of a row."""
