@@ -36,6 +36,7 @@ from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
+from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.attention_calls import RawCall
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -162,10 +163,8 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         rules, last = self.engine.recipe.rules, self.storage.last_step()
         module = "no module" if self.module is None else type(self.module).__name__
         title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
-        rows = [
-            (", ".join(rule.kinds), " or ".join(site.pattern for site in rule.sites), ", ".join(rule.outputs), str(rule.schedule))
-            for rule in rules
-        ]
+        sites = [" or ".join(site.pattern for site in rule.sites) + of_modules(rule) for rule in rules]
+        rows = [(", ".join(rule.kinds), site, ", ".join(rule.outputs), str(rule.schedule)) for rule, site in zip(rules, sites, strict=True)]
         return Description(title, ("kinds", "sites", "statistics", "when"), rows)
 
     @property

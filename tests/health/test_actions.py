@@ -283,7 +283,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no key among several": (
         {"alerts": [Alert(keys=["gradient/model.*/norm", "gradeint/.*/norm"], above=1)]},
-        r"alerts\[0\].keys 'gradeint/.*/norm' matches none of the \d+ keys as a whole; 'gradient/\.\*/norm' matches 4 of them",
+        r"alerts\[0\].keys 'gradeint/.*/norm' matches none of the \d+ keys as a whole; 'gradient/\.\*/norm' matches 5 of them",
     ),
     "no key of a kind that is known, with heads": (
         {"alerts": [Alert(keys="gradient/modl.*/norm", above=1)], "attention": True},

@@ -100,13 +100,14 @@ def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogC
     expected = {f"activation/{leaf}/{name}" for leaf in leaves for name in ("rms", "abs_max", "nonfinite_count")}
     parameters = [f"{leaf}.{which}" for leaf in leaves if leaf != "model.stem.2" for which in ("weight", "bias")]
     expected |= {f"{kind}/{name}/norm" for kind in ("parameter", "gradient") for name in parameters}
+    expected |= {"parameter/_root_/norm", "gradient/_root_/norm"}
     # What the watches look at besides.
     expected |= {"activation/model.stem.2/dead_fraction", *(f"gradient/{name}/rms" for name in parameters if name.endswith("weight"))}
     context = {
         f"context/{name}" for name in ("loss", "lr", "batch_size", "loss_2", "input_abs_max", "input_is_constant", "stale_gradients")
     }  # the last key is what the module logs as "loss"
     assert set(record.values) == expected | context | {"monitor/errors"}
-    assert [m for m in caplog.messages if "Watching" in m] == ["Watching 5 modules, 8 parameters: 37 keys a step, every 50 steps."]
+    assert [m for m in caplog.messages if "Watching" in m] == ["Watching 5 modules, 8 parameters: 39 keys a step, every 50 steps."]
 
 
 @pytest.mark.shows("accumulation", "store and loggers")

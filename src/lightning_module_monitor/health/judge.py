@@ -131,13 +131,11 @@ class Judge:
         """Indices of the rules that judge a key."""
         rules = [*enumerate(state.rule for state in self.states)]
         if is_total(parts, self._modules):
-            # A total without gradients has no frozen parameter.
-            states = {facts.training for facts in self.history.facts.parameters.values()} - ({"frozen"} if "grad" in parts.kind else set())
-            return [
-                index
-                for index, rule in rules
-                if rule.concerns_total(parts, key) and (rule.parameters is None or states <= {rule.parameters})
-            ]
+            known = {facts.training for facts in self.history.facts.parameters.values()}
+            counted = known - ({"frozen"} if parts.kind.startswith("gradient") else set()) or {UNKNOWN_PARAMETER.training}
+            # A total is of the trained parameters only where all are trained.
+            states = (None, *counted) if len(counted) == 1 else (None,)
+            return [index for index, rule in rules if rule.parameters in states and rule.concerns_total(parts, key)]
         accepted = (None, self._parameter(parts.site).training)
         return [index for index, rule in rules if rule.parameters in accepted and rule.concerns(parts, key)]
 

@@ -92,8 +92,8 @@ class Moments(NamedTuple):
         """Select rows by ``index``, int64 of shape ``(selected,)``, in its order."""
         return Moments(*(field[index] for field in self))
 
-    def about(self, center: Tensor) -> Moments:
-        """Sums about a center, shape ``(rows,)``, which can be added: ``mean`` becomes the sum of ``x - center``."""
+    def about(self, center: Tensor | Array) -> Moments:
+        """Sums about a center, shape ``(rows,)``, of the fields' own sort, which can be added: ``mean`` becomes the sum of ``x - center``."""
         n, d = self.elements, self.mean - center
         return self._replace(
             mean=n * d,

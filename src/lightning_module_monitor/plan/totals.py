@@ -31,6 +31,11 @@ def check_per_module(rule: ParsedRule, index: ModelIndex) -> None:
         raise ConfigError(f"{rule.label}.per_module matches only modules without a parameter that the rule picks ({matched}); {expected}.")
 
 
+def of_modules(rule: ParsedRule) -> str:
+    """The end of a phrase about a rule's sites: the modules whose parameters it counts together; empty without such modules."""
+    return f" together, of {' or '.join(pattern.pattern for pattern in rule.per_module)}" if rule.per_module else ""
+
+
 def parameters_by_module(rule: ParsedRule, kind: str, index: ModelIndex) -> dict[str, list[str]]:
     """The parameters that a rule picks inside each module of its ``per_module``: names by the name of the module.
 

@@ -157,7 +157,7 @@ class RunController:
         if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
             run.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
         monitor.set_module(run.module)
-        if run.options.arguments["rules"] is None and checks.clips(trainer, run.module):
+        if run.options.arguments["rules"] is None and (checks.clips(trainer, run.module) or "gradient" in left_out):
             before = Rule(kinds="gradient_before_clip", per_module=ROOT_SITE, statistics="norm")
             run.model.add_rule(run.recipe.parsed(before, "rules", is_optional=True))
         warm_up(trainer.strategy.root_device)

@@ -11,6 +11,7 @@ from lightning_module_monitor.histogram import NUM_COUNTS
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.planner import Planner
+from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.probes.gradient_noise import VALUES as NOISE_VALUES
 from lightning_module_monitor.record import KINDS
@@ -50,9 +51,9 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
         )
         lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
     for kind in dict.fromkeys(total.kind for total in totals):
-        sites = [total.site for total in totals if total.kind == kind]
+        modules = [total.site for total in totals if total.kind == kind]
         names = dict.fromkeys(name for total in totals if total.kind == kind for name in total.outputs)
-        lines.append(f"  {kind} of all parameters of a module: {shortened(sites)} x {len(names)} ({', '.join(names)})")
+        lines.append(f"  {kind} of all parameters of a module: {shortened(modules)} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
@@ -85,7 +86,7 @@ def described(options: Options, monitor: ModuleMonitor, results: RunResults) -> 
     rules, findings, store, record = monitor.engine.recipe.rules, results.findings, results.store_path, results.last_record
     last = "none" if record is None else f"of step {record.step}: {counted(len(record.values), 'value')}"
     rows = [
-        *(("watched", f"{', '.join(rule.kinds)}: {', '.join(rule.outputs)}, {rule.schedule}") for rule in rules),
+        *(("watched", f"{', '.join(rule.kinds)}{of_modules(rule)}: {', '.join(rule.outputs)}, {rule.schedule}") for rule in rules),
         ("last record", last),
         ("store", store or "none"),
         *(("finding", f"step {finding.step}, {finding.name} {finding.site}: {finding.words}") for finding in findings),
