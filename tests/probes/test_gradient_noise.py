@@ -231,6 +231,54 @@ def test_gradients_of_something_else_do_not_count() -> None:
     assert {name: values[name] for name in expected} == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("steps_early", [False, True], ids=["cleared", "stepped early"])
+def test_gradients_that_are_cleared_within_a_step(steps_early: bool) -> None:
+    """What was cleared does not count, as in a GAN; where all was used and cleared before it was observed, nothing is known."""
+    model, sizes = mlp(), (3, 4)
+    micro_batches = batches(sizes)
+    with ModuleMonitor(gradient_noise={"per_module": ["_root_", "2"]}) as monitor:
+        monitor.set_module(model)
+        for step in range(2):
+            monitor.begin_step(step)
+            for number, batch in enumerate(micro_batches):
+                monitor.monitor_context("batch_size", len(batch[0]), "sum")
+                if number == 0:
+                    loss_of(model, batches((5,))[0]).backward()
+                    model.zero_grad()
+                (loss_of(model, batch) / 2).backward()
+                monitor.after_micro_batch()
+            if steps_early:
+                model[2].zero_grad()
+            monitor.monitor_gradients()
+            record = monitor.end_step()
+            model.zero_grad()
+            for site, of_site in (("_root_", slice(None)), ("2", slice(2, None))):
+                values = values_of(record, site)
+                expected = by_hand([each[of_site] for each in gradients(model, micro_batches, loss_of)], sizes)
+                assert math.isnan(values["noise"]) if steps_early else values["noise"] == pytest.approx(expected["noise"], rel=1e-9)
+
+
+def test_submodules_excluded_and_empty_parameters() -> None:
+    """``_root_`` is what is monitored: the submodule, without what is excluded in it; an empty parameter adds nothing."""
+    model = nn.Module()
+    model.inner, model.outer = mlp(), nn.Linear(3, 3).double()
+    model.inner.empty = nn.Parameter(torch.zeros(0, 3).double())
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        empty = module.inner.empty.sum()  # type: ignore[union-attr]
+        return F.mse_loss(module.outer(module.inner(batch[0])), batch[1]) + empty  # type: ignore[operator]
+
+    with ModuleMonitor(gradient_noise=True, module="inner", exclude=r"inner\.2") as monitor:
+        model.inner.forward = nn.Sequential(model.inner[0], model.inner[1], model.inner[2]).forward
+        monitor.set_module(model)
+        record = observe_step(monitor, model, batches((3, 4)), loss=loss)
+    names = [name for name, _parameter in model.named_parameters()]
+    kept = [names.index("inner.0.weight"), names.index("inner.0.bias")]
+    grads = [torch.autograd.grad(loss(model, batch), list(model.parameters())) for batch in batches((3, 4))]
+    expected = by_hand([[each[index] for index in kept] for each in grads], (3, 4))
+    assert {name: values_of(record)[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+
+
 def test_complex_parameters_count_with_both_parts() -> None:
     """The squared norm of a complex gradient is that of its real and imaginary part together."""
     torch.manual_seed(0)
@@ -378,3 +426,34 @@ def test_linear_regression_has_the_noise_and_the_signal_of_its_closed_form() -> 
     signal = 4 * square
     noise = 4 * ((num_features + 2) * square + num_features * variance) - signal
     assert linear_regression(300, 4, 4) == pytest.approx((noise, signal), rel=0.15)
+
+
+@pytest.mark.parametrize("steps", [[0, 2], [2, 3]], ids=["first step", "later steps"])
+def test_compiled_models_are_not_compiled_again(steps: list[int]) -> None:
+    """Hooks on parameters come and go without a compilation, weights are those of a run without, and values are right."""
+    weights = []
+    for monitored in (steps, []):
+        torch._dynamo.reset()
+        model = mlp()
+        compiled, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.SGD(model.parameters(), lr=0.1)
+        num_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with ModuleMonitor(steps, gradient_noise=True, on_error="raise") as monitor:
+            monitor.set_module(model)
+            for step in range(4):
+                micro_batches = batches((4, 4), step)
+                expected = by_hand(gradients(model, micro_batches, loss_of), (4, 4)) if step in monitored else {}
+                if step in monitored:
+                    monitor.begin_step(step)
+                for batch in micro_batches:
+                    monitor.monitor_context("batch_size", len(batch[0]), "sum")
+                    (loss_of(compiled, batch) / 2).backward()
+                    monitor.after_micro_batch()
+                monitor.monitor_gradients()
+                optimizer.step()
+                optimizer.zero_grad()
+                record = monitor.end_step()
+                if expected:
+                    assert {name: values_of(record)[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_before == 1
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *weights))

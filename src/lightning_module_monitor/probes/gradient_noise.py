@@ -173,28 +173,25 @@ class GradientNoiseProbe(Probe):
         """Measure the gradient of a parameter, or add a further part of it."""
         parameter, name = self._parameters[index], self._sites.parameters[index].name
         assert parameter is not None
-        norms = self._buffer(self._norms, gradient.device)
-        norm = norms[index]
-        if index not in self._arrived:
+        norm, before = self._buffer(self._norms, gradient.device)[index], parameter.grad
+        # A gradient that was cleared since, as a discriminator's is after the generator's backward pass, is no part of the step's.
+        if index not in self._arrived or before is None:
+            if before is not None and index not in self._arrived_in_step:
+                self._leftovers[index] = zero_or_nan(norm_of(before))
             self._arrived.add(index)
-            norm.copy_(norm_of(gradient))
-            if index not in self._arrived_in_step and parameter.grad is not None:
-                self._leftovers[index] = zero_or_nan(norm_of(parameter.grad))
             self._arrived_in_step.add(index)
+            norm.copy_(norm_of(gradient))
             if name in self._state.in_parts:
                 self._parts[index] = gradient.detach().clone()
-            return
-        if index not in self._parts:
+        elif index in self._parts:
+            self._parts[index] = self._parts[index] + gradient
+            norm.copy_(norm_of(self._parts[index]))
+        else:
             # The first time: .grad has the first part, unless an earlier micro-batch has added to it.
             self._state.in_parts.add(name)
-            first = parameter.grad
-            is_first = None if first is None else (norm_of(first) - norm).abs() <= 1e-9 * norm
-            whole = gradient if first is None else first + gradient
-            self._parts[index] = whole
-            norm.copy_(norm_of(whole) if is_first is None else torch.where(is_first, norm_of(whole), math.nan))
-            return
-        self._parts[index] = self._parts[index] + gradient
-        norm.copy_(norm_of(self._parts[index]))
+            self._parts[index] = before + gradient
+            is_first = (norm_of(before) - norm).abs() <= 1e-9 * norm
+            norm.copy_(torch.where(is_first, norm_of(self._parts[index]), math.nan))
 
     def observe_gradients(self, among: Among, scale: Tensor | None) -> None:
         """Observe the gradients of the whole step, of some parameters or of all: before clipping, and of all ranks together."""
@@ -203,7 +200,11 @@ class GradientNoiseProbe(Probe):
                 continue
             gradient = parameter.grad
             self._observed.add(index)
-            if gradient is None or not self._is_trained(parameter):
+            if not self._is_trained(parameter):
+                continue
+            if gradient is None:
+                if index in self._arrived_in_step:  # it was used and cleared before, as by an optimizer that steps in the backward pass
+                    self._buffer(self._whole_norms, parameter.device)[index] = math.nan
                 continue
             norm = norm_of(gradient) if scale is None else norm_of(gradient) / scale.to(gradient.device)
             if index not in self._arrived_in_step and self._num_ranks == 1:
