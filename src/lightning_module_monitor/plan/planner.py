@@ -264,9 +264,9 @@ def _check_ranks_of_noise(index: ModelIndex, *, has_ranks: bool, shares_input: b
 def _noise_of(recipe: Recipe, index: ModelIndex) -> NoiseSites | None:
     if recipe.gradient_noise is None:
         return None
-    places = {site.name: place for place, site in enumerate(index.parameters)}
+    indices = {site.name: number for number, site in enumerate(index.parameters)}
     names_by_module = parameters_by_module(recipe.gradient_noise, "gradient", index)
-    members = {module: [places[name] for name in names] for module, names in names_by_module.items()}
+    members = {module: [indices[name] for name in names] for module, names in names_by_module.items()}
     return NoiseSites(index.parameters, members, recipe.prefix)
 
 

@@ -273,31 +273,31 @@ class GradientNoiseProbe(Probe):
 
     def _exchanged(self, values: dict[str, float]) -> tuple[dict[str, dict[_Index, float]], dict[_Index, float]]:
         """Squared norms by site, and numbers of samples, each by micro-batch and rank; taken out of the values."""
-        found: dict[str, dict[_Index, float]] = {site: {} for site in ("", *self._sites.members)}
+        by_site: dict[str, dict[_Index, float]] = {site: {} for site in ("", *self._sites.members)}
         number, has_any = 0, True
         while has_any or number < self._number:  # other ranks may have had more micro-batches
             has_any = False
             for site, stream in self._sites.micro_batch_streams(number, self._num_ranks).items():
                 for rank, key in enumerate(stream.keys.values()):
                     if key in values:
-                        found[site][number, rank], has_any = values.pop(key), True
+                        by_site[site][number, rank], has_any = values.pop(key), True
             number += 1
-        sizes = found.pop("")
-        return found, sizes
+        sizes = by_site.pop("")
+        return by_site, sizes
 
     def _finished(self, site: str, squares: Mapping[_Index, float], sizes: Mapping[_Index, float], whole: float) -> list[float]:
         """The values of a site, in the order of :data:`VALUES`."""
         num = len(squares)
         # The gradient of a micro-batch arrives divided as its loss is; the step's is the sum of these, averaged over the ranks.
         divisor = self._state.loss_divisor or num / self._num_ranks
-        own = np.array([*squares.values()]) * divisor**2
+        undivided = np.array([*squares.values()]) * divisor**2
         known = [sizes.get(index, UNDEFINED) for index in squares]
-        estimate = noise_and_signal(own, np.array(known), whole * (divisor * self._num_ranks / num) ** 2)
+        estimate = noise_and_signal(undivided, np.array(known), whole * (divisor * self._num_ranks / num) ** 2)
         scale = UNDEFINED if is_undefined(estimate.noise) else math.nan
         if estimate.is_finite():
             average = self._state.averages[site] = estimate.averaged(self._state.averages.get(site))
             scale = average.scale()
-        index, ratio = largest(own)
+        index, ratio = largest(undivided)
         number, rank = [*squares][index]
         return [estimate.noise, estimate.signal, scale, ratio, float(rank), float(number)]
 
