@@ -275,6 +275,18 @@ class WatchedFlow(Engine):
         self.monitor.set_module(model)
 
 
+class WatchedNoise(Engine):
+    """Our engine with the gradient noise of the whole model: norms of each gradient as it arrives, and of the gradient of the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.monitor = ModuleMonitor(gradient_noise=True)
+        self.monitor.set_module(model)
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self.monitor.monitor_context("batch_size", 1, "sum")
+
+
 class NoLogger:
     """Counts what it is given."""
 

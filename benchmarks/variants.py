@@ -20,7 +20,7 @@ from workloads import G1, WORKLOADS, Workload
 PLAIN, IDLE, OURS, EAGER, FLOOR, NONFINITE = "plain", "idle", "ours", "ours, eager", "floor", "nonfinite: always"
 REFERENCE, RCC = "reference forward", "reference + RCC"
 UNFUSED, ATTENTION = "attention forward, not fused", "attention"
-FLOW, HISTOGRAMS = "gradient flow", "histograms"
+FLOW, NOISE, HISTOGRAMS = "gradient flow", "gradient noise", "histograms"
 UPDATES, STATES, TO_GRADIENT, TO_PREVIOUS = "updates", "optimizer states", "cosine to gradient", "cosine to previous"
 PEER, PEER_RCC, WANDB = "torch-module-monitor", "torch-module-monitor, RCC", "wandb.watch"
 TRAINER, CALLBACK, LOGGED = "Trainer", "callback + store", "callback + store + TensorBoard"
@@ -111,6 +111,7 @@ VARIANTS = (
     in_loop(ATTENTION, "attention: true, four figures of every head", observers.WatchedAttention, workloads=FIRST),
     in_loop(FLOW, "gain of the gradient from block to block", observers.WatchedFlow, workloads=FIRST),
     *(in_loop(name, note, partial(observers.AfterUpdate, rule=rule), workloads=FIRST) for name, note, rule in AFTER_UPDATE),
+    in_loop(NOISE, "gradient noise of the whole model; one micro-batch a step", observers.WatchedNoise, workloads=FIRST),
     in_loop(HISTOGRAMS, "histograms of all parameters and gradients, in 261 bins, exact", observers.CountedHistograms),
     in_loop("TorchWatcher, one line", "five statistics of outputs, their gradients, parameters and theirs", observers.OneLine),
     in_loop(PEER_RCC, "its refined coordinate check", observers.PeerCheck, package="torch_module_monitor", workloads=FIRST),

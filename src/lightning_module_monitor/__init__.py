@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
     from lightning_module_monitor.callback import ModuleMonitorCallback
+    from lightning_module_monitor.config.noise_option import GradientNoise
     from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule
     from lightning_module_monitor.health.alert_options import Alert, Health
     from lightning_module_monitor.health.causes import Diagnosis
@@ -37,6 +38,7 @@ __all__ = [
     "Finding",
     "GradientFlow",
     "GradientGainMonitor",
+    "GradientNoise",
     "Health",
     "Histogram",
     "ModuleMonitor",
@@ -61,6 +63,7 @@ __all__ = [
 
 _HOMES = {
     "callback": ("ModuleMonitorCallback",),
+    "config.noise_option": ("GradientNoise",),
     "config.rules": ("Capture", "GradientFlow", "Rule"),
     "health.causes": ("Diagnosis",),
     "health.alert_options": ("Alert", "Health"),

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_module_monitor.config.noise_option import GradientNoise
 from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule
 from lightning_module_monitor.config.schedule import Schedule
 from lightning_module_monitor.display import Described, Description, Findings
@@ -80,6 +81,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         attention: Whether to record attention head by head: the means of its entropy and of the weight of the first key, and the largest
             logit, of every call of ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
         gradient_flow: Blocks between which the gain of the gradient is recorded: ``{blocks: model.blocks}``.
+        gradient_noise: Whether to record the simple noise scale, from the gradients of accumulated micro-batches and of DDP's ranks: of
+            the whole model, or of modules (``{per_module: [_root_, model.encoder]}``).
         capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
         health: Checks while training: the module that made the first NaN or infinity, and the conditions of the built-in detectors, e.g.
             ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, as far as they are cheap. ``false``: no check.
@@ -114,6 +117,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         save_reference: bool = True,
         attention: bool = False,
         gradient_flow: GradientFlow | Mapping[str, Any] | None = None,
+        gradient_noise: GradientNoise | Mapping[str, Any] | bool = False,
         capture: Capture | Mapping[str, Any] | None = None,
         health: Health | Mapping[str, Any] | bool | str | None = None,
         alerts: Sequence[Alert | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,

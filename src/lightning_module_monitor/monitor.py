@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_module_monitor.config.metrics import MetricMethods
+from lightning_module_monitor.config.noise_option import GradientNoise, parse_gradient_noise
 from lightning_module_monitor.config.rules import (
     Capture,
     GradientFlow,
@@ -85,6 +86,8 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         logger: Receives warnings and other messages.
         rules: What to record; methods like :meth:`add_activation_metric` add more.
         gradient_flow: Blocks between which the gain of the gradient is recorded, in every step that ``monitor_step_fn`` picks.
+        gradient_noise: Whether to record the simple noise scale, in every step that ``monitor_step_fn`` picks: of the whole model, or with
+            ``{per_module: ...}`` of modules. See :class:`GradientNoise`.
         capture: Raw tensors that the records of some steps hold.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are not monitored, with everything inside.
         module: Name of the submodule to monitor. Keys keep the names of the whole model.
@@ -109,6 +112,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         *,
         rules: Rule | Sequence[Rule | Mapping[str, Any]] | None = (),
         gradient_flow: GradientFlow | Mapping[str, Any] | None = None,
+        gradient_noise: GradientNoise | Mapping[str, Any] | bool = False,
         capture: Capture | Mapping[str, Any] | None = None,
         exclude: str | Sequence[str] | None = None,
         module: str | None = None,
@@ -140,6 +144,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             schedule,
             tuple(parse_rule(rule, f"rules[{number}]", schedule) for number, rule in enumerate(given)),
             None if gradient_flow is None else parse_gradient_flow(gradient_flow),
+            parse_gradient_noise(gradient_noise, schedule),
             () if capture is None else (parse_capture(capture),),
             within=module,
             exclude=excluded,

@@ -36,6 +36,8 @@ LOSS = "loss"
 
 LEARNING_RATE = "lr"
 """The name of the first learning rate under :data:`CONTEXT_KIND`."""
+BATCH_SIZE = "batch_size"
+"""The name of the number of samples in a step under :data:`CONTEXT_KIND`."""
 
 STEP_SKIPPED = "step_skipped"
 """The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
@@ -120,6 +122,8 @@ class Kind:
     """Whether its tensors can be captured as they are."""
     has_units: bool = False
     """Whether its tensors have units, channels or features, as the outputs of a layer have."""
+    has_option: bool = False
+    """Whether an option of the same name records it, and no rule does."""
 
     @property
     def has_late_sites(self) -> bool:
@@ -151,6 +155,8 @@ KINDS = {
         Kind("gradient", "parameter", can_be_captured=True),
         Kind("update", "parameter", is_relative=True, can_be_captured=True, compared_with=("gradient", "previous")),
         Kind("optimizer_state", "parameter", of_states=True, compared_with=("gradient",)),
+        Kind("gradient_flow", "module", has_option=True),
+        Kind("gradient_noise", "parameter", has_option=True),
     )
 }
 """Kind by name, in the order in which their keys are listed."""

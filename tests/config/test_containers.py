@@ -30,6 +30,7 @@ from lightning_module_monitor import (
     Capture,
     GradientFlow,
     GradientGainMonitor,
+    GradientNoise,
     Health,
     ModuleMonitor,
     ModuleMonitorCallback,
@@ -76,6 +77,7 @@ OPTIONS: Options = {
     "save_reference": True,
     "attention": False,
     "gradient_flow": {"blocks": ["model.0", "model.2"], "norm": "l1", "thresholds": [0.25, 4.0]},
+    "gradient_noise": {"per_module": ["_root_", "model.2"]},
     "capture": {"sites": ["model.0", "model.2.weight"], "steps": [0, 3], "kinds": ["activation", "parameter"]},
     "health": {
         "nonfinite": "always",
@@ -103,6 +105,7 @@ OPTIONS: Options = {
 NESTED: dict[str, tuple[type, Options]] = {
     "rules": (Rule, RULE | {"per_module": TOTAL["per_module"]}),
     "gradient_flow": (GradientFlow, OPTIONS["gradient_flow"]),
+    "gradient_noise": (GradientNoise, OPTIONS["gradient_noise"]),
     "capture": (Capture, OPTIONS["capture"]),
     "health": (Health, OPTIONS["health"]),
     "alerts": (Alert, OPTIONS["alerts"][0] | OPTIONS["alerts"][1]),
@@ -156,7 +159,7 @@ def series(root: Path, made: ModuleMonitorCallback) -> dict[str, dict[int, float
     """The records of a run; NaN, which equals nothing, as a text."""
     records = KeepRecords(made)
     root.mkdir()
-    fit(root, [made, records], max_steps=4)
+    fit(root, [made, records], max_steps=4, max_epochs=2, accumulate_grad_batches=2)
     own = ("monitor/overhead", "monitor/seconds")
     kept = {key: values for key, values in records.series().items() if not key.startswith(own)}
     return {key: {step: "nan" if math.isnan(value) else value for step, value in values.items()} for key, values in kept.items()}
@@ -199,6 +202,7 @@ def test_a_run_is_the_same_in_any_container(container: str, tmp_path: Path) -> N
         "run1/gradient/model.0.weight/norm",
         "run1/gradient/model.0/norm",
         "run1/gradient_flow/model.0-model.2/gain",
+        "run1/gradient_noise/model.2/scale",
     } <= recorded.keys()
     configurations = []
     for one in (given, expected):

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from helpers.lightning_package import (
     is_overridden,
 )
 from helpers.training import Classifier, trainer
-from helpers.zoo import batches
+from helpers.zoo import batches, make
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from torch import Tensor, distributed, nn
@@ -220,6 +220,47 @@ def zoo(model: str) -> Callable[[Path], dict[str, Any]]:
         return fit(folder, module, callback, accumulate_grad_batches=2, gradient_clip_val=0.5, max_epochs=1)
 
     return scenario
+
+
+class Silent(Classifier):
+    """Logs nothing: every key is known before the first step."""
+
+    def log(self, *_args: Any, **_options: Any) -> None:
+        pass
+
+
+def noise(folder: Path) -> dict[str, Any]:
+    """Gradient noise of uneven micro-batches: two in a step, of an epoch's last step one; and with one in every step. A plain loop too."""
+    torch.manual_seed(0)
+    results = {}
+    for num, micro_batches in ((2, 5), (1, 3)):
+        callback = ModuleMonitorCallback(
+            1, rules=[], gradient_noise={"per_module": ["_root_", r"model\..*"]}, on_error="raise", store=False
+        )
+        counts = collectives_of_steps(callback)
+        module = Silent("shared", torch.optim.SGD, lr=0.1)
+        own = data(RANK, WORLD)[:micro_batches]
+        results[num] = fit(folder / str(num), module, callback, own, accumulate_grad_batches=num, gradient_clip_val=0.5)
+        results[num]["collectives"] = counts
+    refusal = ""
+    try:
+        ModuleMonitor(gradient_noise=True).set_module(module)
+    except ConfigError as error:
+        refusal = str(error)
+    model = make("mlp").double().eval()  # without dropout
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with ModuleMonitor(gradient_noise=True, distributed=True, on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        own = [(x.double(), y) for x, y in data(RANK, WORLD)[:2]]
+        for number, (x, y) in enumerate(own):
+            monitor.monitor_context("batch_size", len(x), "sum")
+            with wrapped.no_sync() if number == 0 else nullcontext():
+                (F.cross_entropy(wrapped(x), y) / 2).backward()
+            monitor.after_micro_batch()
+        monitor.monitor_gradients()
+        record = monitor.end_step()
+    return {**results, "refusal": refusal, "own loop": (model.state_dict(), record)}
 
 
 class Attending(nn.Module):
@@ -1365,6 +1406,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "sick_by_default": sick(Health()),
     "sick_between": sick_between,
     "branches": branches,
+    "noise": noise,
     "one_rank_fails": one_rank_fails,
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
     "limited": limited,

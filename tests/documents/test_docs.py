@@ -235,6 +235,17 @@ def test_python_of_the_page_about_ranks() -> None:
     assert names["record"].values["gradient/weight/norm"] > 0
 
 
+def test_python_of_the_page_about_gradient_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    """The loop prints a noise scale for every step."""
+    (block,) = snippets("python", "docs/how_to/gradient_noise.md")
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names: dict[str, Any] = {"model": model, "micro_batches": [*loader()][:2], "loss_fn": F.cross_entropy, "optimizer": optimizer}
+    exec(block, names)  # the page is ours
+    assert len([float(line) for line in capsys.readouterr().out.splitlines()]) == 3
+
+
 MIGRATION = "docs/migration.md"
 
 
@@ -302,6 +313,10 @@ RECORDED = {
         {"attention_entropy/model.blocks.0.head_1/mean", "gradient_flow/model.blocks.0-model.blocks.1/gain"},
     ],
     "docs/how_to/optimizer.md": [{"optimizer_state/model.head.weight.exp_avg/norm", "update/_root_/cosine_to_previous"}],
+    "docs/how_to/gradient_noise.md": [
+        {"gradient_noise/_root_/scale", "gradient/_root_/norm"},
+        {"gradient_noise/_root_/largest_rank", "gradient_noise/model.blocks.0/scale"},
+    ],
     "docs/how_to/raw_tensors.md": [{"gradient/model.head.weight/norm"}],
     "docs/cost.md": [{"gradient/model.head.weight/norm"}],
 }  # fmt: skip

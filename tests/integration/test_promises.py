@@ -28,7 +28,7 @@ from lightning_module_monitor.record import KINDS
 
 STATISTICS = ["mean", "std", "kurtosis", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "hist"]
 EVERYTHING = [
-    Rule(kinds=[name for name, kind in KINDS.items() if not kind.needs_reference], statistics=STATISTICS),
+    Rule(kinds=[name for name, kind in KINDS.items() if not (kind.needs_reference or kind.has_option)], statistics=STATISTICS),
     Rule(kinds="update", statistics="ratio"),
     Rule(kinds=["activation", "gradient"], functions={"noise": lambda x: (x + torch.rand_like(x)).mean()}),
 ]

@@ -104,9 +104,10 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
         "update/fc.weight/ratio": [1e-3],
         "rcc_effective_update/fc/rms": [1.0],
         "attention_entropy/attn.head_0/mean": [1.0],
+        "gradient_noise/_root_/scale": [100.0],
     }
     all_of_it = write_store(tmp_path / "all.h5", more, histograms={"gradient/fc.weight/hist": [counts]})
-    every = ["verdict", "glance", "heat", "profiles", "updates", "rcc", "attention", "histograms", "run"]
+    every = ["verdict", "glance", "heat", "profiles", "updates", "noise", "rcc", "attention", "histograms", "run"]
     assert sections_of(page_of(tmp_path / "all.html", all_of_it)) == every
     both = page_of(tmp_path / "both.html", few, all_of_it)
     assert sections_of(both) == ["verdict", "glance", "match", *every[2:]]

@@ -19,7 +19,7 @@ from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.histogram import EDGES, NUM_COUNTS, Histogram
-from lightning_module_monitor.record import ModuleInfo
+from lightning_module_monitor.record import UNDEFINED, ModuleInfo
 from lightning_module_monitor.report.page import write_report
 
 if TYPE_CHECKING:
@@ -354,6 +354,26 @@ def test_rows_of_attention_are_layers(browser: Browser, tmp_path: Path) -> None:
         assert visit.page.evaluate(f"{chart}.describe(1, 0)").startswith(f"{names[1]}, head 0\n")
         assert visit.page.evaluate(f"[...{chart}.parentElement.children].at(-1).data.map(line => line.name)") == rows
         visit.page.close()
+
+
+def test_the_noise_scale_is_drawn_with_the_batch_size(browser: Browser, tmp_path: Path) -> None:
+    """A line for the whole model and for each module, and one for the batch size; a scale that is not known leaves a gap."""
+    series: dict[str, list[float | None]] = {
+        "gradient_noise/_root_/scale": [90.0, UNDEFINED, 120.0],
+        "gradient_noise/_root_/noise": [1.0, 1.0, 1.0],
+        "gradient_noise/model.blocks.0/scale": [40.0, 50.0, 60.0],
+        "context/batch_size": [32.0, 32.0, 32.0],
+    }
+    modules = [ModuleInfo(name, "Linear", 1) for name in ("_root_", "model.blocks.0")]
+    write_report([load_store(write_store(tmp_path / "m.h5", series, modules=modules))], tmp_path / "m.html")
+    visit = Visit(browser, tmp_path / "m.html")
+    visit.show("noise")
+    traces = visit.page.evaluate("document.getElementById('noise-chart').data.map(({ name, y }) => [name, [...y]])")
+    assert [name for name, _values in traces] == ["whole model", "model.blocks.0", "batch size of the run"]
+    assert [value if value is None else round(value) for value in traces[0][1]] == [90, None, 120]
+    assert traces[2][1] == [32, 32, 32]
+    assert not visit.complaints
+    visit.page.close()
 
 
 def names_of_rows(visit: Visit) -> list[str]:

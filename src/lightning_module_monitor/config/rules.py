@@ -167,6 +167,8 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
     kinds = as_tuple(rule.kinds)
     for kind in kinds:
         check_choice(kind, KINDS, f"{label}.kinds {kind!r} is not a kind", _KINDS_IN_SHORT)
+        if KINDS[kind].has_option:
+            raise ConfigError(f"{label}.kinds {kind!r} is recorded by the option {kind}, and by no rule; expected {_KINDS_IN_SHORT}.")
     if not kinds:
         raise ConfigError(f"{label}.kinds is empty; expected at least one of {_KINDS_IN_SHORT}.")
     has_values = [kind for kind in kinds if KINDS[kind].values]
@@ -315,7 +317,10 @@ def as_tuple(value: object) -> tuple[Any, ...]:
 
 
 _FAMILIES = ("attention_", "rcc_")
-_KINDS_IN_SHORT = ", ".join(dict.fromkeys(next((f"{family}*" for family in _FAMILIES if name.startswith(family)), name) for name in KINDS))
+_OF_RULES = [name for name, kind in KINDS.items() if not kind.has_option]
+_KINDS_IN_SHORT = ", ".join(
+    dict.fromkeys(next((f"{family}*" for family in _FAMILIES if name.startswith(family)), name) for name in _OF_RULES)
+)
 """Every kind, large families by their common beginning: a message has to stay within two lines."""
 
 
@@ -380,7 +385,7 @@ def _parse_per_module(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[r
     unfit += [f"{name!r} is a function" for name, output in known if callable(output)]
     unfit += ["functions get one parameter at a time"] if rule.functions else []
     if unfit:
-        fit = ", ".join(name for name, kind in KINDS.items() if kind.site == "parameter")
+        fit = ", ".join(name for name in _OF_RULES if KINDS[name].site == "parameter")
         raise ConfigError(f"{label}.per_module: {unfit[0]}; expected kinds {fit}, and statistics of whole tensors, e.g. norm.")
     patterns = _not_empty(rule.per_module, f"{label}.per_module", "_root_ for the whole model")
     return parse_patterns(patterns, f"{label}.per_module")

@@ -28,6 +28,7 @@ from lightning_module_monitor.probes.base import Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.cosines import PreviousUpdates
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
+from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe, NoiseState
 from lightning_module_monitor.probes.optimizer_states import StateReader
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, fail_removed
 from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe, intermediate_streams
@@ -100,6 +101,8 @@ class ObservedModel:
         self.logged = LoggedValues(recipe.prefix)
         self._expected: list[Stream] = []
         """Streams that were announced before the first step."""
+        self.noise = NoiseState()
+        """What the gradient noise keeps from step to step."""
         self.replicas = ReplicaAlert()
         self.wrapper: nn.Module | None = None
         """The module that a strategy has wrapped this one in; ``None`` where it has not."""
@@ -221,6 +224,8 @@ class ObservedModel:
             # After those that name the tensors of the reference that they need.
             calls = calls if calls.is_needed() else None
             probes += [] if calls is None else [calls]
+        noise = None if plan.noise is None else GradientNoiseProbe(plan.noise, tools, modules, self.ranks, self.noise)
+        probes += [] if noise is None else [noise]
         attention = None
         if plan.has_heads():
             is_requested = recipe.has_attention_rule(due)
@@ -239,6 +244,7 @@ class ObservedModel:
             capture=capture,
             reference=calls,
             attention=attention,
+            noise=noise,
             clock=recipe.clock(step) if is_training else None,
             uncompiled=None if recipe.keeps_compiled else Uncompiled(),
         )
@@ -315,6 +321,8 @@ class ObservedModel:
         if (stage, due) not in self._states:
             plan = self.planner.plan(due, stage)
             streams = [*intermediate_streams(plan.modules), *plan.all_streams(), *(self._expected if stage == TRAIN else ())]
+            if plan.noise is not None:
+                streams += plan.noise.streams(self.noise.loss_divisor or 1, 1 if self.ranks is None else self.ranks.size)
             if plan.has_coordinate_check():
                 streams.append(self._skipped_calls())
             self._states[stage, due] = SeriesState(streams, self._units)

@@ -260,7 +260,7 @@ class StepEngine:
             return self.recipe.due(step)
         except Exception as error:
             self._reporter.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
-            return ActiveRules((), gradient_flow=False) if self.recipe.is_captured(step) else None
+            return ActiveRules((), gradient_flow=False, gradient_noise=False) if self.recipe.is_captured(step) else None
 
     def _open(self, model: ObservedModel, due: ActiveRules, step: int, stage: str) -> None:
         self.agree()

@@ -20,6 +20,7 @@ from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Among, Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
+from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe
 from lightning_module_monitor.probes.parameters import ParameterTap
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import unchanged_grad_mode
@@ -48,6 +49,7 @@ class StepContext:
     reference: ReferenceProbe | None
     """Keeps what the reference computes."""
     attention: AttentionProbe | None
+    noise: GradientNoiseProbe | None
     clock: MinutesSchedule | None
     """The schedule, if it picked the step by the clock."""
     uncompiled: Uncompiled | None
@@ -73,9 +75,18 @@ class StepContext:
 
     def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Tensor | float | None) -> None:
         """Observe the gradients of some parameters, or of all."""
+        among = _identities(parameters)
         if self.parameters is not None:
             with self.guard("gradients"):
-                self.parameters.observe_gradients(kind, _identities(parameters), as_scale(scale))
+                self.parameters.observe_gradients(kind, among, as_scale(scale))
+        if self.noise is not None:
+            with self.guard("gradient noise"):
+                self.noise.observe_gradients(among, as_scale(scale))
+
+    def count_samples(self, number: float | Tensor) -> None:
+        """The micro-batch that runs has so many samples."""
+        if self.noise is not None:
+            self.noise.count_samples(number)
 
     def observe_parameters(self, parameters: Iterable[Tensor] | None) -> None:
         """Observe some parameters, or all, before the optimizer moves them."""

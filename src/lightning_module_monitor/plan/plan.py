@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lightning_module_monitor.plan.states import StateRules
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
+from lightning_module_monitor.probes.gradient_noise import NoiseSites
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.stream import Stream
 
@@ -25,6 +26,8 @@ class Plan:
     """What is recorded of all parameters of a module together."""
     states: StateRules | None = None
     """The rules about states of optimizers."""
+    noise: NoiseSites | None = None
+    """The modules whose gradient noise is recorded."""
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
@@ -59,7 +62,8 @@ class Plan:
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""
         keys = [key for stream in self.expected() if not KINDS[stream.kind].has_late_sites for key in stream.planned_keys]
-        return keys + (self.chain.keys() if self.chain is not None else [])
+        keys += self.chain.keys() if self.chain is not None else []
+        return keys + (self.noise.keys() if self.noise is not None else [])
 
     def histogram_keys(self) -> list[str]:
         """Every key of a histogram, kind by kind."""

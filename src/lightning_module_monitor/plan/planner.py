@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from lightning_module_monitor.config.rules import ParsedRule, Rule, parse_rule
+from lightning_module_monitor.distributed.ranks import num_processes
+from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
@@ -17,9 +19,10 @@ from lightning_module_monitor.plan.matching import check_rule, compiled_in_words
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.plan.states import StateRules
-from lightning_module_monitor.plan.totals import Totals, check_per_module, joined
+from lightning_module_monitor.plan.totals import Totals, check_per_module, joined, parameters_by_module
 from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
+from lightning_module_monitor.probes.gradient_noise import NoiseSites
 from lightning_module_monitor.probes.optimizer_states import STATE
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
@@ -35,6 +38,8 @@ class Planner:
     """The names of the model."""
     chain: Chain | None
     """The blocks whose gradient flow is recorded."""
+    noise: NoiseSites | None
+    """The modules whose gradient noise is recorded."""
     reporter: ErrorReporter
     has_ranks: bool = False
     """Whether the values of several ranks are merged."""
@@ -62,7 +67,10 @@ class Planner:
                 check_per_module(rule, index)
         for capture in recipe.captures:
             idle_kinds(capture, index)
-        planner = cls(recipe, index, _chain_of(recipe, index, shares_input), reporter, has_ranks, shares_input)
+        if recipe.gradient_noise is not None:
+            check_per_module(recipe.gradient_noise, index)
+            _check_ranks_of_noise(index, has_ranks=has_ranks, shares_input=shares_input)
+        planner = cls(recipe, index, _chain_of(recipe, index, shares_input), _noise_of(recipe, index), reporter, has_ranks, shares_input)
         planner.plan()  # in which no two outputs may have one name
         planner.report_renamed()
         planner.report_compiled()
@@ -88,18 +96,19 @@ class Planner:
             chain = _chain_of(self.recipe, index, self.shares_input)
         except ConfigError as error:
             self.reporter.log_once(str(error), logging.WARNING)
-        planner = replace(self, index=index, chain=chain)
+        planner = replace(self, index=index, chain=chain, noise=_noise_of(self.recipe, index))
         if compiled.inside != self.index.compiled.inside:
             planner.report_compiled()
         return planner
 
     def one_by_one(self) -> list[str]:
         """Every recorded output and its schedule. All ranks that monitor the model together must have the same."""
-        recorded = [f"gradient_flow {self.recipe.schedule}"]
+        recorded = [f"gradient_flow, gradient_noise {self.recipe.schedule}"]
         for rule in (*self.recipe.rules, *self.recipe.captures):
             steps = rule.schedule.value
             when = f"at steps {sorted(steps)}" if isinstance(steps, frozenset) else str(rule.schedule)
             recorded += [f"{_path(stream)} {when}" for stream in self._plan([rule]).streams()]
+        recorded += [] if self.noise is None else self.noise.keys()
         return recorded + [_path(stream) for stream in (self.chain.streams if self.chain is not None else ())]
 
     def plan(self, due: ActiveRules | None = None, stage: str = TRAIN) -> Plan:
@@ -107,7 +116,8 @@ class Planner:
         due = self.recipe.everything() if due is None else due
         if (stage, due) not in self._plans:
             chain = self.chain if due.gradient_flow and stage == TRAIN else None
-            self._plans[stage, due] = self._plan([self.recipe.rules[number] for number in due.rules], stage, chain)
+            plan = self._plan([self.recipe.rules[number] for number in due.rules], stage, chain)
+            self._plans[stage, due] = replace(plan, noise=self.noise if due.gradient_noise and stage == TRAIN else None)
         return self._plans[stage, due]
 
     def capture_plan(self, step: int | None = None) -> Plan | None:
@@ -239,6 +249,29 @@ def _index_of(recipe: Recipe, module: nn.Module, compiled: CompiledParts) -> Mod
 def _chain_of(recipe: Recipe, index: ModelIndex, shares_input: bool) -> Chain | None:
     flow = recipe.gradient_flow
     return None if flow is None else Chain.of(flow, index, recipe.prefix, is_compared=shares_input)
+
+
+def _check_ranks_of_noise(index: ModelIndex, *, has_ranks: bool, shares_input: bool) -> None:
+    """Refuse gradient noise where a rank has no gradient of its own micro-batch, or does not know those of other ranks.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if shares_input or any(is_laid_out(site.owner) for site in index.parameters):
+        why = "parameters are laid out over ranks (FSDP or tensor parallel), and no rank has the whole gradient of its own micro-batch"
+        raise ConfigError(f"gradient_noise: {why}; expected one device or DDP.")
+    if num_processes() > 1 and not has_ranks:
+        why = f"the gradients of {num_processes()} ranks are compared, and each rank is monitored by itself"
+        raise ConfigError(f"gradient_noise: {why}; expected ModuleMonitor(distributed=True).")
+
+
+def _noise_of(recipe: Recipe, index: ModelIndex) -> NoiseSites | None:
+    if recipe.gradient_noise is None:
+        return None
+    indices = {site.name: number for number, site in enumerate(index.parameters)}
+    names_by_module = parameters_by_module(recipe.gradient_noise, "gradient", index)
+    members = {module: [indices[name] for name in names] for module, names in names_by_module.items()}
+    return NoiseSites(index.parameters, members, recipe.prefix)
 
 
 def _path(stream: Stream) -> str:

@@ -23,6 +23,7 @@ class ActiveRules(NamedTuple):
     rules: tuple[int, ...]
     """Numbers of the rules."""
     gradient_flow: bool
+    gradient_noise: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,7 @@ class Recipe:
     schedule: ParsedSchedule
     rules: tuple[ParsedRule, ...]
     gradient_flow: ParsedGradientFlow | None
+    gradient_noise: ParsedRule | None
     captures: tuple[ParsedRule, ...]
     within: str | None
     exclude: Sequence[re.Pattern[str]]
@@ -69,7 +71,7 @@ class Recipe:
 
     def has_any(self) -> bool:
         """Whether anything is recorded."""
-        return bool(self.rules) or self.gradient_flow is not None or bool(self.captures)
+        return bool(self.rules or self.captures) or self.gradient_flow is not None or self.gradient_noise is not None
 
     def first_of_reference(self, *, running: bool = False) -> str | None:
         """The first rule with a kind that needs a reference, and that kind; ``None`` if no rule has one.
@@ -101,7 +103,7 @@ class Recipe:
         rules = tuple(number for number, rule in enumerate(self.rules) if rule.schedule(step))
         if not (is_picked or rules or self.is_captured(step)):
             return None
-        return ActiveRules(rules, self.gradient_flow is not None and is_picked)
+        return ActiveRules(rules, self.gradient_flow is not None and is_picked, self.gradient_noise is not None and is_picked)
 
     def clock(self, step: int) -> MinutesSchedule | None:
         """The schedule that picks a step by the clock; ``None`` if none does."""
@@ -111,7 +113,7 @@ class Recipe:
     def everything(self) -> ActiveRules:
         """All rules except those that are added for a few steps after a finding."""
         rules = tuple(number for number, rule in enumerate(self.rules) if rule.label != DETAIL)
-        return ActiveRules(rules, self.gradient_flow is not None)
+        return ActiveRules(rules, self.gradient_flow is not None, self.gradient_noise is not None)
 
     def is_captured(self, step: int) -> bool:
         """Whether the record of a step holds raw tensors."""

@@ -17,7 +17,6 @@ from lightning_module_monitor.model.compiled import compiled_parts
 from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
-from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key, Record
 
@@ -178,7 +177,7 @@ def _may_come(planner: Planner, pattern: str) -> bool:
     stage, *rest = pattern.removeprefix(start).split("/", 1)
     kind, *_more = rest[0].split("/") if stage in STAGES and rest else [stage]
     is_plain = re.fullmatch(r"\w+", kind) is not None and pattern.startswith(start)
-    known_kinds = (*KINDS, GRADIENT_FLOW, OWN_KIND, *STAGES)
+    known_kinds = (*KINDS, OWN_KIND, *STAGES)
     if is_plain and kind not in known_kinds:
         return not difflib.get_close_matches(kind, known_kinds, n=1, cutoff=0.75)
     without_output = re.sub(r"\\?\.output_[\w.-]+", "", pattern)

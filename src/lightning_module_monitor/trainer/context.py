@@ -13,14 +13,12 @@ from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
-from lightning_module_monitor.record import KINDS, LEARNING_RATE, LOSS, OWN_KIND, Facts, Key, name_of_rate
+from lightning_module_monitor.record import BATCH_SIZE, KINDS, LEARNING_RATE, LOSS, OWN_KIND, Facts, Key, name_of_rate
 from lightning_module_monitor.trainer.facts import LossFacts, facts_of, first_gradient
-from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker
+from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker, parameter_ids
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.strategy import scaler_of
 
-BATCH_SIZE = "batch_size"
 CONTEXT = {
     LOSS: "mean",
     LEARNING_RATE: "max",
@@ -52,6 +50,15 @@ class ContextNames:
         if name not in self._names:
             self._names[name] = self._namer.name(name)
         return self._names[name]
+
+
+def note_accumulation(run: Run) -> None:
+    """Before a step: note what its losses are divided by, and which parameters an optimizer has, for the gradient noise."""
+    if run.recipe.gradient_noise is not None:
+        optimizers = run.trainer.optimizers
+        are_known = all(isinstance(optimizer, Optimizer) for optimizer in optimizers)
+        run.model.noise.loss_divisor = run.trainer.accumulate_grad_batches
+        run.model.noise.trained = parameter_ids(optimizers) if are_known else None
 
 
 class MonitoredStep:
@@ -160,4 +167,4 @@ class MonitoredStep:
 def _is_ours(name: str) -> bool:
     """Whether a logged name is a key of a monitor, which ``callback_metrics`` passes to Lightning."""
     key = Key.parse(name)
-    return key.kind == OWN_KIND or (key.kind in (*KINDS, GRADIENT_FLOW) and key.site != "")
+    return key.kind == OWN_KIND or (key.kind in KINDS and key.site != "")

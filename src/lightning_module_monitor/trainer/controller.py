@@ -47,7 +47,7 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
     """
     options = Options.parse(**arguments)
     parsed = options.arguments
-    names = ("gradient_flow", "capture", "exclude", "module", "prefix", "on_error", "compiled")
+    names = ("gradient_flow", "gradient_noise", "capture", "exclude", "module", "prefix", "on_error", "compiled")
     monitor = ModuleMonitor(
         parsed["every_n_steps"], logger=messages, rules=as_tuple(parsed["rules"]), history=1, **{name: parsed[name] for name in names}
     )
@@ -109,6 +109,8 @@ class RunController:
         requested_by = ("rcc" if options.arguments["reference"] is None else "reference") if runs_training_step else ""
         checks.check_manual_optimization(run.module, run.recipe, "" if options.dry_run else requested_by)
         strategy.check_strategy(run.trainer, options.health, run.recipe)
+        if run.is_fit and run.recipe.gradient_noise is not None:
+            strategy.check_gradient_noise(run.trainer)
         self._check_compiled()
         if not checks.makes_layers_late(run.module):
             self._set_module()
@@ -125,6 +127,7 @@ class RunController:
             self._set_module()
         health = HealthController(run, self._sinks)
         health.load(self._resumed.get("health", {}))
+        run.model.noise.load(self._resumed.get("gradient_noise", {}))
         reference = None
         if run.is_fit:
             run.model.wrapper = run.trainer.strategy.model
@@ -206,13 +209,14 @@ class RunController:
         return [] if self._run.monitor.module is None else [*self._sinks.planned_keys(), *self._sinks.planned_histograms()]
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint: path of the store with the steps until now, state of the health, and the reference."""
-        state: dict[str, Any] = {"format": 1, "health": self._resumed.get("health", {})}
+        """The state for a checkpoint: path of the store with the steps until now, state of health and gradient noise, and the reference."""
+        state: dict[str, Any] = {"format": 1, **{name: self._resumed.get(name, {}) for name in ("health", "gradient_noise")}}
         reference: dict[str, Any] = {}
         if not self._run.is_fit:
             state |= self._run.results.state
         elif self.observed is not None:
             state["health"] = self.observed.health.state()
+            state["gradient_noise"] = self._run.model.noise.state()
             reference = {} if self.observed.reference is None else self.observed.reference.state()
         return state | self._sinks.state() | reference
 
@@ -226,6 +230,7 @@ class RunController:
             self._origin.load(state)
         if self.observed is not None:
             self.observed.health.load(state.get("health", {}))
+            self._run.model.noise.load(state.get("gradient_noise", {}))
             if self.observed.reference is not None:
                 self.observed.reference.load(state)
 

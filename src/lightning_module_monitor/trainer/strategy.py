@@ -162,6 +162,27 @@ def _check_deepspeed(name: str, recipe: Recipe) -> None:
             raise ConfigError(f"{rule.label}.statistics {cosines[0]!r}: {reason}; expected another statistic.")
 
 
+def check_gradient_noise(trainer: Trainer) -> None:
+    """Refuse gradient noise where there is one gradient a step, or where gradients of micro-batches cannot be observed.
+
+    Raises:
+        ConfigError: If so.
+    """
+    name = type(trainer.strategy).__name__
+    if not is_known(trainer) or is_a(trainer.strategy, "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+        why = f"{name} shows no rank the whole gradient of its own micro-batch"
+        raise ConfigError(f"gradient_noise: {why}; expected one device, or DDPStrategy.")
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        why = f"{type(module).__name__} uses manual optimization, and which gradients add up is not known"
+        raise ConfigError(f"gradient_noise: {why}; expected automatic optimization.")
+    callbacks = trainer.callbacks  # type: ignore[union-attr]  # set by a connector, where mypy does not look
+    changes = any(is_a(callback, "GradientAccumulationScheduler") for callback in callbacks)
+    if trainer.accumulate_grad_batches == 1 and trainer.world_size == 1 and not changes:
+        why = "it compares the gradients of a step, and accumulate_grad_batches is 1 on one device: there is one"
+        raise ConfigError(f"gradient_noise: {why}; expected Trainer(accumulate_grad_batches=2) or more, or DDP on several devices.")
+
+
 def left_out_in_words(trainer: Trainer, kinds: list[str]) -> str:
     """A message: the kinds that are not recorded under a strategy, the reason, and the ranks whose values are recorded."""
     name = type(trainer.strategy).__name__

@@ -17,6 +17,7 @@ from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.base import WatchedParameter
+from lightning_module_monitor.probes.gradient_noise import VALUES as NOISE_VALUES
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.run import RunResults
@@ -33,9 +34,10 @@ def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
     )
     keys = f"{num_keys} keys a step{later}"
     blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
+    noise = f", gradient noise of {counted(len(plan.noise.members), 'module')}" if plan.noise is not None else ""
     num_modules = sum(module.site.runs for module in plan.modules)
     raw = "" if captured is None else f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters."
-    watched = f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}"
+    watched = f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}{noise}"
     return f"{watched}: {keys}, {schedule}.{roll_ups}{raw}"
 
 
@@ -62,6 +64,8 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
+    if plan.noise is not None:
+        lines.append(f"  gradient_noise: {counted(len(plan.noise.members), 'module')} x {len(NOISE_VALUES)} ({', '.join(NOISE_VALUES)})")
     copies = sum(_num_bytes(parameter) for parameter in plan.parameters if "update" in parameter.streams)
     if copies:
         lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")

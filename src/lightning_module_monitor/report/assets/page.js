@@ -1,7 +1,7 @@
 // The page: draws the sections in view, and all of them for printing; handles the search, the controls and the theme.
 "use strict";
 
-const sections = { glance, heat, profiles, updates, rcc, attention, histograms };
+const sections = { glance, heat, profiles, updates, noise, rcc, attention, histograms };
 const visible = new Set();
 
 function draw(name) {
