@@ -124,7 +124,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         if excluded_modules_regex is not None:
             excluded += parse_patterns(beginning_with(excluded_modules_regex), "excluded_modules_regex")
         schedule = parse_schedule(monitor_step_fn, "every_n_steps", may_be_by_clock=True)
-        given = default_rules() if rules is None else as_tuple(rules)
+        rule_specs = default_rules() if rules is None else as_tuple(rules)
         self.distributed = distributed
         self.access = ParameterAccess()
         """Reads parameters and their gradients, from the next :meth:`set_module` on."""
@@ -134,7 +134,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         self._reporter = ErrorReporter(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
         recipe = Recipe(
             schedule,
-            tuple(parse_rule(rule, f"rules[{number}]", schedule) for number, rule in enumerate(given)),
+            tuple(parse_rule(rule, f"rules[{number}]", schedule) for number, rule in enumerate(rule_specs)),
             None if gradient_flow is None else parse_gradient_flow(gradient_flow),
             () if capture is None else (parse_capture(capture),),
             within=module,
@@ -175,7 +175,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
 
     @property
     def planner(self) -> Planner:
-        """What is recorded of the module.
+        """The planner of the module, which knows the keys to record.
 
         Raises:
             ValueError: If none was set.
@@ -335,7 +335,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             self.engine.open_step.modules.begin_backward(as_scale(scale))
 
     def end_backward(self) -> None:
-        """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
+        """The backward pass is over. The gradients of a later ``autograd.grad`` do not count."""
         if self.engine.open_step is not None:
             self.engine.open_step.modules.end_backward()
 
@@ -367,7 +367,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
 
         Args:
             parameters: Which ones, where several optimizers have their own; all without it.
-            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them.
+            is_skipped: Whether the optimizer skipped its step. The update is then 0, even if other code has changed the parameters.
         """
         if self.engine.observing_step is not None:
             self.engine.observing_step.observe_updates(parameters, is_skipped=is_skipped)

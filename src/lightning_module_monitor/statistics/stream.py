@@ -18,14 +18,14 @@ OWN, BASE, CURRENT, PRODUCT = range(4)
 difference, the product of both tensors."""
 
 Output: TypeAlias = Statistic | HistogramStatistic | UnitStatistic | Value
-"""What a stream records: a number made of moments, counts of bins, a number made of units, or the result of a function or a value."""
+"""An output of a stream: a number made of moments, counts of bins, a number made of units, a function's result, or a value."""
 
 Identity: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """What all rules together record of one kind at one site. Streams are compared by identity.
+    """The outputs that all rules together record of one kind at one site. Streams are compared by identity.
 
     Attributes:
         kind: Its kind.
@@ -49,7 +49,7 @@ class Stream:
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """What distinguishes it from all others, the same on every rank."""
+        """A tuple that distinguishes it from all others, the same on every rank."""
         return self.kind, self.site, self.stage, self.prefix, *self.outputs
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class Stream:
 
     @functools.cached_property
     def needs(self) -> int:
-        """What its statistics are finished from, bits of ``Need``."""
+        """The moments that its statistics are finished from, as bits of ``Need``."""
         needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values()), Need.NOTHING)
         # These distinguish parts of a tensor, which may well have the same histogram, or the same result of a function.
         compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
@@ -98,12 +98,12 @@ class Stream:
 
     @functools.cached_property
     def looks_at_features(self) -> bool:
-        """Whether it matters which dimension is that of the features: to norms of tokens, and to the user's functions."""
+        """Whether outputs depend on which dimension has the features: norms of tokens and user functions do."""
         return bool(self.needs & Need.TOKENS or self.functions or self.units)
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """How many rows it has in the table."""
+        """Number of its rows in the table."""
         return 4 if self.is_paired else 2 if self.base_needs else 1
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class Stream:
 
     @functools.cached_property
     def number_keys(self) -> list[str]:
-        """Keys of the numbers: of statistics, functions, values and units, in this order."""
+        """Keys of the numbers: those of statistics, functions and values, and units, in this order."""
         return [self.keys[name] for name in (*self.statistics, *self.values, *self.units)]
 
     @functools.cached_property
