@@ -367,7 +367,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
 
         Args:
             parameters: Which ones, where several optimizers have their own; all without it.
-            is_skipped: Whether the optimizer skipped its step. The update is then 0, even if other code has changed the parameters.
+            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them.
         """
         if self.engine.observing_step is not None:
             self.engine.observing_step.observe_updates(parameters, is_skipped=is_skipped)

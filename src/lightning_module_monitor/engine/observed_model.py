@@ -123,7 +123,7 @@ class ObservedModel:
         self._states: dict[tuple[str, ActiveRules], SeriesState] = {}
         """State kept between steps, by stage and active rules."""
         self._units: defaultdict[str, Recent] = defaultdict(memory)
-        """Which units were alive in the last monitored steps, by key, also if other rules were due in these steps."""
+        """What units did in the last monitored steps, by key, whatever else was due in them."""
 
     @property
     def index(self) -> ModelIndex:

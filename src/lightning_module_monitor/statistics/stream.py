@@ -79,7 +79,7 @@ class Stream:
 
     @functools.cached_property
     def needs(self) -> int:
-        """The moments that its statistics are finished from, as bits of ``Need``."""
+        """What its statistics are finished from, bits of ``Need``."""
         needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values()), Need.NOTHING)
         # These distinguish parts of a tensor, which may well have the same histogram, or the same result of a function.
         compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
@@ -103,7 +103,7 @@ class Stream:
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Number of its rows in the table."""
+        """How many rows it has in the table."""
         return 4 if self.is_paired else 2 if self.base_needs else 1
 
     @functools.cached_property
