@@ -180,6 +180,8 @@ def test_selection_by_type_leaf_exclusion_and_submodule() -> None:
     assert planned(cnn, Rule(kinds="parameter", types=nn.Linear, statistics="rms")) == {"head.weight", "head.bias"}
     assert planned(cnn, Rule(kinds="activation", leaf_modules=True, statistics="rms")) == {"stem.0", "stem.1", "stem.2", "block", "head"}
     everything = Rule(kinds=["activation", "parameter"], statistics="rms")
+    weights = Rule(kinds="parameter", sites=".*weight", exclude="stem", statistics="rms")
+    assert planned(cnn, weights) == {"block.weight", "head.weight"}
     assert planned(cnn, everything, exclude="stem") == {"_root_", "block", "head", "block.weight", "block.bias", "head.weight", "head.bias"}
     assert planned(cnn, Rule(kinds="activation", exclude=[".*[0-9]", "_root_"], statistics="rms")) == {"stem", "block", "head"}
     assert planned(cnn, everything, module="stem.1") == {"stem.1", "stem.1.weight", "stem.1.bias"}
