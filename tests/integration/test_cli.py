@@ -28,8 +28,6 @@ QUIET = {
     "log_every_n_steps": 1,
     "max_steps": 6,
 }
-LEAVES = {"activation/model.0", "activation/model.1", "activation/model.2"}
-ALL_SITES = LEAVES | {"activation/model"}
 
 
 class Data(LightningDataModule):
