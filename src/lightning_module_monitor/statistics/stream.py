@@ -18,14 +18,14 @@ OWN, BASE, CURRENT, PRODUCT = range(4)
 difference, the product of both tensors."""
 
 Output: TypeAlias = Statistic | HistogramStatistic | UnitStatistic | Value
-"""An output of a stream: a number made of moments, counts of bins, a number made of units, a function's result, or a value."""
+"""What a stream records: a number made of moments, counts of bins, a number made of units, or the result of a function or a value."""
 
 Identity: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """The outputs that all rules together record of one kind at one site. Streams are compared by identity.
+    """What all rules together record of one kind at one site. Streams are compared by identity.
 
     Attributes:
         kind: Its kind.
@@ -49,7 +49,7 @@ class Stream:
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """A tuple that distinguishes it from all others, the same on every rank."""
+        """What distinguishes it from all others, the same on every rank."""
         return self.kind, self.site, self.stage, self.prefix, *self.outputs
 
     @functools.cached_property
@@ -98,7 +98,7 @@ class Stream:
 
     @functools.cached_property
     def looks_at_features(self) -> bool:
-        """Whether outputs depend on which dimension has the features: norms of tokens and user functions do."""
+        """Whether it matters which dimension is that of the features: to norms of tokens, and to the user's functions."""
         return bool(self.needs & Need.TOKENS or self.functions or self.units)
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class Stream:
 
     @functools.cached_property
     def number_keys(self) -> list[str]:
-        """Keys of the numbers: those of statistics, functions and values, and units, in this order."""
+        """Keys of the numbers: of statistics, functions, values and units, in this order."""
         return [self.keys[name] for name in (*self.statistics, *self.values, *self.units)]
 
     @functools.cached_property

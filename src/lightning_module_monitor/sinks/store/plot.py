@@ -24,8 +24,8 @@ _HEAD = re.compile(r"(.*)\.head_(\d+)")
 POINTS_PER_ROW = 10
 """Height of a row, for a name in letters of 8 points."""
 MAX_COLUMN_LABELS = 10
-MIN_LOG_RATIO = 30.0
-"""The scale of a magnitude is logarithmic if its largest value is at least this multiple of its smallest non-zero value."""
+WIDE = 30.0
+"""A magnitude gets a logarithmic scale from this ratio of its largest to its smallest non-zero value on."""
 MAX_MARKERS = 100
 """A longer curve has no markers."""
 
@@ -240,7 +240,7 @@ def spans_decades(values: NDArray[np.float64]) -> bool:
     """Whether values are a magnitude that needs a logarithmic scale."""
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
-    return bool(len(positive) and finite.min() >= 0 and positive.max() >= MIN_LOG_RATIO * positive.min())
+    return bool(len(positive) and finite.min() >= 0 and positive.max() >= WIDE * positive.min())
 
 
 def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.bool_], *, label: str) -> None:
