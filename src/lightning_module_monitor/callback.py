@@ -150,7 +150,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._results = RunResults()
         self._latest = _Latest(self._results)
         self._shared: tuple[_Latest, ...] = ()
-        """Those of the callbacks that this callback is a deep copy of."""
+        """The results of the callbacks that this callback is a deep copy of."""
 
     @property
     def monitor(self) -> ModuleMonitor:

@@ -132,7 +132,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         if excluded_modules_regex is not None:
             excluded += parse_patterns(beginning_with(excluded_modules_regex), "excluded_modules_regex")
         schedule = parse_schedule(monitor_step_fn, "every_n_steps", may_be_by_clock=True)
-        given = default_rules() if rules is None else as_tuple(rules)
+        rule_specs = default_rules() if rules is None else as_tuple(rules)
         self.distributed = distributed
         self.access = ParameterAccess()
         """Reads parameters and their gradients, from the next :meth:`set_module` on."""
@@ -142,7 +142,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         self._reporter = ErrorReporter(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
         recipe = Recipe(
             schedule,
-            tuple(parse_rule(rule, f"rules[{number}]", schedule) for number, rule in enumerate(given)),
+            tuple(parse_rule(rule, f"rules[{number}]", schedule) for number, rule in enumerate(rule_specs)),
             None if gradient_flow is None else parse_gradient_flow(gradient_flow),
             parse_gradient_noise(gradient_noise, schedule),
             () if capture is None else (parse_capture(capture),),
@@ -182,7 +182,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
 
     @property
     def planner(self) -> Planner:
-        """What is recorded of the module.
+        """The planner of the module, which knows the keys to record.
 
         Raises:
             ValueError: If none was set.
@@ -342,7 +342,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             self.engine.open_step.modules.begin_backward(as_scale(scale))
 
     def end_backward(self) -> None:
-        """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
+        """The backward pass is over. The gradients of a later ``autograd.grad`` do not count."""
         if self.engine.open_step is not None:
             self.engine.open_step.modules.end_backward()
 

@@ -279,7 +279,7 @@ def is_undefined(numbers: npt.ArrayLike) -> NDArray[np.bool_]:
 
 
 def check_prefix(prefix: str, label: str = "prefix") -> str:
-    """What is put before keys, if it may stand in one.
+    """Check the prefix of keys; returns it.
 
     Raises:
         ConfigError: If a logger would not take it.
@@ -308,15 +308,15 @@ class ModuleInfo(NamedTuple):
     """Description of a module, and its first output in the first monitored step in which it ran."""
 
     name: str
-    """As in keys."""
+    """Name in keys."""
     type: str
     """Name of its class."""
     num_parameters: int
     """Number of elements of its parameters, modules inside included."""
     output_shape: tuple[int, ...] | None = None
-    """Of the first tensor in its output; ``None`` if there was none yet."""
+    """Shape of the first tensor in its output; ``None`` before its first output."""
     output_dtype: str = ""
-    """As torch calls it: ``bfloat16``."""
+    """Name of the dtype in torch: ``bfloat16``."""
 
 
 Severity = Literal["warning", "error"]
@@ -379,7 +379,7 @@ Training = Literal["trained", "untrained", "frozen"]
 
 
 class ParameterFacts(NamedTuple):
-    """What is known of a parameter in a step."""
+    """Facts about a parameter in a step."""
 
     training: Training
     group: int
@@ -388,7 +388,7 @@ class ParameterFacts(NamedTuple):
 
 
 class GroupFacts(NamedTuple):
-    """What is known of a parameter group of the optimizers."""
+    """Facts about a parameter group of the optimizers."""
 
     optimizer: str
     """Name of the optimizer's class."""
@@ -400,7 +400,7 @@ class GroupFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a step besides its numbers."""
+    """Facts about training in a step, in addition to the numbers of its record."""
 
     parameters: Mapping[str, ParameterFacts] = field(default_factory=dict)
     """By the name of the site."""
@@ -445,13 +445,13 @@ class Record:
     """Histogram by key."""
 
     tensors: Sequence[RawTensor] = field(default=(), compare=False, repr=False)
-    """What was captured in this step."""
+    """The raw tensors that were captured in this step."""
 
     findings: Sequence[Finding] = ()
-    """What was found to be wrong in this step."""
+    """The findings of this step."""
 
     modules: Sequence[ModuleInfo] = field(default=(), compare=False, repr=False)
-    """The modules of the model; the same object until more is known of one of them."""
+    """The modules of the model; the same object until the output of a further module is known."""
 
     facts: Facts | None = field(default=None, compare=False, repr=False)
-    """What is known of a training step besides; ``None`` where nothing is."""
+    """Facts about training in this step; ``None`` if there are none."""

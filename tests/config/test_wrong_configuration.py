@@ -275,6 +275,9 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         {"capture": {"sites": "model", "steps": [-1]}},
         ("capture.steps lists -1", "expected step numbers >= 0"),
     ),
+    "capture of no kind": ({"capture": {"sites": "model", "steps": 0, "kinds": []}}, ("capture.kinds is empty",)),
+    "capture of a broken pattern": ({"capture": {"sites": "model.(", "steps": 0}}, ("capture.sites 'model.('", "not a regular expression")),
+    "capture at step True": ({"capture": {"sites": "model", "steps": True}}, ("capture.steps lists True", "expected step numbers >= 0")),
     "capture at no site": ({"capture": {"sites": [], "steps": 0}}, ("capture.sites is empty", "e.g. 'model.head'")),
     "capture that is none": (
         {"capture": "model.head"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import inspect
 import io
 import re
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers.documents import program
 from helpers.lightning_package import Trainer, seed_everything
 from helpers.tiny import is_logged
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -29,12 +29,7 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem
 @pytest.fixture(scope="module")
 def digits() -> ModuleType:
     """The program that runs all three configurations."""
-    spec = importlib.util.spec_from_file_location("digits_example", ROOT / "examples" / "digits.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program("examples/digits.py")
 
 
 @pytest.fixture(autouse=True)

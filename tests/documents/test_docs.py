@@ -28,6 +28,7 @@ from torchmetrics import MeanMetric
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.cli import COMMANDS, main
+from lightning_module_monitor.health.causes import CAUSES
 from lightning_module_monitor.record import KINDS, OWN_FIGURES, OWN_KIND
 
 if sys.version_info >= (3, 11):
@@ -139,10 +140,26 @@ def test_python_of_the_page_about_early_stopping() -> None:
     assert names["monitor"].last_record.values[names["key"]] < 1.0
 
 
+def test_python_of_the_page_about_a_loss_that_does_not_fall(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its diagnosis is printed, then the parameter with the smallest update; the table names each diagnosis but those of later faults."""
+    document = "docs/how_to/loss_does_not_fall.md"
+    run_page(document, names_in_a_trainer() | {"model": Model(lr=1e-8), "new_model": Model(lr=0.03)})
+    diagnosis, _loss, update, gradient, *losses = capsys.readouterr().out.splitlines()
+    assert diagnosis.startswith("The learning rate is too low")
+    assert float(update.split()[-1]) < 1e-6
+    assert float(gradient.split()[-1]) > 0
+    first, *_rest, last = map(float, " ".join(losses).strip("[]").split())
+    assert last < 0.1 * first
+    shown = {name for line in DOCUMENTS[document].splitlines() if line.startswith("| ") for name in re.findall(r"`(\w+)`", line)}
+    rest = {"rank_disagreement", "overflow", "infinite_slope", "update", "nonfinite", "growth", "shrinking_weights"}
+    assert shown | rest == {cause.name for cause in CAUSES}
+    assert not shown & rest
+
+
 def test_python_of_the_page_about_own_statistics() -> None:
-    """Built-in, function, torchmetrics object, named function and a module's own value are in the records."""
+    """Built-in, function, torchmetrics object, named function and values of a module and of gradients are in the records."""
     added = {name for name in STATISTICS}
-    names = names_in_a_trainer()
+    names = names_in_a_trainer() | {"MyModule": Model}
     try:
         run_page("docs/how_to/custom_statistics.md", names)
         callback = ModuleMonitorCallback(1, rules=[names["own"], names["named"]], store=False)
@@ -156,6 +173,12 @@ def test_python_of_the_page_about_own_statistics() -> None:
     assert (entropy["activation/model.head/entropy"][1] < 1.1).all()  # ln 3
     assert callback.last_record is not None
     assert {"activation/model.head/average", "gradient/model.head.bias/median"} <= callback.last_record.values.keys()
+    balance = load_store("balance.h5")
+    frame = balance.to_frame().query("kind == 'gradient' and statistic == 'norm'")
+    for step, ratio in zip(*balance["balance/model/head_to_blocks"], strict=True):
+        head, blocks = (frame[(frame.step == step) & frame.site.str.startswith(f"model.{part}.")].value for part in ("head", "blocks"))
+        assert ratio == pytest.approx(np.linalg.norm(head) / np.linalg.norm(blocks), rel=1e-5)
+    assert balance["balance/model/head_to_blocks"][0].tolist() == [0, 10, 20]
     with ModuleMonitor(rules=[Rule(kinds="activation", statistics="mean")]) as monitor:
         monitor.set_module(gated := names["Gated"]())
         monitor.begin_step(0)

@@ -148,7 +148,7 @@ class ObservedModel:
         self._use(self.planner.with_rule(rule))
 
     def add_detail(self, rule: Rule, capture: Capture) -> None:
-        """Record and capture more, as far as the module has it, until it is released."""
+        """Record and capture more. The rule and the capture may match nothing."""
         self.add_rule(self.planner.recipe.parsed(rule, DETAIL, is_optional=True))
         parsed, recipe = replace(parse_capture(capture), is_optional=True), self.planner.recipe
         self._use(replace(self.planner, recipe=replace(recipe, captures=(*recipe.captures, parsed))))

@@ -38,11 +38,11 @@ class StepEngine:
 
     def __init__(self, recipe: Recipe, reporter: ErrorReporter, storage: StorageManager) -> None:
         self.own_recipe = recipe
-        """What is recorded of any module."""
+        """The options that select what is recorded, for any module."""
         self._reporter = reporter
         self._storage = storage
         self.gate = Gate()
-        """Tells hooks whether what happens now is observed."""
+        """Hooks ask it whether to observe."""
         self._steps = OpenSteps(self.gate)
         self.observed: ObservedModel | None = None
         """The module that is monitored; ``None`` where none is set."""
@@ -62,7 +62,7 @@ class StepEngine:
 
     @property
     def recipe(self) -> Recipe:
-        """What is recorded now, with what was added for the module that is set."""
+        """The options that apply now, with those that were added for the module that is set."""
         return self.own_recipe if self.observed is None else self.observed.planner.recipe
 
     @property

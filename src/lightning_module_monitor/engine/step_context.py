@@ -177,7 +177,7 @@ class OpenSteps:
         """Innermost last; ``None`` for a step that is not monitored."""
 
     def go_on_with(self, context: StepContext | None) -> None:
-        """From now on this step observes what happens, or none does."""
+        """Continue with this step, or with none: hooks give their tensors to its accumulator."""
         self.current = context
         self._gate.enter(None if context is None else context.accumulator)
 

@@ -62,7 +62,7 @@ class Detector:
 
     @property
     def judges_facts(self) -> bool:
-        """Whether it judges facts of a Trainer's run besides numbers."""
+        """Whether it judges facts about a Trainer's run, and not only numbers."""
         return FACT_KIND in self.sources[0][0] or (self.rule is not None and self.rule.is_of_facts)
 
     @property

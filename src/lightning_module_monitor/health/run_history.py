@@ -49,7 +49,7 @@ _ADAM_LIKE = ("Adam", "Lion", "RMSprop", "Adagrad")
 """Parts of the names of optimizers that move an element by the learning rate at most."""
 
 NO_FACTS = Facts()
-"""Facts of a run of which only numbers are known."""
+"""The facts of a run of which only numbers are known: none."""
 
 Learning = Literal["falls", "stalled", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
 
@@ -176,7 +176,7 @@ class History:
         return None if is_low or not excludes_fall(before, after, A_LITTLE) else records[-2 * num][0]
 
     def _unjudged(self) -> Learning | None:
-        """What is known of the loss without the rank test, or the reason why it is not tested."""
+        """The result for the loss that needs no rank test, or the reason why there is no test; ``None`` if it is to be tested."""
         before, after = self.ends
         is_enough = len(self.losses) >= MIN_LOSSES and len(before) > 0
         if is_enough and self.reach < NO_REACH and not has_fallen(float(np.median(before)), float(np.median(after)), A_LITTLE):

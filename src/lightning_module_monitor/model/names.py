@@ -74,7 +74,7 @@ class ParameterSite:
         return self.owner._parameters.get(self.attribute) is None
 
     def has(self, kind: str) -> bool:
-        """Whether there can be values of a kind: of floating parameters, and gradients of trained ones; true before the first batch."""
+        """Whether a parameter can have values of a kind: it is floating-point and, for gradients, trained. True before it has a shape."""
         parameter = self.tensor()
         is_of_trained = kind.startswith("gradient") or KINDS[kind].of_states
         return parameter is None or (parameter.is_floating_point() and (parameter.requires_grad or not is_of_trained))

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_module_monitor.display import counted
-from lightning_module_monitor.health.run_history import name_of_rate
-from lightning_module_monitor.record import LOSS, ROOT_SITE, TRAIN, Facts
+from lightning_module_monitor.record import LOSS, ROOT_SITE, TRAIN, Facts, name_of_rate
 from lightning_module_monitor.report.stored_run import StoredRun
 from lightning_module_monitor.sinks.store.matrices import Table
 

@@ -172,7 +172,7 @@ class AwaitedKeys:
 
 
 def _may_come(planner: Planner, pattern: str) -> bool:
-    """Whether a pattern without a planned key may match a later key: of a further output, of a head, or of a value that the user logs."""
+    """Whether a pattern without a planned key may match a later key: that of a further output, of a head, or of a logged value."""
     start = f"{planner.recipe.prefix}/" if planner.recipe.prefix else ""
     stage, *rest = pattern.removeprefix(start).split("/", 1)
     kind, *_more = rest[0].split("/") if stage in STAGES and rest else [stage]

@@ -15,7 +15,7 @@ from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.record import BATCH_SIZE, KINDS, LEARNING_RATE, LOSS, OWN_KIND, Facts, Key, name_of_rate
 from lightning_module_monitor.trainer.facts import LossFacts, facts_of, first_gradient
-from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker, parameter_ids
+from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.strategy import scaler_of
 
@@ -81,9 +81,9 @@ class MonitoredStep:
         """Whether the gradients of an optimizer were not zero at the begin of every backward pass."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers used."""
-        self._tracker: OptimizerTracker | EngineTracker
+        self._tracker: OptimizerTracker | DeepSpeedTracker
         if is_a(run.trainer.strategy, "DeepSpeedStrategy"):
-            self._tracker = EngineTracker(run.monitor, run.trainer.strategy.model)
+            self._tracker = DeepSpeedTracker(run.monitor, run.trainer.strategy.model)
         else:
             is_automatic, scaler = run.module.automatic_optimization, scaler_of(run.trainer)
             self._tracker = OptimizerTracker(run.monitor, run.module, self._optimizers, is_automatic=is_automatic, scaler=scaler, fail=fail)

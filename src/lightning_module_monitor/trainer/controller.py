@@ -75,7 +75,7 @@ class Observed(NamedTuple):
 
 
 class RunController:
-    """Owns the controllers of a run: of its sinks, and from when its model exists, of its health, its steps and its reference.
+    """Owns the controllers of a run: of its sinks and, once its model exists, of its health, its steps and its reference.
 
     Args:
         run: The run.

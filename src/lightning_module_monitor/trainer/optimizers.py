@@ -214,7 +214,7 @@ def parameter_ids(optimizers: Iterable[Optimizer]) -> set[int]:
     return {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
 
 
-class EngineTracker:
+class DeepSpeedTracker:
     """Notifies a monitor of parameters, gradients and updates of DeepSpeed's engine.
 
     The engine has no hooks, and a single optimizer with all parameters, whose step ends with the micro-batch.

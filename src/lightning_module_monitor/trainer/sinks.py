@@ -50,9 +50,9 @@ class SinksController:
         self._patterns = run.options.callback_metrics
         self._stages = [name for stage, name in STAGES.items() if run.options.observes(stage)]
         self._store_path = run.results.store_of(run.trainer)
-        """The store of this run if it has one; before, the store that it continues: of the resumed run, or of the Trainer's last run."""
+        """The store of this run; before it exists, the store that the run may continue: of the resumed run or the Trainer's last one."""
         self._open: _OpenSinks | None = None
-        """From the first record to :meth:`close`."""
+        """The open sinks, from the first record to :meth:`close`."""
         self._runs_steps_again = False
         self._first_step = sys.maxsize
         self._last_step = 0

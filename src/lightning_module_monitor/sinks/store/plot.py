@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, and is an extra
 _HEAD = re.compile(r"(.*)\.head_(\d+)")
 
 POINTS_PER_ROW = 10
-"""A name is 8 points high."""
+"""Height of a row, for a name in letters of 8 points."""
 MAX_COLUMN_LABELS = 10
 WIDE = 30.0
 """A magnitude gets a logarithmic scale from this ratio of its largest to its smallest non-zero value on."""
@@ -104,7 +104,7 @@ class StorePlots(Described):
     ) -> Axes:
         """A statistic of a kind over the depth of the model, a line for each step.
 
-        Parameters have a line for each last part of their names: weights are not connected with biases.
+        Parameters have a separate line for each role, which is the last part of the name: ``weight``, ``bias``.
 
         Args:
             kind: One of the store's ``kinds()``.
@@ -241,7 +241,7 @@ class StorePlots(Described):
 
     @staticmethod
     def _columns(table: Table, steps: int | Sequence[int] | None) -> list[int]:
-        """The columns of steps; by default of the first, a middle and the last step."""
+        """The indices of the columns of these steps; by default those of the first, a middle and the last step."""
         if steps is None:
             return sorted({0, len(table.steps) // 2, len(table.steps) - 1})
         column_by_step = {step: column for column, step in enumerate(table.steps.tolist())}
@@ -284,7 +284,7 @@ def spans_decades(values: NDArray[np.float64]) -> bool:
 def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.bool_], *, label: str) -> None:
     """Draw a matrix as an image with a colour bar.
 
-    A cell without a value stays grey, one that is not finite is red. Signed values have a scale with white at zero. On a logarithmic scale
+    A cell without a value is grey, a non-finite cell is red. On a scale for values of both signs, zero is white; on a logarithmic scale,
     zero is black. Values and ``is_recorded`` have the shape ``(rows, columns)``.
     """
     colors = require("matplotlib.colors", "plot")
@@ -296,7 +296,7 @@ def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.
     else:
         norm = colors.CenteredNorm(halfrange=max(-low, high)) if is_signed else colors.Normalize(low, high)
     cmap = require("matplotlib", "plot").colormaps["RdBu_r" if is_signed else "viridis"].with_extremes(under="black")
-    # Zero has no logarithm: it is drawn as smaller than all other values.
+    # Zero has no logarithm. A tiny number in its place is below the scale, and has the color of ``under``.
     shown = np.where(is_recorded, np.where(values == 0, np.finfo(np.float64).tiny, values), np.nan) if is_log else values
     hidden = ~is_recorded | ~np.isfinite(values)
     axes.set_facecolor("lightgrey")

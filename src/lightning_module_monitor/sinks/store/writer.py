@@ -71,7 +71,8 @@ class Writer(ABC):
         """Whether this run has created the file at the path, or continued it."""
         self._num_missing = 0
         """Records lost since the last written record."""
-        self._num_to_skip, self._next_distance = 0, 1
+        self._num_to_skip, self._next_num_to_skip = 0, 1
+        """Records to skip until the next attempt to write, and after the next failure."""
 
     def write(self, record: Record) -> None:
         """Append a record, and flush it. Never raises; nothing is written after :meth:`close`."""
@@ -192,7 +193,10 @@ class Writer(ABC):
         rewrite.new_file(files.temporary_path(self.path), attributes, self._columns(record), record.modules)
 
     def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> rewrite.Count | str:
-        """Copy the file of the resumed run, with columns for the record; returns the reason if that is not possible."""
+        """Copy the file of the resumed run, with columns for the record; returns the reason if that is not possible.
+
+        ``is_own`` means that the copy replaces that file: superseded rows stay in it.
+        """
         assert self._resumed is not None
         has_writer = not is_own and lock.has_holder(self._resumed)
         temporary, columns = files.temporary_path(self.path), self._columns(record)
@@ -225,14 +229,14 @@ class Writer(ABC):
     # -------------------------------------------------------------- ending
 
     def _postpone(self, step: int, error: Exception) -> None:
-        """Skip a record for lack of space, and later records until the next attempt."""
+        """Skip this record, for lack of space, and the next records, twice as many after each failure."""
         if not self._num_missing:
             rest = "what was written before can be read with load_store, and" if self.has_begun else "there is no file yet;"
             message = "The store %s cannot be written at step %d (%s). Training goes on; %s later records are tried again."
             self._logger.log(logging.INFO if self.failed else logging.WARNING, message, self.path, step, _reason(error), rest)
         self.failed = True
         self._num_missing += 1
-        self._num_to_skip, self._next_distance = self._next_distance, 2 * self._next_distance
+        self._num_to_skip, self._next_num_to_skip = self._next_num_to_skip, 2 * self._next_num_to_skip
 
     def _give_up(self, error: Exception) -> None:
         self.failed = self._is_closed = True
@@ -248,7 +252,7 @@ class Writer(ABC):
 
 
 class Store(Writer):
-    """Writes the values, histograms and findings of the records of one run: a row in each group of which a record has a key.
+    """Writes the values, histograms and findings of the records of one run: a row in each group for which the record has a key.
 
     A second record of a step is merged into the first. Read it with ``load_store``. ``keys`` and ``histogram_keys`` get their columns
     at the start: any other key costs a rewrite of the file. The other arguments are those of :class:`Writer`.
@@ -367,7 +371,7 @@ class _OpenFile:
 
 
 class _Tables:
-    """All tables of numbers, or all tables of histograms, of an open file. The columns of all of them make one row."""
+    """All tables of numbers, or all tables of histograms, of an open file. All columns together make one row."""
 
     def __init__(self, file: h5py.File, *, has_histograms: bool) -> None:
         self.tables: list[_TableWriter] = []
