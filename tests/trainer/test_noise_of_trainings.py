@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.lightning_package import (
     Callback,
+    DDPStrategy,
+    FSDPStrategy,
     GradientAccumulationScheduler,
     LightningModule,
     MixedPrecision,
@@ -26,6 +29,7 @@ from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitorCallback, load_store
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.trainer.strategy import check_gradient_noise
 
 
 class Gradients(Callback):
@@ -194,9 +198,6 @@ def test_lbfgs_counts_by_the_first_call_of_its_closure(tmp_path: Path) -> None:
     assert_true(records, truth)
 
 
-NO_SYNC = "ignore:It is recommended to use `self.log\\('validation_loss'"
-
-
 class Manual(Classifier):
     """Steps its optimizer itself."""
 
@@ -210,9 +211,8 @@ class Manual(Classifier):
     [
         (Classifier, {}, "expected Trainer(accumulate_grad_batches=2) or more, or DDP on several devices"),
         (Manual, {}, "Manual uses manual optimization, and which gradients add up is not known; expected automatic optimization"),
-        (Classifier, {"strategy": ModelParallelStrategy(), "accumulate_grad_batches": 2}, "ModelParallelStrategy shows no rank the whole"),
     ],
-    ids=["one gradient", "manual", "laid out"],
+    ids=["one gradient", "manual"],
 )
 def test_what_cannot_be_measured_is_refused_before_the_first_batch(module: Any, options: Any, message: str, tmp_path: Path) -> None:
     """By the option's name, and with what would do."""
@@ -223,7 +223,6 @@ def test_what_cannot_be_measured_is_refused_before_the_first_batch(module: Any, 
     assert not losses.losses
 
 
-@pytest.mark.filterwarnings(NO_SYNC)
 def test_a_scheduler_of_accumulation_is_let_through(tmp_path: Path) -> None:
     """One micro-batch a step in the first epoch, two in the second."""
     more = [GradientAccumulationScheduler({0: 1, 1: 2})]
@@ -250,6 +249,16 @@ class SkipsBatches(Classifier):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         return None if batch_idx % 3 == 1 else F.cross_entropy(self.model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    "strategy", [ModelParallelStrategy, FSDPStrategy, type("DeepSpeedStrategy", (DDPStrategy,), {"__module__": "lightning.x"})]
+)
+def test_strategies_that_lay_parameters_out_are_refused(strategy: Any) -> None:
+    """By their names."""
+    run = SimpleNamespace(strategy=strategy(), world_size=2)
+    with pytest.raises(ConfigError, match=f"^gradient_noise: {strategy.__name__} shows no rank the whole gradient of its own micro-batch"):
+        check_gradient_noise(run)  # type: ignore[arg-type]  # it reads no more of a Trainer
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
