@@ -388,7 +388,7 @@ def test_several_callbacks_from_flags_keep_their_order() -> None:
         "--trainer.callbacks.prefix=b",
         "--trainer.callbacks.every_n_steps=log",
     )
-    assert [first.state_key, second.state_key] == ["ModuleMonitorCallback[prefix=a]", "ModuleMonitorCallback[prefix=b]"]
+    assert [callback.monitor.engine.recipe.prefix for callback in (first, second)] == ["a", "b"]
     assert [first.monitor.is_step_monitored(step) for step in (0, 5, 50)] == [True, False, True]
     assert [second.monitor.is_step_monitored(step) for step in (0, 5, 50)] == [False, True, True]
 
@@ -397,9 +397,9 @@ def test_a_flag_adds_to_or_changes_what_the_file_says() -> None:
     """``+=`` appends to the file's callbacks; without it a flag overrides an option of the file's."""
     config = write_config(every_n_steps=10, prefix="file")
     both = make(config, f"--trainer.callbacks+={CLASS_PATH}", "--trainer.callbacks.prefix=flag")
-    assert [callback.state_key for callback in both] == ["ModuleMonitorCallback[prefix=file]", "ModuleMonitorCallback[prefix=flag]"]
+    assert [callback.monitor.engine.recipe.prefix for callback in both] == ["file", "flag"]
     [changed] = make(config, "--trainer.callbacks.every_n_steps=4")
-    assert changed.state_key == "ModuleMonitorCallback[prefix=file]"
+    assert changed.monitor.engine.recipe.prefix == "file"
     assert [changed.monitor.is_step_monitored(step) for step in (4, 10)] == [True, False]
 
 

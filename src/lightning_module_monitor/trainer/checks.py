@@ -167,8 +167,8 @@ class AwaitedKeys:
             self._was_compared[label, pattern] = True
             if is_first_process() and not any(map(pattern.fullmatch, record.values)):
                 keys, wrong = [*record.values], f"{label} {pattern.pattern!r} matches none of the"
-                near = or_examples(nearest_pattern(pattern.pattern, keys), keys)
-                messages.warning("%s %d keys of the first record%s It waits for keys that come later.", wrong, len(keys), near)
+                near = or_examples(nearest_pattern(pattern.pattern, keys), keys).removesuffix(".")
+                messages.warning("%s %d keys of the first record%s. It waits for keys that come later.", wrong, len(keys), near)
 
 
 def _may_come(planner: Planner, pattern: str) -> bool:

@@ -107,8 +107,8 @@ def described(options: Options, monitor: ModuleMonitor, results: RunResults) -> 
         ("store", store or "none"),
         *(("finding", f"step {finding.step}, {finding.name} {finding.site}: {finding.words}") for finding in findings),
     ]
-    given = "default rules" if is_default else counted(len(as_tuple(options.arguments["rules"])), "rule")
-    title = f"{options.every_n_steps}, {given}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
+    rule_count = "default rules" if is_default else counted(len(as_tuple(options.arguments["rules"])), "rule")
+    title = f"{options.every_n_steps}, {rule_count}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
     return Description(title, ("", ""), rows)
 
 
