@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_module_monitor.config.flow_option import GradientFlow, parse_gradient_flow
 from lightning_module_monitor.config.metrics import MetricMethods
 from lightning_module_monitor.config.noise_option import GradientNoise, parse_gradient_noise
 from lightning_module_monitor.config.rules import (
     Capture,
-    GradientFlow,
     Rule,
     as_tuple,
     check_choice,
     default_rules,
     parse_capture,
-    parse_gradient_flow,
     parse_patterns,
     parse_rule,
 )

@@ -36,6 +36,7 @@ LOSS = "loss"
 
 LEARNING_RATE = "lr"
 """The name of the first learning rate under :data:`CONTEXT_KIND`."""
+
 BATCH_SIZE = "batch_size"
 """The name of the number of samples in a step under :data:`CONTEXT_KIND`."""
 
@@ -329,24 +330,17 @@ class Finding:
 
     step: int
     """Number of the optimizer step in which it was found."""
-
     name: str
     """What is wrong: ``nonfinite``, the name of a detector (``dead_units``), or that of an alert."""
-
     site: str
     """Name of the module or parameter that it is about; empty where it is about none."""
-
     key: str
     """The key of the series that shows it; empty where there is none."""
-
     words: str
     """The fault, in sentences with figures."""
-
     severity: Severity = "warning"
-
     steps_before: int = 0
     """For how many steps it was there before it was found: some conditions have to be met for several records."""
-
     cause: str = ""
     """The name of the diagnosis that it shows, where the evidence itself shows one, as a batch with NaN does (``data``)."""
 
@@ -437,21 +431,15 @@ class Record:
 
     step: int
     """Number of the optimizer step, on Lightning's own x axis."""
-
     values: Mapping[str, float] = field(default_factory=dict)
     """Value by key. A key that was planned and has no value in this step is absent."""
-
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     """Histogram by key."""
-
     tensors: Sequence[RawTensor] = field(default=(), compare=False, repr=False)
     """The raw tensors that were captured in this step."""
-
     findings: Sequence[Finding] = ()
     """The findings of this step."""
-
     modules: Sequence[ModuleInfo] = field(default=(), compare=False, repr=False)
     """The modules of the model; the same object until the output of a further module is known."""
-
     facts: Facts | None = field(default=None, compare=False, repr=False)
     """Facts about training in this step; ``None`` if there are none."""

@@ -28,9 +28,8 @@ _logger = logging.getLogger(__name__)
 class Writer(ABC):
     """The single writer of one HDF5 file: writes its part of each record of a run.
 
-    The first record with such a part creates the file. From then on it can be read at any time, also after a ``kill -9``. A writer never
-    raises and never changes another writer's file. If there is no space for a record, one warning is logged, and the writer tries again
-    at growing intervals.
+    The first record with such a part creates the file. It can then be read at any time, also after a ``kill -9``. A writer never raises
+    and never changes another writer's file. Without space for a record it logs one warning, and tries again at growing intervals.
 
     Args:
         path: Path of the file; missing folders are created. If the file exists, the next free numbered name is used instead
