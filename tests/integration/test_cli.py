@@ -235,7 +235,8 @@ def test_without_rules_the_default_is_watched() -> None:
     parameters = ("model.0.weight", "model.0.bias", "model.2.weight", "model.2.bias")
     activations = {f"{site}/{statistic}" for site in LEAVES for statistic in ("rms", "abs_max", "nonfinite_count")}
     watched = {"activation/model.1/dead_fraction", "gradient/model.0.weight/rms", "gradient/model.2.weight/rms"}
-    assert keys(callback) == activations | watched | {f"{kind}/{name}/norm" for kind in ("parameter", "gradient") for name in parameters}
+    sites = ("_root_", *parameters)
+    assert keys(callback) == activations | watched | {f"{kind}/{site}/norm" for kind in ("parameter", "gradient") for site in sites}
 
 
 def test_store_is_off_on_or_at_a_path() -> None:
