@@ -100,8 +100,9 @@ class Recipe:
 
         A step is monitored if the monitor's own schedule picks it, a rule is due in it, or its raw tensors are captured.
         """
-        is_picked = self.schedule(step)
-        rules = tuple(number for number, rule in enumerate(self.rules) if rule.schedule(step))
+        own = self.schedule
+        is_picked = own(step)
+        rules = tuple([number for number, rule in enumerate(self.rules) if (is_picked if rule.schedule is own else rule.schedule(step))])
         if not (is_picked or rules or self.is_captured(step)):
             return None
         return ActiveRules(rules, self.gradient_flow is not None and is_picked, self.gradient_noise is not None and is_picked)
