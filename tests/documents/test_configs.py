@@ -106,6 +106,8 @@ def test_full_does_what_its_options_say(digits: ModuleType) -> None:
         for kind, site in [("activation", "model.head"), ("gradient", "model.head.weight"), ("update", "model.head.weight")]
     ]
     assert store.series("run1/gradient/model.head.weight/norm")[0].tolist() == [0, 5, 10, 15, 20]
+    sites = ["_root_", *convolutions_and_linear]
+    assert [key.split("/")[2] for key in keys if key.startswith("run1/gradient/") and key.split("/")[2] in sites] == sites
     # A step has one batch here, so torchmetrics' mean of it is the built-in mean.
     torch.testing.assert_close(
         torch.tensor(store.series("run1/activation/model.conv1/running_mean")[1]),

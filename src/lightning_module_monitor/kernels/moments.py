@@ -93,7 +93,7 @@ class Moments(NamedTuple):
         return Moments(*(field[index] for field in self))
 
     def about(self, center: Tensor | Array) -> Moments:
-        """Sums about a center, shape ``(rows,)``, of the fields' own sort, which can be added: ``mean`` becomes the sum of ``x - center``."""
+        """Sums about a center, shape ``(rows,)`` as the fields, which can be added: ``mean`` becomes the sum of ``x - center``."""
         n, d = self.elements, self.mean - center
         return self._replace(
             mean=n * d,

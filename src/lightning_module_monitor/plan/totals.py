@@ -47,12 +47,12 @@ def parameters_by_module(rule: ParsedRule, kind: str, index: ModelIndex) -> dict
     for site in picked:
         for name in (ROOT, *and_insides(site.aliases)):
             inside[name][site.name] = None
-    found = {}
+    parameters_of = {}
     for module, names in _names_of_modules(index).items():
         if matches(names, rule.per_module):
             parameters = set().union(*(inside.get(name, ()) for name in names[1:]))
-            found[module] = [site.name for site in picked if site.name in parameters]
-    return {module: parameters for module, parameters in found.items() if parameters}
+            parameters_of[module] = [site.name for site in picked if site.name in parameters]
+    return {module: parameters for module, parameters in parameters_of.items() if parameters}
 
 
 def _names_of_modules(index: ModelIndex) -> dict[str, tuple[str, ...]]:

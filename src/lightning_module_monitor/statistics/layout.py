@@ -102,8 +102,9 @@ class Layout:
             return
         merged = self._merged
         numbers.moments[:, merged.rows] = merged_groups(numbers.moments[:, merged.sources], merged.first_sources)
-        flags = np.stack([numbers.observed, numbers.failed])[:, merged.members]
-        numbers.observed[merged.places], numbers.failed[merged.places] = np.maximum.reduceat(flags, merged.first_members, axis=1)
+        flags = np.stack([numbers.observed, numbers.failed])
+        flags[:, merged.places] = np.maximum.reduceat(flags[:, merged.members], merged.first_members, axis=1)
+        numbers.observed, numbers.failed = flags
         for total, members in merged.counted:
             numbers.counts[total] = numbers.counts[members].sum(0)
 
