@@ -1066,6 +1066,16 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
     return scenario
 
 
+class OfOneRank(torch.optim.AdamW):
+    """Keeps something more on the first rank alone, as optimizers do that share out their work."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for state in self.state.values() if RANK == 0 else ():
+            state["extra"] = state["exp_avg"] * 2
+        return loss
+
+
 def states_of_optimizers(way: str) -> Callable[[Path], dict[str, Any]]:
     """What an optimizer keeps, and cosines of updates and of that, per parameter and of modules; ``way`` lays parameters out."""
 
@@ -1096,7 +1106,7 @@ def states_of_optimizers(way: str) -> Callable[[Path], dict[str, Any]]:
         }
 
         def optimizer(self: LightningModule) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.05, eps=0.1, amsgrad=True)
+            return (OfOneRank if way == "ddp" else torch.optim.AdamW)(self.parameters(), lr=0.05, eps=0.1, amsgrad=True)
 
         with fsdp_on_a_cpu(), patch.object(Flat if way == "flat" else Laid, "configure_optimizers", optimizer):
             module: LightningModule = Flat() if way == "flat" else Laid(fully_sharded)

@@ -17,7 +17,7 @@ from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.probes.base import Gate
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
-from lightning_module_monitor.record import OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
+from lightning_module_monitor.record import KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 from lightning_module_monitor.statistics.functions import Aggregate
 
@@ -313,7 +313,8 @@ class StepEngine:
         values[context.errors_key] = float(context.accumulator.num_errors)
         findings: list[Finding] = []
         if context.ranks is not None and context.stage == TRAIN:
-            differing = context.accumulator.differing
+            # Optimizers that share out their work keep a state on one rank alone.
+            differing = [stream for stream in context.accumulator.differing if not KINDS[stream.kind].of_states]
             values[self.recipe.figure_key(RANK_DISAGREEMENT)] = float(len({stream.site for stream in differing}))
             findings = model.replicas.examine(context.step, differing)
         record = Record(context.step, values, context.accumulator.histograms, tensors, findings, model.table.modules())
