@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
-from lightning_module_monitor.config.rules import GradientFlow, attention_rules
+from lightning_module_monitor.config.flow_option import GradientFlow
+from lightning_module_monitor.config.rules import attention_rules
 from lightning_module_monitor.kernels import elements, numba_kernel, triton_kernel
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.unchanged import RandomStates
@@ -48,6 +50,9 @@ class Observer:
 
     def before_update(self) -> None:
         """After the backward pass, before the optimizer moves the parameters."""
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Right after the optimizer has moved the parameters."""
 
     def end(self) -> int:
         """After the update.
@@ -87,6 +92,17 @@ class Engine(Observer):
 
     def close(self) -> None:
         self.monitor.close()
+
+
+class AfterUpdate(Engine):
+    """Our engine with rules about what an optimizer has done."""
+
+    def __init__(self, model: nn.Module, rule: Rule) -> None:
+        self.monitor = ModuleMonitor(1, rules=[rule])
+        self.monitor.set_module(model)
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        self.monitor.monitor_updates(optimizers=optimizer)
 
 
 def _no_loops() -> None:
@@ -266,6 +282,18 @@ class WatchedFlow(Engine):
     def __init__(self, model: nn.Module) -> None:
         self.monitor = ModuleMonitor(gradient_flow=GradientFlow(blocks="blocks"))
         self.monitor.set_module(model)
+
+
+class WatchedNoise(Engine):
+    """Our engine with the gradient noise of the whole model: norms of each gradient as it arrives, and of the gradient of the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.monitor = ModuleMonitor(gradient_noise=True)
+        self.monitor.set_module(model)
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self.monitor.monitor_context("batch_size", 1, "sum")
 
 
 class NoLogger:

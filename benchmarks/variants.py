@@ -14,14 +14,16 @@ from torch import nn
 import in_trainer
 import observers
 from lanes import Lane, LoopLane, Parts, TrainerLane
+from lightning_module_monitor import Rule
 from lightning_module_monitor.statistics import registry
 from workloads import G1, WORKLOADS, Workload
 
 PLAIN, IDLE, OURS, EAGER, FLOOR, NONFINITE = "plain", "idle", "ours", "ours, eager", "floor", "nonfinite: always"
 REFERENCE, RCC = "reference forward", "reference + RCC"
 UNFUSED, ATTENTION = "attention forward, not fused", "attention"
-FLOW, HISTOGRAMS = "gradient flow", "histograms"
+FLOW, NOISE, HISTOGRAMS = "gradient flow", "gradient noise", "histograms"
 QUANTILES, FORMATS, OUTLIERS = "quantiles", "formats", "outlier channels"
+UPDATES, STATES, TO_GRADIENT, TO_PREVIOUS = "updates", "optimizer states", "cosine to gradient", "cosine to previous"
 PEER, PEER_RCC, WANDB = "torch-module-monitor", "torch-module-monitor, RCC", "wandb.watch"
 TRAINER, CALLBACK, LOGGED = "Trainer", "callback + store", "callback + store + TensorBoard"
 PEER_IN_TRAINER, PEER_LOGGED = "torch-module-monitor in a Trainer", "torch-module-monitor + TensorBoard"
@@ -70,6 +72,14 @@ def in_lightning(name: str, note: str, make_parts: Callable[[Path], Parts], pack
     return Variant(name, note, partial(TrainerLane, make_parts), package, base=TRAINER)
 
 
+AFTER_UPDATE = (
+    (UPDATES, "ratio of every update to its parameter", Rule(kinds="update", statistics="ratio")),
+    (STATES, "norms of what AdamW keeps of every parameter", Rule(kinds="optimizer_state", statistics="norm")),
+    (TO_GRADIENT, "cosines of every update with its gradient", Rule(kinds="update", statistics="cosine_to_gradient")),
+    (TO_PREVIOUS, "cosines of every update with the one before", Rule(kinds="update", statistics="cosine_to_previous")),
+)
+"""Variants that observe what the optimizer has done: name, note and rule."""
+
 BOTH = ("cpu", "cuda")
 VARIANTS = (
     in_lightning(TRAINER, "no monitor, no logger", in_trainer.nothing),
@@ -102,6 +112,8 @@ VARIANTS = (
     in_loop(UNFUSED, "all attention once more, not fused and without a graph", observers.UnfusedAttention, workloads=FIRST),
     in_loop(ATTENTION, "attention: true, four figures of every head", observers.WatchedAttention, workloads=FIRST),
     in_loop(FLOW, "gain of the gradient from block to block", observers.WatchedFlow, workloads=FIRST),
+    *(in_loop(name, note, partial(observers.AfterUpdate, rule=rule), workloads=FIRST) for name, note, rule in AFTER_UPDATE),
+    in_loop(NOISE, "gradient noise of the whole model; one micro-batch a step", observers.WatchedNoise, workloads=FIRST),
     in_loop(HISTOGRAMS, "histograms of all parameters and gradients, in 261 bins, exact", observers.CountedHistograms),
     in_loop(
         QUANTILES,

@@ -114,6 +114,25 @@ def test_export(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pandas.testing.assert_frame_equal(pandas.read_parquet("other.parquet"), load_store(store).to_frame(), check_dtype=False)
 
 
+@pytest.mark.parametrize("format_", ["csv", "parquet"])
+def test_export_of_several_runs(format_: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows of each run in their order, behind a column with its path; the same store twice is there once."""
+    pandas = pytest.importorskip("pandas")
+    other = write_store(Path("=other.h5"), {"loss": [1.0, 2.0]})
+    line = printed(capsys, "export", "monitor.h5", "=other.h5", "./monitor.h5", "--format", format_)
+    assert line.startswith(f"export.{format_}: {11 + 2} values, ")
+    frame = pandas.read_csv("export.csv", keep_default_na=False) if format_ == "csv" else pandas.read_parquet("export.parquet")
+    assert list(frame) == ["run", "step", "stage", "kind", "site", "statistic", "value"]
+    escaped = "'=other.h5" if format_ == "csv" else "=other.h5"
+    assert [*dict.fromkeys(frame["run"])] == ["monitor.h5", escaped]
+    for run, path in (("monitor.h5", store), (escaped, other)):
+        part = frame[frame["run"] == run].drop(columns="run").reset_index(drop=True)
+        pandas.testing.assert_frame_equal(part, load_store(path).to_frame(), check_dtype=False)
+    assert error(capsys, "export", "monitor.h5", "=other.h5", "-o", "=other.h5") == "'=other.h5' cannot be written: it is the store itself."
+    assert error(capsys, "export", "monitor.h5", "absent.h5").startswith("There is no store at 'absent.h5'")
+    assert "export-several.csv" in printed(capsys, "export", "monitor.h5", "=other.h5", "-o", "export-several.csv")
+
+
 def test_summary_prints_the_verdict(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Site and evidence of sick checks, with status 1; healthy checks; checks without data; status 0 if none is sick."""
     out = printed(capsys, "summary", "monitor.h5", status=1)
@@ -221,6 +240,18 @@ def test_compare_prints_what_differs_most(tmp_path: Path, capsys: pytest.Capture
         f"{first} -> {third}: medians of the last quarter that differ most",
         "  gradient/most/norm: 1 -> 0",
     ]
+
+
+def test_compare_prints_the_last_losses_rates_and_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of those that both runs have."""
+    shared: dict[str, list[float | None]] = {"context/loss": [4.0, 1.0], "context/lr": [0.1, 0.2], "gradient/_root_/norm": [3.0, 2.0]}
+    first = write_store(tmp_path / "a.h5", {**shared, "context/val_loss": [5.0, 6.0]})
+    other = write_store(tmp_path / "b.h5", {**shared, "context/loss": [4.0, 0.123456]})
+    assert main(["compare", str(first), str(other), "-o", str(tmp_path / "c.html")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = lines.index(f"{first} -> {other}: last values")
+    assert lines[heading + 1 : heading + 4] == ["  loss: 1 -> 0.1235", "  lr: 0.2 -> 0.2", "  whole gradient: 2 -> 2"]
+    assert lines[heading + 4].startswith(f"{first} -> {other}: ")
 
 
 @pytest.mark.parametrize("command", [("report",), ("compare", "monitor.h5"), ("export",), ("export", "--format", "parquet")], ids=" ".join)

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from helpers.stores import write_store
 from helpers.tiny import fit
+from matplotlib import pyplot as plt
 from torch import nn
 
 from lightning_module_monitor import Alert, Finding, ModuleMonitor, ModuleMonitorCallback, Rule, WidthCheck, load_store
-from lightning_module_monitor.display import Findings
+from lightning_module_monitor.display import Findings, Modules
+from lightning_module_monitor.health.causes import diagnose
+from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.width_check.power_law import Row
 from lightning_module_monitor.width_check.settings import Settings
@@ -105,15 +108,90 @@ def test_a_callback_says_what_it_did(tmp_path: Path) -> None:
     assert repr(callback) == f"ModuleMonitorCallback(every 2 steps, 1 rule, store: {tmp_path / 'monitor.h5'}, 1 finding)"
     rows = shown(callback).rows[1:]
     assert callback.last_record is not None
-    assert rows[:3] == [
+    assert rows[:4] == [
         ["watched", "parameter: norm, every 2 steps"],
+        ["health", f"nonfinite: warn, {len(BUILT_IN)} detectors, 1 alert"],
         ["last record", f"of step 4: {len(callback.last_record.values)} values"],
         ["store", str(tmp_path / "monitor.h5")],
     ]
-    ((name, words),) = rows[3:]
+    ((name, words),) = rows[4:]
     assert name == "finding"
     assert words.startswith("step 0, <large> model.0.weight: ")
     assert repr(ModuleMonitorCallback("sometimes")).startswith("ModuleMonitorCallback(refused: every_n_steps is 'sometimes'")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_callback_shows_the_rules_that_the_user_gave(runs: bool, tmp_path: Path) -> None:
+    """The default is named as such, and what detectors need is one line; so are options that stand for rules, and rules that are added."""
+    callback = ModuleMonitorCallback(2, rcc=True, health={"watch": "dead_units", "nonfinite": "always"})
+    callback.monitor.add_rules(Rule(kinds="gradient", sites="model.0.*", statistics="rms"))
+    if runs:
+        fit(tmp_path, [callback])
+    assert repr(callback).startswith("ModuleMonitorCallback(every 2 steps, default rules, store: ")
+    rows = shown(callback).rows[1:]
+    assert [name for name, _words in rows[:-2]] == ["watched by default"] * 3 + ["watched"] * 4 + ["health"]
+    assert rows[0][1] == "activation: rms, abs_max, nonfinite_count, every 2 steps"
+    assert rows[2][1] == "parameter, gradient together, of _root_: norm, every 2 steps"
+    assert rows[6][1] == "gradient of model.0.*: rms, every 2 steps"
+    assert rows[7][1] == f"nonfinite: always, {len(BUILT_IN)} detectors (dead_units named), 0 alerts"
+    off = ModuleMonitorCallback(rules=[{"kinds": "update", "statistics": "norm"}], health=False)
+    assert shown(off).rows[1:3] == [["watched", "update: norm, every 50 steps"], ["health", "nonfinite: ignore, no detectors, 0 alerts"]]
+    assert repr(callback.monitor).startswith("ModuleMonitor(no module, 7 rules, ")
+
+
+def test_one_diagnosis_is_a_table() -> None:
+    """Its site, evidence and advice, which the prompt shows in a sentence; not among them what it does not have."""
+    causes = diagnose(
+        [Finding(5, "exploding", NASTY, f"gradient/{NASTY}/norm", "Large."), Finding(7, "diverging", "", "context/loss", "The loss rises.")]
+    )
+    first = causes[0]
+    cells = shown(first)
+    names = [name for name, _text in cells.rows[1:]]
+    assert cells.caption == f"Diagnosis: {first.headline}"
+    assert names == ["from step", "where", *["evidence"] * len(first.evidence), *["explains"] * bool(first.consequences), "try"]
+    assert [text for name, text in cells.rows[1:] if name == "evidence"] == [*first.evidence]
+    assert (cells.rows[1][1], cells.rows[2][1], cells.rows[-1][1]) == (str(first.first_step), first.site, first.advice)
+    assert repr(first) == f"Diagnosis({first})"
+    assert pickle.loads(pickle.dumps(first)) == copy.deepcopy(first) == first
+
+
+def test_modules_are_a_table(tmp_path: Path) -> None:
+    """A row for each module, and a list for everything else."""
+    fit(tmp_path, [ModuleMonitorCallback(2)])
+    modules = load_store(tmp_path / "monitor.h5").modules()
+    cells = shown(modules)
+    assert cells.caption == "Modules: 5 modules"
+    assert cells.rows[0] == ["name", "type", "num parameters", "output shape", "output dtype"]
+    assert cells.rows[3] == ["model.0", "Linear", "40", "(5, 8)", "float32"]
+    assert cells.rows[1][3] == "", "the module as a whole is not called"
+    assert repr(modules) == repr([*modules])
+    assert shown(Modules()).caption == "Modules: 0 modules"
+
+
+def test_the_figures_of_a_store_are_a_table_of_calls_that_draw(tmp_path: Path) -> None:
+    """Each call, as it is shown, draws something; a store that is missing is reported."""
+    rules = [
+        Rule(kinds=["activation", "gradient"], statistics=["rms", "hist"]),
+        Rule(kinds="gradient", per_module="_root_", statistics="norm"),
+    ]
+    callback = ModuleMonitorCallback(1, rules=rules, stages=["train", "validate"], prefix="run1")
+    fit(tmp_path, [callback])
+    store = load_store(tmp_path / "monitor.h5")
+    cells = shown(store.plot)
+    calls = [call for (call,) in cells.rows[1:]]
+    assert "heatmap('run1/activation', 'rms')" in calls
+    assert "profile('run1/validation/activation', 'rms')" in calls
+    assert "series('run1/context/loss')" in calls
+    assert sum(call.startswith("histogram") for call in calls) == 1
+    assert repr(store.plot) == f"StorePlots({str(store.path)!r}: {len(calls)} figures)"
+    for call in calls:
+        axes = eval(f"plot.{call}", {"plot": store.plot})  # the calls are ours
+        assert axes.lines or axes.images, call
+    plt.close("all")
+    write_store(tmp_path / "heads.h5", {f"attention_sink/a.head_{i}/mean": [0.1, 0.2] for i in range(2)})
+    assert ["attention('attention_sink')"] in shown(load_store(tmp_path / "heads.h5").plot).rows
+    store.path.unlink()
+    assert "which cannot be read" in repr(store.plot)
 
 
 def test_findings_are_a_list_that_reads_as_a_table(tmp_path: Path) -> None:

@@ -16,17 +16,3 @@ def test_the_page_has_the_cells_that_the_tests_name(collected: list[pytest.Item]
     if any("::" in argument for argument in request.config.args) or not marked <= {item.path for item in collected}:
         pytest.skip("needs all marked tests to be collected: run the whole suite")
     assert PAGE.read_text() == page(collected), "write it: python -m pytest tests --collect-only -q --write-equivalence"
-
-
-@pytest.mark.parametrize(
-    ("mark", "message"),
-    [
-        pytest.param(pytest.mark.shows("LBFGS", "loss"), r"has \['loss'\]; see tests/helpers/equivalence.py", id="unknown column"),
-        pytest.param(pytest.mark.shows("LBFGS"), "has no column", id="no column"),
-    ],
-)
-def test_a_marker_without_a_known_column_is_an_error(mark: pytest.MarkDecorator, message: str, request: pytest.FixtureRequest) -> None:
-    """Rather than a cell that nobody looks for."""
-    request.node.add_marker(mark)
-    with pytest.raises(pytest.UsageError, match=message):
-        page([request.node])

@@ -12,7 +12,9 @@ from typing import Any, Concatenate, ParamSpec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config.rules import Capture, GradientFlow, Rule
+from lightning_module_monitor.config.flow_option import GradientFlow
+from lightning_module_monitor.config.noise_option import GradientNoise
+from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.config.schedule import Schedule
 from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
@@ -59,7 +61,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     """Shows the inside of a model while it trains: in the Trainer's loggers, and in one HDF5 file.
 
     Without arguments it records, every 50 steps, ``rms``, ``abs_max`` and ``nonfinite_count`` of every leaf module's
-    output, and the ``norm`` of every parameter and gradient. Several in one Trainer need a prefix each.
+    output, the ``norm`` of every parameter and gradient, and the norms of all parameters and of the whole gradient
+    (``gradient/_root_/norm``; where the Trainer clips also before clipping). Several in one Trainer need a prefix each.
 
     Args:
         every_n_steps: Which optimizer steps are monitored: every n-th from 0 on, a list of steps, ``log`` (1, 2, 5, 10, ...), one step
@@ -79,6 +82,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         attention: Whether to record attention head by head: the means of its entropy and of the weight of the first key, and the largest
             logit, of every call of ``F.scaled_dot_product_attention`` and ``nn.MultiheadAttention``.
         gradient_flow: Blocks between which the gain of the gradient is recorded: ``{blocks: model.blocks}``.
+        gradient_noise: Whether to record the simple noise scale, from the gradients of accumulated micro-batches and of DDP's ranks: of
+            the whole model, or of modules (``{per_module: [_root_, model.encoder]}``).
         capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
         health: Checks while training: the module that made the first NaN or infinity, and the conditions of the built-in detectors, e.g.
             ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, as far as they are cheap. ``false``: no check.
@@ -90,8 +95,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         stages: When to monitor: ``train``, ``validate``, ``test``, ``predict``. A validation, test or predict loop gives
             one record of the activations of all its batches, under ``validation/...``.
         prefix: Put before every key: ``run1`` gives ``run1/...``.
-        max_logged_keys: If there are more keys, loggers get minimum, median and maximum over the sites, and one histogram of all sites
-            together; the store gets everything.
+        max_logged_keys: If there are more keys, loggers get minimum, median and maximum over the sites, one histogram of all sites
+            together, and the values by block (the children of the longest ``ModuleList`` or ``Sequential``); the store gets everything.
         max_overhead: Largest share of the training time that monitoring may take, e.g. 0.02. Beyond it steps are left out, the same on all
             ranks; ``monitor/overhead_fraction`` is the measured share. Then at most every second step is monitored, because the
             unmonitored steps are the baseline for the cost.
@@ -113,6 +118,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         save_reference: bool = True,
         attention: bool = False,
         gradient_flow: GradientFlow | Mapping[str, Any] | None = None,
+        gradient_noise: GradientNoise | Mapping[str, Any] | bool = False,
         capture: Capture | Mapping[str, Any] | None = None,
         health: Health | Mapping[str, Any] | bool | str | None = None,
         alerts: Sequence[Alert | Mapping[str, Any]] | Mapping[str, Any] | str | None = None,
@@ -139,12 +145,13 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             self._prepared = prepare(arguments)
         except ConfigError as error:
             self._prepared = error
+        self._was_set_up = False
         self._run: RunController | None = None
         """The run in progress, from ``setup`` to its end."""
         self._results = RunResults()
         self._latest = _Latest(self._results)
         self._shared: tuple[_Latest, ...] = ()
-        """Those of the callbacks that this callback is a deep copy of."""
+        """The results of the callbacks that this callback is a deep copy of."""
 
     @property
     def monitor(self) -> ModuleMonitor:
@@ -193,8 +200,13 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     @property
     def state_key(self) -> str:
-        """Differs between callbacks of one Trainer."""
-        return f"{type(self).__name__}[{self._identity}]" if self._identity else type(self).__name__
+        """Differs between callbacks of one Trainer.
+
+        Before the first setup that succeeds it is that of no other callback: a Trainer with two callbacks of one state key raises an
+        error that names no option, and ``setup`` raises one that names ``prefix``.
+        """
+        identity = self._identity if self._was_set_up else f"{self._identity} {id(self)}"
+        return f"{type(self).__name__}[{identity}]" if identity else type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs: the path of the store, the state of the alerts, and the reference."""
@@ -234,6 +246,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             raise self._prepared
         self._close()
         if not self._prepared.options.observes_run(stage):
+            self._was_set_up = True
             return
         for latest in (self._latest, *self._shared):
             latest.results = self._results
@@ -242,6 +255,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         run = Run(*self._prepared, self._results, trainer, pl_module, stage)
         self._run = RunController(run, [other.planned_keys for other in others])
         self._run.begin()
+        self._was_set_up = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All layers exist now; parameters are those that will be trained."""

@@ -175,12 +175,18 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _print_changes(paths: Sequence[Path]) -> int:
-    """Print the series that differ most between the first run and each other run."""
+    """Print last losses, rates and norms of the first run and each other run, and the series that differ most."""
     from lightning_module_monitor.report.comparison import largest_changes
+    from lightning_module_monitor.report.glance import at_a_glance
     from lightning_module_monitor.report.stored_run import read_run
 
     first, *others = [read_run(_open_store(path)) for path in paths]
     for other in others:
+        rows = [row for group in at_a_glance([first, other]) for row in group.rows if None not in row.courses]
+        if rows:
+            print(printable(f"{first.path} -> {other.path}: last values"))
+        for row in rows:
+            print(printable(f"  {row.name}: {' -> '.join(f'{course.last:.4g}' for course in row.courses if course is not None)}"))
         changes = largest_changes(first, other, most=10)
         heading = "medians of the last quarter that differ most" if changes else "no series of both differs"
         print(printable(f"{first.path} -> {other.path}: {heading}"))
@@ -341,13 +347,15 @@ EXPORT = """\
 examples:
   lightning-module-monitor export monitor.h5 --format csv
   lightning-module-monitor export monitor.h5 --format parquet -o run.parquet
+  lightning-module-monitor export seed1.h5 seed2.h5 -o seeds.csv
 
-The columns are step, stage, kind, site, statistic and value; a row is a recorded value. Histograms are left out. In CSV, a text that
-begins with =, +, - or @ gets a leading ': a spreadsheet would run it as a formula.
+The columns are step, stage, kind, site, statistic and value; a row is a recorded value. With several stores the first column is run, the
+path of the store. Histograms are left out. In CSV, a text that begins with =, +, - or @ gets a leading ': a spreadsheet would run it as a
+formula.
 
 exit status:
   0  the file was written
-  2  the command is wrong, STORE cannot be read, or an extra is not installed
+  2  the command is wrong, a STORE cannot be read, or an extra is not installed
 """
 
 REPAIR = """\
@@ -363,23 +371,27 @@ exit status:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    _add_store(parser)
+    _add_store(parser, "+")
     parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="default: csv")
-    _add_output(parser, "beside the store, as monitor.csv or monitor.parquet")
+    _add_output(parser, "beside the store, as monitor.csv or monitor.parquet; of several stores export.csv or export.parquet")
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    store = _open_store(arguments.store)
-    path = _output_path(arguments.output, store.path, f".{arguments.format}")
-    require("pandas", "pandas")
+    stores = [_open_store(path) for path in arguments.store]
+    has_several, suffix = len(stores) > 1, f".{arguments.format}"
+    output = arguments.output or (Path(f"export{suffix}") if has_several else None)
+    for store in stores:
+        path = _output_path(output, store.path, suffix)
+    pandas = require("pandas", "pandas")
     if arguments.format == "parquet":
         require("pyarrow", "parquet")
-    frame = store.to_frame()
+    frames = {str(store.path): store.to_frame() for store in stores}
+    frame = pandas.concat(frames, names=["run"]).reset_index("run").reset_index(drop=True) if has_several else frames.popitem()[1]
     with _writing(path):
         if arguments.format == "parquet":
             frame.to_parquet(path, index=False)
         else:
-            texts = {name: frame[name].map(_no_formula) for name in ("stage", "kind", "site", "statistic")}
+            texts = {name: frame[name].map(_no_formula) for name in ("run", "stage", "kind", "site", "statistic") if name in frame}
             frame.assign(**texts).to_csv(path, index=False)
     print(f"{path}: {len(frame):,} values, {in_bytes(path.stat().st_size)}")
     return 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from lightning_module_monitor.record import Finding
+from lightning_module_monitor.record import Finding, ModuleInfo
 
 MAX_ROWS = 30
 
@@ -52,6 +52,27 @@ class Findings(Described, list[Finding]):
 
     def __repr__(self) -> str:
         return "[" + ",\n ".join(map(repr, self)) + "]"
+
+
+RowT = TypeVar("RowT", bound="tuple[Any, ...]")
+
+
+class Rows(Described, list[RowT]):
+    """Named tuples in their order."""
+
+    NOUN = "row"
+
+    def _describe(self) -> Description:
+        columns = [name.replace("_", " ") for name in (getattr(self[0], "_fields", ()) if self else ())]
+        return Description(counted(len(self), self.NOUN), columns, [["" if cell is None else str(cell) for cell in row] for row in self])
+
+    __repr__ = list.__repr__
+
+
+class Modules(Rows[ModuleInfo]):
+    """The modules of a model."""
+
+    NOUN = "module"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -73,6 +73,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return "." if match is None else f"; nearest: {by_lower_case[match]!r}"
 
 
+def or_examples(end: str, known: Iterable[str]) -> str:
+    """The end of a sentence of :func:`nearest` or :func:`nearest_pattern`; if no name is near, with three names, the outermost first.
+
+    >>> or_examples(".", ["_root_", "net.0", "net", "head"]), or_examples("; nearest: 'net'", ["net", "head"])
+    ("; expected e.g. 'net', 'head', 'net.0'.", "; nearest: 'net'")
+    """
+    outermost = sorted((name for name in known if not name.startswith("_")), key=lambda name: name.count("."))
+    return end if end != "." or not outermost else f"; expected e.g. {', '.join(map(repr, outermost[:3]))}."
+
+
 def _near(name: str, known: Collection[str]) -> str | None:
     meant = (
         candidate for candidate in known if name in SYNONYMS.get(candidate, ()) or (len(name) > 2 and candidate.startswith(f"{name}_"))

@@ -17,7 +17,7 @@ NUM_BINS = 2 * (HIGHEST_EXPONENT - LOWEST_EXPONENT + 1 + 2) + 1
 """261: for each sign a bin for each power of two, for smaller and for larger magnitudes; and a bin for zero."""
 
 NONFINITE = ("-inf", "inf", "nan")
-"""Counted besides the bins, in this order."""
+"""Elements that are counted in addition to the bins, in this order."""
 
 NUM_COUNTS = NUM_BINS + len(NONFINITE)
 """A *row of counts*, in the order of the values: minus infinity, the bins, infinity, NaN."""

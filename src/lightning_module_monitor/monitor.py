@@ -9,17 +9,18 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_module_monitor.config.flow_option import GradientFlow, parse_gradient_flow
 from lightning_module_monitor.config.metrics import MetricMethods
+from lightning_module_monitor.config.noise_option import GradientNoise, parse_gradient_noise
 from lightning_module_monitor.config.rules import (
     Capture,
-    GradientFlow,
     Rule,
     as_tuple,
     check_choice,
     default_rules,
     parse_capture,
-    parse_gradient_flow,
     parse_patterns,
     parse_rule,
 )
@@ -33,8 +34,11 @@ from lightning_module_monitor.engine.values import ValueMethods
 from lightning_module_monitor.errors import ConfigError, Log
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
+from lightning_module_monitor.plan.blocks import OF_BLOCKS
+from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
+from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.attention_calls import RawCall
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.reporting import ErrorReporter
@@ -81,6 +85,8 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         logger: Receives warnings and other messages.
         rules: What to record; methods like :meth:`add_activation_metric` add more.
         gradient_flow: Blocks between which the gain of the gradient is recorded, in every step that ``monitor_step_fn`` picks.
+        gradient_noise: Whether to record the simple noise scale, in every step that ``monitor_step_fn`` picks: of the whole model, or with
+            ``{per_module: ...}`` of modules. See :class:`GradientNoise`.
         capture: Raw tensors that the records of some steps hold.
         exclude: Pattern or patterns (``re.fullmatch``) of names that are not monitored, with everything inside.
         module: Name of the submodule to monitor. Keys keep the names of the whole model.
@@ -105,6 +111,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         *,
         rules: Rule | Sequence[Rule | Mapping[str, Any]] | None = (),
         gradient_flow: GradientFlow | Mapping[str, Any] | None = None,
+        gradient_noise: GradientNoise | Mapping[str, Any] | bool = False,
         capture: Capture | Mapping[str, Any] | None = None,
         exclude: str | Sequence[str] | None = None,
         module: str | None = None,
@@ -124,7 +131,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         if excluded_modules_regex is not None:
             excluded += parse_patterns(beginning_with(excluded_modules_regex), "excluded_modules_regex")
         schedule = parse_schedule(monitor_step_fn, "every_n_steps", may_be_by_clock=True)
-        given = default_rules() if rules is None else as_tuple(rules)
+        rule_specs = default_rules() if rules is None else as_tuple(rules)
         self.distributed = distributed
         self.access = ParameterAccess()
         """Reads parameters and their gradients, from the next :meth:`set_module` on."""
@@ -134,8 +141,9 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         self._reporter = ErrorReporter(logger or logging.getLogger(__name__), on_error, self._speaks_for_all)
         recipe = Recipe(
             schedule,
-            tuple(parse_rule(rule, f"rules[{number}]", schedule) for number, rule in enumerate(given)),
+            tuple(parse_rule(rule, f"rules[{number}]", schedule) for number, rule in enumerate(rule_specs)),
             None if gradient_flow is None else parse_gradient_flow(gradient_flow),
+            parse_gradient_noise(gradient_noise, schedule),
             () if capture is None else (parse_capture(capture),),
             within=module,
             exclude=excluded,
@@ -154,13 +162,11 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
     # The module
 
     def _describe(self) -> Description:
-        rules, last = self.engine.recipe.rules, self.storage.last_step()
+        rules, last = [rule for rule in self.engine.recipe.rules if rule.label not in (OF_WATCHES, OF_BLOCKS)], self.storage.last_step()
         module = "no module" if self.module is None else type(self.module).__name__
         title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
-        rows = [
-            (", ".join(rule.kinds), " or ".join(site.pattern for site in rule.sites), ", ".join(rule.outputs), str(rule.schedule))
-            for rule in rules
-        ]
+        sites = [" or ".join(site.pattern for site in rule.sites) + of_modules(rule) for rule in rules]
+        rows = [(", ".join(rule.kinds), site, ", ".join(rule.outputs), str(rule.schedule)) for rule, site in zip(rules, sites, strict=True)]
         return Description(title, ("kinds", "sites", "statistics", "when"), rows)
 
     @property
@@ -175,7 +181,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
 
     @property
     def planner(self) -> Planner:
-        """What is recorded of the module.
+        """The planner of the module, which knows the keys to record.
 
         Raises:
             ValueError: If none was set.
@@ -335,7 +341,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             self.engine.open_step.modules.begin_backward(as_scale(scale))
 
     def end_backward(self) -> None:
-        """The backward pass is over: an ``autograd.grad`` of the user's from now on does not count."""
+        """The backward pass is over. The gradients of a later ``autograd.grad`` do not count."""
         if self.engine.open_step is not None:
             self.engine.open_step.modules.end_backward()
 
@@ -362,15 +368,24 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
         if self.engine.observing_step is not None:
             self.engine.observing_step.observe_parameters(parameters)
 
-    def monitor_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
+    def monitor_updates(
+        self,
+        parameters: Iterable[Tensor] | None = None,
+        *,
+        is_skipped: bool | Tensor = False,
+        optimizers: Optimizer | Iterable[Optimizer] = (),
+    ) -> None:
         """Observe the change of the parameters since :meth:`monitor_parameters`; :meth:`end_step` does it otherwise.
 
         Args:
             parameters: Which ones, where several optimizers have their own; all without it.
-            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them.
+            is_skipped: Whether the optimizer left them where they were: then the update is 0, whatever else has changed them. A tensor,
+                shape ``()``, that is not 0 if an optimizer that skips by itself has done so, is not read on the host.
+            optimizers: The optimizers that have just stepped, for ``optimizer_state``.
         """
         if self.engine.observing_step is not None:
-            self.engine.observing_step.observe_updates(parameters, is_skipped=is_skipped)
+            stepped = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
+            self.engine.observing_step.observe_updates(parameters, is_skipped=is_skipped, optimizers=stepped)
 
     def monitor_attention(
         self, module: nn.Module | str, arguments: Mapping[str, Any], output: Tensor | None = None, *, is_reference: bool = False

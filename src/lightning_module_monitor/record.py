@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -33,6 +33,12 @@ FACT_KIND = "fact"
 
 LOSS = "loss"
 """The name of the training loss under :data:`CONTEXT_KIND`."""
+
+LEARNING_RATE = "lr"
+"""The name of the first learning rate under :data:`CONTEXT_KIND`."""
+
+BATCH_SIZE = "batch_size"
+"""The name of the number of samples in a step under :data:`CONTEXT_KIND`."""
 
 STEP_SKIPPED = "step_skipped"
 """The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
@@ -101,10 +107,14 @@ class Kind:
     """Whether it exists in loops without training, too."""
     of_heads: bool = False
     """Whether its sites are the heads of the attention within the module, which are known once it runs."""
+    of_states: bool = False
+    """Whether its sites are the states that optimizers keep of the parameter, which are known once these have stepped."""
     of_layers: bool = False
     """Whether its sites are the linear maps within the module, which the coordinate check compares with the reference's."""
     is_pair: bool = False
-    """Whether it compares two tensors, the model's and the reference's: functions get both, and there is a ``cosine``."""
+    """Whether it compares two tensors, the model's and the reference's, and functions get both."""
+    compared_with: tuple[str, ...] = ()
+    """What statistics may compare its tensors with: see :attr:`Statistic.compared_with`."""
     needs_reference: bool = False
     """Whether it requires a reference."""
     values: tuple[str, ...] = ()
@@ -113,6 +123,13 @@ class Kind:
     """Whether its tensors can be captured as they are."""
     has_units: bool = False
     """Whether its tensors have units, channels or features, as the outputs of a layer have."""
+    has_option: bool = False
+    """Whether an option of the same name records it, and no rule does."""
+
+    @property
+    def has_late_sites(self) -> bool:
+        """Whether its sites, and their keys, are known only after a step in which they occur."""
+        return self.of_heads or self.of_states
 
 
 KINDS = {
@@ -124,7 +141,7 @@ KINDS = {
         Kind("attention_relative_entropy", "module", in_every_stage=True, of_heads=True),
         Kind("attention_max_logit", "module", in_every_stage=True, of_heads=True),
         Kind("attention_sink", "module", in_every_stage=True, of_heads=True),
-        Kind("activation_difference", "module", is_relative=True, is_pair=True, needs_reference=True),
+        Kind("activation_difference", "module", is_relative=True, is_pair=True, compared_with=("reference",), needs_reference=True),
         Kind("rcc_effective_update", "module", of_layers=True, needs_reference=True),
         Kind("rcc_propagating_update", "module", of_layers=True, needs_reference=True),
         Kind("rcc_output", "module", of_layers=True, needs_reference=True),
@@ -134,10 +151,13 @@ KINDS = {
         Kind("rcc_operator_norm", "module", of_layers=True, needs_reference=True, values=("update", "reference")),
         Kind("rcc_alignment", "module", of_layers=True, needs_reference=True, values=("effective", "propagating")),
         Kind("parameter", "parameter", can_be_captured=True),
-        Kind("parameter_difference", "parameter", is_relative=True, is_pair=True, needs_reference=True),
+        Kind("parameter_difference", "parameter", is_relative=True, is_pair=True, compared_with=("reference",), needs_reference=True),
         Kind("gradient_before_clip", "parameter", can_be_captured=True),
         Kind("gradient", "parameter", can_be_captured=True),
-        Kind("update", "parameter", is_relative=True, can_be_captured=True),
+        Kind("update", "parameter", is_relative=True, can_be_captured=True, compared_with=("gradient", "previous")),
+        Kind("optimizer_state", "parameter", of_states=True, compared_with=("gradient",)),
+        Kind("gradient_flow", "module", has_option=True),
+        Kind("gradient_noise", "parameter", has_option=True),
     )
 }
 """Kind by name, in the order in which their keys are listed."""
@@ -198,6 +218,25 @@ class Key(NamedTuple):
         return cls.parse(text)
 
 
+def is_total(key: Key, modules: Collection[str] = ()) -> bool:
+    """Whether a key is of all parameters inside a module together, as ``per_module`` records them: its site is no parameter.
+
+    Args:
+        key: The key.
+        modules: Names of the modules of the model, as in keys; ``_root_``, which is everything that is monitored, need not be there.
+
+    >>> (
+    ...     is_total(Key.parse("gradient/_root_/norm")),
+    ...     is_total(Key.parse("gradient/head/norm"), ["head"]),
+    ...     is_total(Key.parse("gradient/a/norm")),
+    ... )
+    (True, True, False)
+    """
+    kind = KINDS.get(key.kind)
+    site = key.site.rpartition(".")[0] if kind is not None and kind.of_states else key.site
+    return kind is not None and kind.site == "parameter" and (site == ROOT_SITE or site in modules)
+
+
 def is_context(key: str) -> bool:
     """Whether a key is one of :data:`CONTEXT_KIND`.
 
@@ -208,6 +247,24 @@ def is_context(key: str) -> bool:
         return False
     parts = Key.parse(key)
     return parts.kind == CONTEXT_KIND and not parts.site
+
+
+def name_of_rate(number: int) -> str:
+    """The name of a learning rate under :data:`CONTEXT_KIND`.
+
+    >>> name_of_rate(0), name_of_rate(1)
+    ('lr', 'lr_1')
+    """
+    return f"{LEARNING_RATE}_{number}" if number else LEARNING_RATE
+
+
+def is_rate(name: str) -> bool:
+    """Whether a name under :data:`CONTEXT_KIND` is that of a learning rate.
+
+    >>> is_rate("lr_1"), is_rate("lr_ratio")
+    (True, False)
+    """
+    return re.fullmatch(rf"{LEARNING_RATE}(_\d+)?", name) is not None
 
 
 UNDEFINED_BITS = 0x7FF8_756E_6465_662E
@@ -223,7 +280,7 @@ def is_undefined(numbers: npt.ArrayLike) -> NDArray[np.bool_]:
 
 
 def check_prefix(prefix: str, label: str = "prefix") -> str:
-    """What is put before keys, if it may stand in one.
+    """Check the prefix of keys; returns it.
 
     Raises:
         ConfigError: If a logger would not take it.
@@ -252,15 +309,15 @@ class ModuleInfo(NamedTuple):
     """Description of a module, and its first output in the first monitored step in which it ran."""
 
     name: str
-    """As in keys."""
+    """Name in keys."""
     type: str
     """Name of its class."""
     num_parameters: int
     """Number of elements of its parameters, modules inside included."""
     output_shape: tuple[int, ...] | None = None
-    """Of the first tensor in its output; ``None`` if there was none yet."""
+    """Shape of the first tensor in its output; ``None`` before its first output."""
     output_dtype: str = ""
-    """As torch calls it: ``bfloat16``."""
+    """Name of the dtype in torch: ``bfloat16``."""
 
 
 Severity = Literal["warning", "error"]
@@ -273,24 +330,17 @@ class Finding:
 
     step: int
     """Number of the optimizer step in which it was found."""
-
     name: str
     """What is wrong: ``nonfinite``, the name of a detector (``dead_units``), or that of an alert."""
-
     site: str
     """Name of the module or parameter that it is about; empty where it is about none."""
-
     key: str
     """The key of the series that shows it; empty where there is none."""
-
     words: str
     """The fault, in sentences with figures."""
-
     severity: Severity = "warning"
-
     steps_before: int = 0
     """For how many steps it was there before it was found: some conditions have to be met for several records."""
-
     cause: str = ""
     """The name of the diagnosis that it shows, where the evidence itself shows one, as a batch with NaN does (``data``)."""
 
@@ -323,7 +373,7 @@ Training = Literal["trained", "untrained", "frozen"]
 
 
 class ParameterFacts(NamedTuple):
-    """What is known of a parameter in a step."""
+    """Facts about a parameter in a step."""
 
     training: Training
     group: int
@@ -332,17 +382,19 @@ class ParameterFacts(NamedTuple):
 
 
 class GroupFacts(NamedTuple):
-    """What is known of a parameter group of the optimizers."""
+    """Facts about a parameter group of the optimizers."""
 
     optimizer: str
     """Name of the optimizer's class."""
     momentum: float
     weight_decay: float
+    name: str = ""
+    """The group's own ``name``; empty without one, and in stores of earlier versions."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a step besides its numbers."""
+    """Facts about training in a step, in addition to the numbers of its record."""
 
     parameters: Mapping[str, ParameterFacts] = field(default_factory=dict)
     """By the name of the site."""
@@ -379,21 +431,15 @@ class Record:
 
     step: int
     """Number of the optimizer step, on Lightning's own x axis."""
-
     values: Mapping[str, float] = field(default_factory=dict)
     """Value by key. A key that was planned and has no value in this step is absent."""
-
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     """Histogram by key."""
-
     tensors: Sequence[RawTensor] = field(default=(), compare=False, repr=False)
-    """What was captured in this step."""
-
+    """The raw tensors that were captured in this step."""
     findings: Sequence[Finding] = ()
-    """What was found to be wrong in this step."""
-
+    """The findings of this step."""
     modules: Sequence[ModuleInfo] = field(default=(), compare=False, repr=False)
-    """The modules of the model; the same object until more is known of one of them."""
-
+    """The modules of the model; the same object until the output of a further module is known."""
     facts: Facts | None = field(default=None, compare=False, repr=False)
-    """What is known of a training step besides; ``None`` where nothing is."""
+    """Facts about training in this step; ``None`` if there are none."""

@@ -30,6 +30,7 @@ from lightning_module_monitor import (
     Capture,
     GradientFlow,
     GradientGainMonitor,
+    GradientNoise,
     Health,
     ModuleMonitor,
     ModuleMonitorCallback,
@@ -62,18 +63,21 @@ RULE: Options = {
     "functions": {"spread": spread, "path": "torch.median", "made": {"class_path": "torchmetrics.MeanMetric", "init_args": {}}},
     "aggregate": "max",
     "every_n_steps": [0, 2],
+    "per_module": None,
 }
+TOTAL: Options = {"kinds": ["gradient"], "statistics": ["norm"], "per_module": ["_root_", "model.[02]"]}
 DIFFERENCES: Options = {"kinds": ["activation_difference", "parameter_difference"], "statistics": ["ratio", "cosine"]}
 OPTIONS: Options = {
     "every_n_steps": [0, 2, 3],
     "module": "model",
     "exclude": ["model.1", "nothing"],
-    "rules": [RULE, {"kinds": ["gradient", "update"], "statistics": ["norm", "rms"]}, DIFFERENCES],
+    "rules": [RULE, {"kinds": ["gradient", "update"], "statistics": ["norm", "rms"]}, DIFFERENCES, TOTAL],
     "reference": "init",
     "rcc": True,
     "save_reference": True,
     "attention": False,
     "gradient_flow": {"blocks": ["model.0", "model.2"], "norm": "l1", "thresholds": [0.25, 4.0]},
+    "gradient_noise": {"per_module": ["_root_", "model.2"]},
     "capture": {"sites": ["model.0", "model.2.weight"], "steps": [0, 3], "kinds": ["activation", "parameter"]},
     "health": {
         "nonfinite": "always",
@@ -99,8 +103,9 @@ OPTIONS: Options = {
 }
 """Every option, with every option inside."""
 NESTED: dict[str, tuple[type, Options]] = {
-    "rules": (Rule, RULE),
+    "rules": (Rule, RULE | {"per_module": TOTAL["per_module"]}),
     "gradient_flow": (GradientFlow, OPTIONS["gradient_flow"]),
+    "gradient_noise": (GradientNoise, OPTIONS["gradient_noise"]),
     "capture": (Capture, OPTIONS["capture"]),
     "health": (Health, OPTIONS["health"]),
     "alerts": (Alert, OPTIONS["alerts"][0] | OPTIONS["alerts"][1]),
@@ -154,7 +159,7 @@ def series(root: Path, made: ModuleMonitorCallback) -> dict[str, dict[int, float
     """The records of a run; NaN, which equals nothing, as a text."""
     records = KeepRecords(made)
     root.mkdir()
-    fit(root, [made, records], max_steps=4)
+    fit(root, [made, records], max_steps=4, max_epochs=2, accumulate_grad_batches=2)
     own = ("monitor/overhead", "monitor/seconds")
     kept = {key: values for key, values in records.series().items() if not key.startswith(own)}
     return {key: {step: "nan" if math.isnan(value) else value for step, value in values.items()} for key, values in kept.items()}
@@ -195,7 +200,9 @@ def test_a_run_is_the_same_in_any_container(container: str, tmp_path: Path) -> N
     assert {
         "run1/activation/model.0/made",
         "run1/gradient/model.0.weight/norm",
+        "run1/gradient/model.0/norm",
         "run1/gradient_flow/model.0-model.2/gain",
+        "run1/gradient_noise/model.2/scale",
     } <= recorded.keys()
     configurations = []
     for one in (given, expected):

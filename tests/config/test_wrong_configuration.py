@@ -11,7 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from helpers.lightning_package import Callback, FSDPStrategy, LightningCLI, LightningModule, ModelParallelStrategy, Trainer
+from helpers.lightning_package import (
+    Callback,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    LightningCLI,
+    LightningModule,
+    ModelParallelStrategy,
+    Trainer,
+)
 from helpers.tiny import Tiny, fit, loader, measured
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -118,7 +126,10 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         ("rules[0].sites 'nothing', 'mo*.1' matches none of 5 module names as a whole; 'mo.*.1' matches 1 of them; nearest: 'model.1'",),
     ),
     "sites as a glob that is no pattern": (rule(sites="*.0"), ("'*.0' is not a regular expression", "a pattern like '.*.0'")),
-    "sites like nothing": (rule(sites="zzzzz"), ("rules[0].sites 'zzzzz' matches none of 5 module names.",)),
+    "sites like nothing": (
+        rule(sites="zzzzz"),
+        ("rules[0].sites 'zzzzz' matches none of 5 module names; expected e.g. 'model', 'model.0', 'model.1'.",),
+    ),
     "statistic of a textbook": (rule(statistics="L2"), ("rules[0].statistics 'L2'", "nearest: 'norm'")),
     "statistic of another tool": (rule(statistics="sparsity"), ("'sparsity' is not a statistic", "nearest: 'zero_fraction'")),
     "statistic like none": (rule(statistics="xyz"), ("'xyz' is not a statistic", "in STATISTICS).")),
@@ -146,6 +157,41 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "type that is no module": (rule(types="torch.optim.SGD"), ("rules[0].types 'torch.optim.SGD'", "not a module class", "expected")),
     "type of which there is none": (rule(types="torch.nn.Conv2d"), ("rules[0]", "types", "Conv2d", "expected at least one")),
     "leaf_modules is no boolean": (rule(leaf_modules=3), ("rules[0].leaf_modules is 3", "expected true or false")),
+    "per_module of a module's kind": (
+        rule(per_module="_root_"),
+        ("rules[0].per_module: kind 'activation' is of modules; expected kinds parameter, parameter_difference, gradient",),
+    ),
+    "per_module of tokens": (
+        rule(kinds="gradient", per_module="_root_", statistics=["norm", "token_norm"]),
+        ("rules[0].per_module: 'token_norm' is of tokens", "expected kinds parameter", "e.g. norm"),
+    ),
+    "per_module of units": (
+        rule(kinds="parameter", per_module="_root_", statistics="dead_fraction"),
+        ("rules[0].per_module: 'dead_fraction' is of units",),
+    ),
+    "per_module of functions": (
+        rule(kinds="gradient", per_module="_root_", functions={"f": size}),
+        ("rules[0].per_module: functions get one parameter at a time",),
+    ),
+    "per_module of a module that is not there": (
+        rule(kinds="gradient", per_module=["_root_", "modle"]),
+        ("rules[0].per_module 'modle' matches none of 5 module names; nearest: 'model'",),
+    ),
+    "per_module of a module without parameters": (
+        rule(kinds="gradient", per_module=r"model\.1"),
+        ("rules[0].per_module matches only modules without a parameter that the rule picks (model.1)", "or _root_ for all"),
+    ),
+    "per_module is no pattern": (rule(kinds="gradient", per_module="("), ("rules[0].per_module '('", "not a regular expression")),
+    "no per_module": (rule(kinds="gradient", per_module=[]), ("rules[0].per_module is empty", "_root_ for the whole model")),
+    "two totals with one key": (
+        {
+            "rules": [
+                {"kinds": "gradient", "per_module": "_root_", "statistics": "norm"},
+                {"kinds": "gradient", "per_module": "_root_", "sites": ".*weight", "statistics": "norm"},
+            ]
+        },
+        ("rules[1].per_module: another rule has 'gradient/_root_/norm' of other parameters; expected the same sites",),
+    ),
     "no types": (rule(types=[]), ("rules[0].types is empty", "expected")),
     "aggregate": (
         rule(functions={"f": size}, aggregate="averge"),
@@ -229,6 +275,9 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         {"capture": {"sites": "model", "steps": [-1]}},
         ("capture.steps lists -1", "expected step numbers >= 0"),
     ),
+    "capture of no kind": ({"capture": {"sites": "model", "steps": 0, "kinds": []}}, ("capture.kinds is empty",)),
+    "capture of a broken pattern": ({"capture": {"sites": "model.(", "steps": 0}}, ("capture.sites 'model.('", "not a regular expression")),
+    "capture at step True": ({"capture": {"sites": "model", "steps": True}}, ("capture.steps lists True", "expected step numbers >= 0")),
     "capture at no site": ({"capture": {"sites": [], "steps": 0}}, ("capture.sites is empty", "e.g. 'model.head'")),
     "capture that is none": (
         {"capture": "model.head"},
@@ -402,6 +451,45 @@ def test_norms_of_tokens_of_sharded_parameters_are_refused(strategy: object) -> 
 
 
 @pytest.mark.parametrize(
+    ("strategy", "rule", "message"),
+    [
+        (
+            FSDPStrategy(),
+            Rule(kinds="optimizer_state", functions={"own": torch.sum}),
+            r"functions 'own': under FSDPStrategy a rank has parts of the states",
+        ),
+        (
+            ModelParallelStrategy(),
+            Rule(kinds=["optimizer_state", "update"], functions={"own": torch.sum}),
+            r"functions 'own': under ModelParallelStrategy a rank has parts of the states",
+        ),
+        (
+            ModelParallelStrategy(),
+            Rule(kinds="optimizer_state", statistics="token_rms"),
+            r"statistics 'token_rms': under ModelParallelStrategy a rank has parts of the tokens",
+        ),
+        (
+            object.__new__(DeepSpeedStrategy),
+            Rule(kinds=["gradient", "optimizer_state"], statistics="norm"),
+            r"kinds 'optimizer_state': DeepSpeedStrategy keeps the states of the optimizer in parts of its own",
+        ),
+        (
+            object.__new__(DeepSpeedStrategy),
+            Rule(kinds="update", statistics=["ratio", "cosine_to_gradient"]),
+            r"statistics 'cosine_to_gradient': DeepSpeedStrategy clears gradients in its step",
+        ),
+    ],
+)
+def test_states_and_gradients_that_a_strategy_does_not_show_are_refused(strategy: object, rule: Rule, message: str) -> None:
+    """Before the first batch, by the path of the rule; a rule without them is not."""
+    health, trainer = parse_health(None, (), has_default_rules=True), SimpleNamespace(strategy=strategy, world_size=2)
+    with pytest.raises(ConfigError, match=rf"rules\[0\]\.{message}"):
+        check_strategy(cast("Trainer", trainer), health, ModuleMonitor(rules=rule).engine.recipe)
+    fine = ModuleMonitor(rules=Rule(kinds="update", statistics=["ratio", "cosine_to_previous"])).engine.recipe
+    check_strategy(cast("Trainer", trainer), health, fine)
+
+
+@pytest.mark.parametrize(
     ("option", "label"),
     [
         ({"rules": [Rule(kinds=["parameter", "gradient_before_clip"], statistics="norm")]}, "rules[0]"),
@@ -432,19 +520,13 @@ def test_a_store_that_cannot_be_is_refused(kind: str, tmp_path: Path) -> None:
 # Several callbacks in one Trainer
 
 
-def test_two_callbacks_of_one_identity_are_refused(tmp_path: Path) -> None:
-    """Their keys would be the same, and so would be their places in a checkpoint: Lightning's own check comes first."""
-    with pytest.raises(RuntimeError, match=r"`callback\.state_key` must be unique"):
-        fit(tmp_path, [ModuleMonitorCallback(1, store=False), ModuleMonitorCallback(2, store=False)], Tiny, max_steps=3)
-
-
 def test_two_callbacks_of_one_prefix_and_different_modules_are_refused(tmp_path: Path) -> None:
     """They would both have ``monitor/errors``."""
     callbacks: list[Callback] = [
         ModuleMonitorCallback(1, module="model.0", store=False),
         ModuleMonitorCallback(1, module="model.2", store=False),
     ]
-    assert "Give each a prefix of its own" in refusal(tmp_path, lambda: callbacks)
+    assert "Give each callback a prefix of its own" in refusal(tmp_path, lambda: callbacks)
 
 
 class MeshOfTwo:

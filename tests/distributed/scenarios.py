@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from helpers.lightning_package import (
     is_overridden,
 )
 from helpers.training import Classifier, trainer
-from helpers.zoo import batches
+from helpers.zoo import batches, make
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from torch import Tensor, distributed, nn
@@ -199,12 +199,14 @@ OF_PARTS = [name for name in EVERYTHING if not name.startswith("token")]
 
 
 def _rules(*, are_sharded: bool = False) -> list[Rule]:
-    """Every statistic of every kind; norms of tokens not of parameters that are laid out over ranks."""
+    """Every statistic of every kind, also of modules' parameters together; of parameters that are laid out over ranks without tokens."""
     outputs, parameters = ["activation", "activation_gradient"], ["parameter", "gradient_before_clip", "gradient", "update"]
     return [
         Rule(kinds=outputs, statistics=EVERYTHING),
         Rule(kinds=parameters, statistics=OF_PARTS if are_sharded else EVERYTHING),
         Rule(kinds="update", statistics="ratio"),
+        Rule(kinds=parameters, statistics=OF_PARTS, per_module=".*"),
+        Rule(kinds="update", statistics="ratio", per_module=".*"),
     ]
 
 
@@ -218,6 +220,47 @@ def zoo(model: str) -> Callable[[Path], dict[str, Any]]:
         return fit(folder, module, callback, accumulate_grad_batches=2, gradient_clip_val=0.5, max_epochs=1)
 
     return scenario
+
+
+class Silent(Classifier):
+    """Logs nothing: every key is known before the first step."""
+
+    def log(self, *_args: Any, **_options: Any) -> None:
+        pass
+
+
+def noise(folder: Path) -> dict[str, Any]:
+    """Gradient noise of uneven micro-batches: two in a step, of an epoch's last step one; and with one in every step. A plain loop too."""
+    torch.manual_seed(0)
+    results = {}
+    for num, micro_batches in ((2, 5), (1, 3)):
+        callback = ModuleMonitorCallback(
+            1, rules=[], gradient_noise={"per_module": ["_root_", r"model\..*"]}, on_error="raise", store=False
+        )
+        counts = collectives_of_steps(callback)
+        module = Silent("shared", torch.optim.SGD, lr=0.1)
+        own = data(RANK, WORLD)[:micro_batches]
+        results[num] = fit(folder / str(num), module, callback, own, accumulate_grad_batches=num, gradient_clip_val=0.5)
+        results[num]["collectives"] = counts
+    refusal = ""
+    try:
+        ModuleMonitor(gradient_noise=True).set_module(module)
+    except ConfigError as error:
+        refusal = str(error)
+    model = make("mlp").double().eval()  # without dropout
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with ModuleMonitor(gradient_noise=True, distributed=True, on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        own = [(x.double(), y) for x, y in data(RANK, WORLD)[:2]]
+        for number, (x, y) in enumerate(own):
+            monitor.monitor_context("batch_size", len(x), "sum")
+            with wrapped.no_sync() if number == 0 else nullcontext():
+                (F.cross_entropy(wrapped(x), y) / 2).backward()
+            monitor.after_micro_batch()
+        monitor.monitor_gradients()
+        record = monitor.end_step()
+    return {**results, "refusal": refusal, "own loop": (model.state_dict(), record)}
 
 
 class Attending(nn.Module):
@@ -246,6 +289,7 @@ def everything() -> ModuleMonitorCallback:
     rules = [
         *_rules(),
         Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine", "hist"]),
+        Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine", "hist"], per_module=["_root_", "model[.]blocks"]),
         Rule(kinds=["attention_entropy", "attention_max_logit"], statistics=["mean", "max"]),
         Rule(kinds="activation", functions={"mse": MeanSquaredErrorOfZero(), "third": third_moment}, sites="model.blocks.*"),
         Rule(kinds=["activation", "parameter"], functions={"largest": largest}, aggregate="max", sites="model.head.*"),
@@ -993,6 +1037,7 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
             *(dataclasses.replace(rule, exclude="network.squash") for rule in _rules(are_sharded=True)),
             Rule(kinds=["parameter", "gradient", "update"], functions={"product": second_to_last}, every_n_steps=[0, 1]),
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
+            Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"], per_module="_root_"),
             Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
             # Of this one nothing else: of a part there is then no mean that would tell it from another.
             Rule(kinds="activation", statistics="hist", sites="network.squash"),
@@ -1017,6 +1062,57 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
         options: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "limit_val_batches": 0}
         micro_batches = even_data(RANK // tensor_parallel if WORLD > 1 else 0, groups)
         return fit(folder, Laid(lay), callback, micro_batches, **options) | {"collectives": counts}
+
+    return scenario
+
+
+class OfOneRank(torch.optim.AdamW):
+    """Keeps something more on the first rank alone, as optimizers do that share out their work."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for state in self.state.values() if RANK == 0 else ():
+            state["extra"] = state["exp_avg"] * 2
+        return loss
+
+
+def states_of_optimizers(way: str) -> Callable[[Path], dict[str, Any]]:
+    """What an optimizer keeps, and cosines of updates and of that, per parameter and of modules; ``way`` lays parameters out."""
+
+    def scenario(folder: Path) -> dict[str, Any]:
+        states, cosines = (
+            Rule(kinds="optimizer_state", statistics=[*OF_PARTS, "cosine_to_gradient"]),
+            ["cosine_to_gradient", "cosine_to_previous"],
+        )
+        rules = [
+            states,
+            Rule(kinds="update", statistics=["ratio", *cosines]),
+            Rule(kinds="update", per_module=["_root_", ".*down"], statistics=cosines),
+            Rule(
+                kinds="optimizer_state",
+                sites=".*exp_avg",
+                per_module=["_root_", ".*down"],
+                statistics=["norm", "hist", "cosine_to_gradient"],
+            ),
+        ]
+        if way == "ddp":
+            rules.append(Rule(kinds="optimizer_state", functions={"product": second_to_last}))
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=rules, on_error="raise")
+        counts = collectives_of_steps(callback)
+        strategies = {
+            "ddp": DDPStrategy,
+            "fully_sharded": lambda: ModelParallelStrategy(WORLD, 1),
+            "flat": lambda: OwnFSDPStrategy(sharding_strategy="FULL_SHARD", **wrapping(module)),
+        }
+
+        def optimizer(self: LightningModule) -> torch.optim.Optimizer:
+            return (OfOneRank if way == "ddp" else torch.optim.AdamW)(self.parameters(), lr=0.05, eps=0.1, amsgrad=True)
+
+        with fsdp_on_a_cpu(), patch.object(Flat if way == "flat" else Laid, "configure_optimizers", optimizer):
+            module: LightningModule = Flat() if way == "flat" else Laid(fully_sharded)
+            strategy = strategies[way]() if WORLD > 1 else "auto"
+            options: dict[str, Any] = {"strategy": strategy, "max_epochs": 1, "limit_val_batches": 0}
+            return fit(folder, module, callback, even_data(RANK, WORLD), **options) | {"collectives": counts}
 
     return scenario
 
@@ -1104,6 +1200,8 @@ def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None =
             Rule(kinds=["activation", "activation_gradient"], statistics=EVERYTHING),
             Rule(kinds=[*kinds, "gradient_before_clip"], statistics=OF_PARTS),
             Rule(kinds="update", statistics="ratio"),
+            Rule(kinds=[*kinds, "gradient_before_clip"], statistics=OF_PARTS, per_module=".*"),
+            Rule(kinds=["update", "parameter_difference"], statistics="ratio", per_module=".*"),
             Rule(kinds=kinds, functions={"product": second_to_last}, every_n_steps=[0, 1]),
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
             Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
@@ -1318,6 +1416,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "sick_by_default": sick(Health()),
     "sick_between": sick_between,
     "branches": branches,
+    "noise": noise,
     "one_rank_fails": one_rank_fails,
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
     "limited": limited,
@@ -1338,6 +1437,9 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "laid_out_activations": laid(laid_out_activations, 2),
     "both_ways": laid(both_ways, 2),
     "fabric_loop": fabric_loop,
+    "states_ddp": states_of_optimizers("ddp"),
+    "states_fully_sharded": states_of_optimizers("fully_sharded"),
+    "states_flat": states_of_optimizers("flat"),
 }
 
 

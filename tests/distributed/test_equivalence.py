@@ -41,7 +41,9 @@ def assert_same(whole: dict[str, Any], result: dict[str, Any], num_shares: int) 
         for key, value in record.values.items():
             expected = value * expected_factor(key, num_shares)
             # What is a difference of rounded numbers is as exact as these.
-            is_rounding = "difference" in key or "rcc" in key or key.startswith(("update", "gradient_before_clip", "gradient/"))
+            is_rounding = (
+                "difference" in key or "rcc" in key or key.startswith(("update", "gradient_before_clip", "gradient/", "optimizer_state"))
+            )
             if is_rounding and key.endswith("zero_fraction"):
                 continue
             near = 2e-5 if is_rounding else 1e-6
@@ -112,6 +114,26 @@ def test_parameters_that_are_laid_out_over_ranks(
         assert all(record.values["monitor/errors"] == 0 for record in result["records"])
         for name, value in whole["state"].items():
             torch.testing.assert_close(result["state"][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "num_ranks"),
+    [
+        pytest.param("states_ddp", 2, marks=pytest.mark.shows("DDP, 2 ranks", *PARAMETERS)),
+        pytest.param("states_fully_sharded", 2, marks=pytest.mark.shows("FSDP2, 2 ranks", *PARAMETERS)),
+        pytest.param("states_fully_sharded", 3, marks=pytest.mark.shows("FSDP2, uneven and empty shards", *PARAMETERS)),
+        pytest.param("states_flat", 2, marks=pytest.mark.shows("FSDP1, FULL_SHARD", *PARAMETERS)),
+    ],
+)
+def test_states_of_optimizers_and_cosines(scenario: str, num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
+    """They are those of one process, per parameter and of modules; two collectives from the second step on."""
+    whole = scenarios.SCENARIOS[scenario](tmp_path)
+    states = {Key.parse(key).site.rpartition(".")[2] for key in whole["records"][0].values if key.startswith("optimizer_state")}
+    assert states == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", *(["extra"] if scenario == "states_ddp" else [])}
+    for result in run_scenarios(num_ranks, scenario):
+        assert_same(whole, result, num_ranks)
+        assert all(record.values["monitor/errors"] == 0 for record in result["records"])
+        assert [calls.count("all_reduce") for calls in result["collectives"]][1:] == [2, 2]
 
 
 def test_the_module_that_made_nan_is_found_where_no_copy_can_be_made(run_scenarios: RunScenarios) -> None:

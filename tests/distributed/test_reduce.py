@@ -20,9 +20,10 @@ from lightning_module_monitor.statistics.functions import Function, Value
 from lightning_module_monitor.statistics.registry import HistogramStatistic
 from lightning_module_monitor.statistics.stream import Output, Stream
 
-NUM_STREAMS = 5
-PLAIN = {name: item for name, item in STATISTICS.items() if isinstance(item, Statistic) and not (item.paired or item.relative)}
-RELATIVE = {name: item for name, item in STATISTICS.items() if isinstance(item, Statistic) and (item.paired or item.relative)}
+NUM_STREAMS = 6
+PLAIN = {name: item for name, item in STATISTICS.items() if isinstance(item, Statistic) and not (item.compared_with or item.relative)}
+RELATIVE = {name: item for name, item in STATISTICS.items() if isinstance(item, Statistic) and item.relative}
+COSINES = {name: STATISTICS[name] for name in ("cosine_to_gradient", "cosine_to_previous")}
 HISTOGRAM: dict[str, Output] = {"hist": HistogramStatistic()}
 
 
@@ -44,8 +45,9 @@ def planned() -> list[Stream]:
         Stream("activation", "a", {**PLAIN, **HISTOGRAM}),
         Stream("activation", "b", {**PLAIN, **functions}),
         Stream("activation", "c", functions),
-        Stream("activation_difference", "d", {**PLAIN, **RELATIVE}),
+        Stream("activation_difference", "d", {**PLAIN, **RELATIVE, "cosine": STATISTICS["cosine"]}),
         Stream("activation", "e", {"norm": PLAIN["norm"], **HISTOGRAM}),
+        Stream("update", "f", {**PLAIN, **RELATIVE, **COSINES}),
     ]
 
 
@@ -61,6 +63,13 @@ class ObservedTensor:
         stream = stream if not self.further else stream.at(f"{stream.site}.output_{self.further}")
         if stream.kind == "activation_difference":
             accumulator.observe_pair(stream, self.tensor, self.tensor.flip(0))
+        elif stream.kind == "update":
+            if self.further:  # of some outputs of the planned stream
+                stream = plan[self.stream].at(stream.site, ["norm", "cosine_to_previous"])
+            accumulator.observe(stream, self.tensor)
+            accumulator.observe_base([(stream, self.tensor + 1)])
+            for name in stream.compared_with:
+                accumulator.measure_comparison(stream, name, self.tensor, self.tensor.flip(0), is_opposite=name == "gradient")
         else:
             accumulator.observe(stream, self.tensor)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import inspect
 import io
 import re
@@ -15,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers.documents import program
 from helpers.lightning_package import Trainer, seed_everything
+from helpers.tiny import is_logged
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store
@@ -28,12 +29,7 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem
 @pytest.fixture(scope="module")
 def digits() -> ModuleType:
     """The program that runs all three configurations."""
-    spec = importlib.util.spec_from_file_location("digits_example", ROOT / "examples" / "digits.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program("examples/digits.py")
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +102,8 @@ def test_full_does_what_its_options_say(digits: ModuleType) -> None:
         for kind, site in [("activation", "model.head"), ("gradient", "model.head.weight"), ("update", "model.head.weight")]
     ]
     assert store.series("run1/gradient/model.head.weight/norm")[0].tolist() == [0, 5, 10, 15, 20]
+    sites = ["_root_", *convolutions_and_linear]
+    assert [key.split("/")[2] for key in keys if key.startswith("run1/gradient/") and key.split("/")[2] in sites] == sites
     # A step has one batch here, so torchmetrics' mean of it is the built-in mean.
     torch.testing.assert_close(
         torch.tensor(store.series("run1/activation/model.conv1/running_mean")[1]),
@@ -131,7 +129,7 @@ def test_digits_gives_tensorboard_what_the_store_has(digits: ModuleType) -> None
     }
     for key in keys:
         steps, values = store.series(key)
-        if key.startswith("context/") or (key.endswith("nonfinite_count") and not values.any()):
+        if not is_logged(key) or (key.endswith(("nonfinite_count", "monitor/errors")) and not values.any()):
             assert key not in events.Tags()["scalars"]  # loggers have what is logged already, and no counts of zero
             continue
         scalars = events.Scalars(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import pytest
 import torch
 from helpers.compiling import Net, Trained
 from helpers.documents import DOCUMENTS, ROOT, Model, documents_with, names_in_a_loop, names_in_a_trainer, quiet_trainer, snippets
-from helpers.lightning_package import CSVLogger, LightningCLI, seed_everything
+from helpers.lightning_package import CSVLogger, LightningCLI, Trainer, seed_everything
 from helpers.stores import write_store
 from helpers.training import loader, trainer
 from helpers.widths import WideMlp, gaussian_batches
@@ -27,6 +28,7 @@ from torchmetrics import MeanMetric
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.cli import COMMANDS, main
+from lightning_module_monitor.health.causes import CAUSES
 from lightning_module_monitor.record import KINDS, OWN_FIGURES, OWN_KIND
 
 if sys.version_info >= (3, 11):
@@ -100,7 +102,7 @@ def test_python_of_the_page_about_the_store() -> None:
     """Series, frame, dataset, figures and histograms are of the runs on the page."""
     names = run_page("docs/how_to/store.md", names_in_a_trainer())
     assert len(names["losses"]) == 5
-    assert names["table"].shape == (5, 8)
+    assert names["table"].shape == (5, 9)  # a column for each parameter, and for all together
     assert names["largest"].dims == ("site",)
     assert names["heat_map"].get_title() == "gradient: norm"
     assert len(names["curves"].get_lines()) == 2
@@ -108,6 +110,16 @@ def test_python_of_the_page_about_the_store() -> None:
     assert names["counts"].sum(1).tolist() == [24, 24, 24]
     assert names["counts"].shape[1] == len(names["edges"]) - 1
     assert names["not_finite"].tolist() == [[0, 0, 0]] * 3
+
+
+def test_python_of_the_page_about_loggers() -> None:
+    """The rows of the CSV file have the loss, the learning rate and the norms, at the steps that the text names."""
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    names = {"Trainer": functools.partial(Trainer, accelerator="cpu", limit_val_batches=0, **quiet), "model": Model()}
+    rows = run_page("docs/how_to/loggers.md", names | {"batches": loader(400)})["rows"]
+    assert rows["step"].tolist() == [0, 50]
+    assert rows[["context/loss", "context/lr", "gradient/model.head.weight/norm"]].notna().all(axis=None)
+    assert names["Trainer"](logger=False).log_every_n_steps == 50
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not")
@@ -125,13 +137,29 @@ def test_python_of_the_page_about_early_stopping() -> None:
     names = run_page("docs/how_to/early_stopping.md", names_in_a_trainer() | {"model": Model(lr=0.05)})
     assert names["stop"].stopped_epoch > 0
     assert names["trainer"].global_step < 500
-    assert names["monitor"].last_record.values[names["key"]] < 0.5
+    assert names["monitor"].last_record.values[names["key"]] < 1.0
+
+
+def test_python_of_the_page_about_a_loss_that_does_not_fall(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its diagnosis is printed, then the parameter with the smallest update; the table names each diagnosis but those of later faults."""
+    document = "docs/how_to/loss_does_not_fall.md"
+    run_page(document, names_in_a_trainer() | {"model": Model(lr=1e-8), "new_model": Model(lr=0.03)})
+    diagnosis, _loss, update, gradient, *losses = capsys.readouterr().out.splitlines()
+    assert diagnosis.startswith("The learning rate is too low")
+    assert float(update.split()[-1]) < 1e-6
+    assert float(gradient.split()[-1]) > 0
+    first, *_rest, last = map(float, " ".join(losses).strip("[]").split())
+    assert last < 0.1 * first
+    shown = {name for line in DOCUMENTS[document].splitlines() if line.startswith("| ") for name in re.findall(r"`(\w+)`", line)}
+    rest = {"rank_disagreement", "overflow", "infinite_slope", "update", "nonfinite", "growth", "shrinking_weights"}
+    assert shown | rest == {cause.name for cause in CAUSES}
+    assert not shown & rest
 
 
 def test_python_of_the_page_about_own_statistics() -> None:
-    """Built-in, function, torchmetrics object, named function and a module's own value are in the records."""
+    """Built-in, function, torchmetrics object, named function and values of a module and of gradients are in the records."""
     added = {name for name in STATISTICS}
-    names = names_in_a_trainer()
+    names = names_in_a_trainer() | {"MyModule": Model}
     try:
         run_page("docs/how_to/custom_statistics.md", names)
         callback = ModuleMonitorCallback(1, rules=[names["own"], names["named"]], store=False)
@@ -145,6 +173,12 @@ def test_python_of_the_page_about_own_statistics() -> None:
     assert (entropy["activation/model.head/entropy"][1] < 1.1).all()  # ln 3
     assert callback.last_record is not None
     assert {"activation/model.head/average", "gradient/model.head.bias/median"} <= callback.last_record.values.keys()
+    balance = load_store("balance.h5")
+    frame = balance.to_frame().query("kind == 'gradient' and statistic == 'norm'")
+    for step, ratio in zip(*balance["balance/model/head_to_blocks"], strict=True):
+        head, blocks = (frame[(frame.step == step) & frame.site.str.startswith(f"model.{part}.")].value for part in ("head", "blocks"))
+        assert ratio == pytest.approx(np.linalg.norm(head) / np.linalg.norm(blocks), rel=1e-5)
+    assert balance["balance/model/head_to_blocks"][0].tolist() == [0, 10, 20]
     with ModuleMonitor(rules=[Rule(kinds="activation", statistics="mean")]) as monitor:
         monitor.set_module(gated := names["Gated"]())
         monitor.begin_step(0)
@@ -167,6 +201,20 @@ def test_python_of_the_page_about_width(capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     assert "Exponents of width against mup: widths 128, 256, 512; 4 seeds, 1 step" in printed
     assert printed.splitlines()[-1] == "False"
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_python_of_the_page_about_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a Trainer states, and cosines of the whole update, are recorded; the loop prints a cosine."""
+    loop = names_in_a_loop()
+    trained, by_hand = snippets("python", "docs/how_to/optimizer.md")
+    names = names_in_a_trainer()
+    exec(trained, names)  # the page is ours
+    values = names["monitor"].last_record.values
+    assert {"optimizer_state/model.head.weight.exp_avg/norm", "optimizer_state/model.head.weight.exp_avg_sq/zero_fraction"} <= values.keys()
+    assert -1 <= values["update/_root_/cosine_to_previous"] <= 1
+    exec(by_hand, loop | {"optimizer": torch.optim.AdamW(loop["model"].parameters())})
+    assert -1 <= float(capsys.readouterr().out.splitlines()[-1]) <= 1
 
 
 def test_python_of_the_page_about_raw_tensors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,6 +256,17 @@ def test_python_of_the_page_about_ranks() -> None:
     exec(block, names)  # the page is ours
     assert names["record"].step == 9
     assert names["record"].values["gradient/weight/norm"] > 0
+
+
+def test_python_of_the_page_about_gradient_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    """The loop prints a noise scale for every step."""
+    (block,) = snippets("python", "docs/how_to/gradient_noise.md")
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names: dict[str, Any] = {"model": model, "micro_batches": [*loader()][:2], "loss_fn": F.cross_entropy, "optimizer": optimizer}
+    exec(block, names)  # the page is ours
+    assert len([float(line) for line in capsys.readouterr().out.splitlines()]) == 3
 
 
 MIGRATION = "docs/migration.md"
@@ -264,7 +323,8 @@ RECORDED = {
     ],
     "docs/how_to/formats.md": [{"gradient/model.head.weight/scaled_underflow_float16", "activation/model.head/overflow_float8_e4m3fn"}],
     "docs/how_to/compiled.md": [{"activation/model.head/rms"}],
-    "docs/how_to/early_stopping.md": [{"gradient/model.head.weight/norm"}, {"gradient/model.head.weight/norm"}],
+    "docs/how_to/early_stopping.md": [{"gradient/_root_/norm"}, {"gradient/model.head.weight/norm"}],
+    "docs/reference/kinds.md": [{"gradient/_root_/norm", "parameter/model.blocks.1/norm", "update/_root_/ratio"}],
     "docs/how_to/loggers.md": [{"monitor/activation/model.head/rms"}],
     "docs/how_to/custom_statistics.md": [{"activation/model.head/median", "activation/model.head/average"}],
     "docs/how_to/reference_model.md": [
@@ -275,6 +335,11 @@ RECORDED = {
     ],
     "docs/how_to/attention_and_gradient_flow.md": [
         {"attention_entropy/model.blocks.0.head_1/mean", "gradient_flow/model.blocks.0-model.blocks.1/gain"},
+    ],
+    "docs/how_to/optimizer.md": [{"optimizer_state/model.head.weight.exp_avg/norm", "update/_root_/cosine_to_previous"}],
+    "docs/how_to/gradient_noise.md": [
+        {"gradient_noise/_root_/scale", "gradient/_root_/norm"},
+        {"gradient_noise/_root_/largest_rank", "gradient_noise/model.blocks.0/scale"},
     ],
     "docs/how_to/raw_tensors.md": [{"gradient/model.head.weight/norm"}],
     "docs/cost.md": [{"gradient/model.head.weight/norm"}],

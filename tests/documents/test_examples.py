@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import math
 import os
 import re
@@ -11,11 +10,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from helpers.documents import program
 
 from lightning_module_monitor import load_store
 
@@ -34,16 +33,6 @@ def run(command: list[str], folder: Path) -> str:
 def run_example(name: str, arguments: str, folder: Path) -> str:
     """Run an example in a folder; returns what it printed."""
     return run([sys.executable, str(ROOT / "examples" / name), *shlex.split(arguments)], folder)
-
-
-def load_example(name: str) -> ModuleType:
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def total(norms: list[float]) -> float:
@@ -158,7 +147,7 @@ def test_without_trainer_looks_at_raw_tensors(tmp_path: Path) -> None:
     dead = [int(layer[4]) for layer in layers if layer[1] == "ReLU"]
     assert dead[2] > dead[0]  # this run's learning rate is high
 
-    example = load_example("without_trainer")
+    example = program("examples/without_trainer.py")
     assert example.num_dead(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]])) == 1
     torch.manual_seed(0)
     images, _labels = example.load_data()

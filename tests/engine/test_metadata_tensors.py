@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers.metadata import Scan, scan
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from lightning_module_monitor import Capture, GradientFlow, GradientGainMonitor, ModuleMonitor, ModuleMonitorCallback, Record, Rule, track
 from lightning_module_monitor.kernels import numba_kernel
@@ -35,6 +35,31 @@ COMPARED = [
     Rule(kinds=["parameter_difference", *RCC[:3]], statistics=["norm"]),
     *(Rule(kinds=kind) for kind in RCC[3:]),
 ]
+
+
+class Scan(Tensor):
+    """A tensor with metadata, which all results of operations on it have too."""
+
+    num_calls: ClassVar[int] = 0
+    """How often code of the class ran."""
+    meta: dict[str, Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Scan.num_calls += 1
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Scan)]
+        for one in tree_leaves(result):
+            if isinstance(one, Scan) and given:
+                one.meta = dict(given[0].meta)
+        return result
+
+
+def scan(tensor: Tensor) -> Scan:
+    """A tensor with metadata."""
+    made = tensor.as_subclass(Scan)
+    made.meta = {"spacing": 2.0}
+    return made
 
 
 class Attends(nn.Module):

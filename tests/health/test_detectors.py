@@ -83,16 +83,6 @@ def test_the_store_shows_what_training_showed(name: str) -> None:
     assert on_the_store([name], rows) == while_training([name], rows)
 
 
-def test_every_detector_is_documented_in_the_table() -> None:
-    """With its formula, source and limit; each that is judged record by record is shown above."""
-    assert set(CASES) <= set(DETECTORS)
-    for detector in DETECTORS.values():
-        assert detector.formula
-        assert detector.source
-        assert detector.num_needed >= 1
-        assert detector.rule is None or detector.rule.phrase
-
-
 def test_any_records_give_the_same_in_both_places() -> None:
     """Random series that cross their limits now and then, some of them absent or not finite: of each site the first finding."""
     random = np.random.default_rng(0)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from helpers.documents import program
 from helpers.lightning_package import NAME, seed_everything
 from helpers.training import Classifier, loader, seed, trainer
 from torch import nn
@@ -32,16 +31,6 @@ def _as_before() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def example(name: str) -> ModuleType:
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(f"healthy_{name}", ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -53,7 +42,7 @@ def example(name: str) -> ModuleType:
 def test_an_example(name: str, arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Accumulation and clipping; two optimizers by hand; adapters beside frozen layers."""
     monkeypatch.chdir(tmp_path)
-    module, made = example(name), list[ModuleMonitorCallback]()
+    module, made = program(f"examples/{name}.py"), list[ModuleMonitorCallback]()
 
     def watching(every_n_steps: int, **options: Any) -> ModuleMonitorCallback:
         made.append(ModuleMonitorCallback(1, health=EVERYTHING, **options))
@@ -70,7 +59,7 @@ def test_an_example(name: str, arguments: str, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}], ids=["float32", "bf16, accumulated"])
 def test_the_demonstration(options: dict[str, Any], tmp_path: Path) -> None:
     """Convolutions, BatchNorm, ReLU in place, dropout, AdamW."""
-    digits = example("digits")
+    digits = program("examples/digits.py")
     seed_everything(0, verbose=False)
     callback = ModuleMonitorCallback(1, health=EVERYTHING)
     run = trainer(tmp_path, [callback], max_epochs=1, **options)

@@ -38,7 +38,9 @@ def test_every_detector_is_documented(detector: Detector) -> None:
     [row] = [line for line in page.splitlines() if line.startswith(f"| [`{detector.name}`](#{detector.name}) |")]
     kinds, statistics = detector.sources[0]
     assert kinds[0] == FACT_KIND or (f"`{kinds[0]}/" in row and f"/{statistics[0]}`" in row)
+    assert detector.num_needed >= 1
     assert f"| {detector.num_needed} | {detector.severity} |" in row
+    assert detector.rule is None or detector.rule.phrase
 
 
 def test_a_falling_loss_silences() -> None:

@@ -35,20 +35,21 @@ def documents_with(language: str, but: Collection[str] = ()) -> list[str]:
     return [path for path in DOCUMENTS if snippets(language, path) and path not in but]
 
 
-@functools.cache
-def _generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generated", ROOT / "docs" / "generated.py")
+def program(path: str) -> ModuleType:
+    """A Python file of the repository as a new module."""
+    spec = importlib.util.spec_from_file_location(f"program_{Path(path).stem}", ROOT / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(sys, "path", list(sys.path)):  # it adds the folders of its own imports
+    with mock.patch.object(sys, "path", list(sys.path)):  # a file may add the folders of its own imports
         spec.loader.exec_module(module)
     return module
 
 
+@functools.cache
 def generated(part: str) -> str:
     """A part of the site that ``docs/generated.py`` makes from code."""
-    return str(_generator().PARTS[part]())
+    return str(program("docs/generated.py").PARTS[part]())
 
 
 class Block(nn.Module):

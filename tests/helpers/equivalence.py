@@ -30,23 +30,6 @@ TENSORS = COLUMNS[:5]
 
 PARAMETERS = COLUMNS[2:5]
 
-COMPILED = (
-    "whole",
-    "whole, in place",
-    "part",
-    "in place",
-    "late",
-    "blocks",
-    "blocks, in place",
-    "blocks, forward",
-    "blocks, a decorated forward",
-    "blocks, checkpointed",
-    "a function that a module holds",
-    "a method that a module holds",
-    "a function around the model",
-)
-"""How a model is compiled: by ``torch.compile`` or in place, the LightningModule, its model or the blocks of that."""
-
 HEADER = """
 # Right under every way to train
 

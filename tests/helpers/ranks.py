@@ -65,6 +65,7 @@ class ThreadRank:
 
     def __init__(self, meeting: Meeting[Any], index: int) -> None:
         self.index = index
+        self.size = meeting.num_ranks
         self.group = None
         self.sharing_index = index % meeting.num_sharing
         self.num_sharing = meeting.num_sharing

@@ -26,7 +26,7 @@ def histogram(x: Tensor) -> Histogram:
 PLAIN = [
     name
     for name, one in STATISTICS.items()
-    if isinstance(one, Statistic) and not one.relative and not one.paired and not one.needs & Need.COUNTS
+    if isinstance(one, Statistic) and not one.relative and not one.compared_with and not one.needs & Need.COUNTS
 ]
 """The statistics of moments alone."""
 

@@ -61,8 +61,14 @@ class KeepRecords(Callback):
         return found
 
     def logged(self) -> dict[str, dict[int, float]]:
-        """The same of what loggers get: all but the context of training, which they have from Lightning."""
-        return {key: values for key, values in self.series().items() if not key.startswith("context/")}
+        """The same of what loggers get: of the context of training the loss and the learning rate; no count of errors that is always 0."""
+        logged = {key: values for key, values in self.series().items() if is_logged(key)}
+        return {key: values for key, values in logged.items() if not key.endswith("monitor/errors") or any(values.values())}
+
+
+def is_logged(key: str) -> bool:
+    """Whether loggers get a key, if it is not a count that is always 0."""
+    return not key.startswith("context/") or key in ("context/loss", "context/lr")
 
 
 def measured(record: Record) -> dict[str, float]:

@@ -59,6 +59,49 @@ class KeepLosses(Callback):
         self.random_states.append((torch.get_rng_state().numpy().tobytes(), float(numpy_state[1].sum()), hash(random.getstate())))
 
 
+class KeepRawTensors(Callback):
+    """Keeps the raw tensors of a layer at every step: its outputs, its weight and their gradients, one for each call."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.steps: list[dict[str, list[Tensor]]] = []
+        self.now: dict[str, list[Tensor]] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.handle = pl_module.get_submodule(self.layer).register_forward_hook(self._keep_output)
+
+    def _keep_output(self, module: nn.Module, _args: object, output: Tensor) -> None:
+        if module.training:
+            self.now.setdefault("activation", []).append(output.detach().clone())
+            output.register_hook(lambda gradient: self.now.setdefault("activation_gradient", []).append(gradient.clone()))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        weight = pl_module.get_parameter(f"{self.layer}.weight")
+        assert weight.grad is not None
+        self.now["parameter"] = [weight.detach().clone()]
+        self.now["gradient_before_clip"] = [weight.grad.clone()]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:
+        if "parameter" in self.now:
+            weight, [before] = pl_module.get_parameter(f"{self.layer}.weight"), self.now["parameter"]
+            assert weight.grad is not None
+            self.now["gradient"] = [weight.grad.clone()]
+            is_half = before.dtype in (torch.bfloat16, torch.float16)
+            self.now["update"] = [weight.detach().float() - before.float() if is_half else weight.detach() - before]
+            self.steps.append(self.now)
+            self.now = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.handle.remove()
+
+
+class Reseed(Callback):
+    """Lightning's checkpoints hold no random states: here dropout's masks are a function of the step."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
+        torch.manual_seed(trainer.global_step)
+
+
 def loader(num_samples: int = 40, batch_size: int = 4, shuffle: bool = False) -> DataLoader[Any]:
     """Inputs of shape (6,) and classes."""
     generator = torch.Generator().manual_seed(1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from helpers.lightning_package import LightningModule, MixedPrecision
+from helpers.lightning_package import Callback, LightningModule, MixedPrecision, StochasticWeightAveraging
 
 # Data
 
@@ -300,6 +300,40 @@ class Gan(LightningModule):
         return [kind(one.parameters(), lr=rate) for one in (self.generator, self.critic)]
 
 
+class LargeLogits(nn.Module):
+    """A softmax of logits without the scale of 1 / sqrt(d), and with large weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.softmax, self.head = nn.Linear(8, 32), nn.Softmax(-1), nn.Linear(32, 10)
+        nn.init.normal_(self.embed.weight, std=5.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.view(-1, 8, 8))
+        return self.head((self.softmax(h @ h.transpose(1, 2)) @ h).mean(1))
+
+
+class MaskedLogits(nn.Linear):
+    """Logits of classes that there are not are minus infinity."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).masked_fill(torch.arange(12) > 9, -math.inf)
+
+
+class Residual(nn.Module):
+    """A residual block with BatchNorm, and a ReLU in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.norm(self.conv(x)) + x)
+
+
 def trained(model: nn.Module, num_epochs: int = 1, change: Callable[[Tensor], Tensor] = lambda y: y) -> nn.Module:
     """A network after a training on digits, whose labels may be others."""
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -330,6 +364,13 @@ class EvalNorm(Module):
         for one in self.model.modules():
             if isinstance(one, nn.BatchNorm2d):
                 one.eval()
+
+
+class Averaged(Module):
+    """Averages its weights from the third epoch on."""
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [StochasticWeightAveraging(1e-3, swa_epoch_start=2, annealing_epochs=2)]
 
 
 def float16() -> dict[str, Any]:
@@ -399,6 +440,10 @@ class Case:
     steps: int = 150
     every: int = 10
     options: dict[str, Any] = field(default_factory=dict)
+    site: str = ""
+    """Of a sick run: the site of the first diagnosis, if it is known."""
+    first_step: int | None = None
+    """Of a sick run: the step from which on the first diagnosis holds, if it is known."""
 
 
 def _softmax_head() -> nn.Module:
@@ -466,8 +511,13 @@ SICK: dict[str, Case] = {
     "a group with rate 0": Case(lambda: Module(mlp(), groups((0.0, 1e-3))), ("zero_rate",)),
     "the head with rate 0": Case(lambda: Module(mlp(), groups((1e-3, 0.0))), ("zero_rate",)),
     "rate 0": Case(lambda: Module(mlp(), sgd(0.0)), ("zero_rate",)),
-    "half of the parameters": Case(lambda: Module(mlp(), lambda model: torch.optim.Adam(model[2:].parameters())), ("no_optimizer",)),
-    "a detached middle": Case(lambda: Module(Code(Tensor.detach)), ("frozen",)),
+    "half of the parameters": Case(
+        lambda: Module(mlp(), lambda model: torch.optim.Adam(model[2:].parameters())),
+        ("no_optimizer",),
+        site="model.0.weight",
+        first_step=0,
+    ),
+    "a detached middle": Case(lambda: Module(Code(Tensor.detach)), ("frozen",), site="model.first.0.weight", first_step=10),
     "an exploding RNN": Case(
         lambda: Module(Recurrent(nn.RNN, 1, 1.8, nonlinearity="relu"), sgd(0.01)), ("explodes_from_start", "missing_normalization")
     ),
@@ -482,19 +532,23 @@ SICK: dict[str, Case] = {
         ),
         ("softmax_twice",),
     ),
-    "dead ReLUs": Case(lambda: Module(mlp((64, 32, 32, 10), bias=-10.0), sgd(0.01)), ("dead_from_start",)),
-    "saturated sigmoids": Case(lambda: Module(mlp(activation=nn.Sigmoid, weights=200.0), sgd(1e-4)), ("saturation",)),
-    "vanishing gradients": Case(lambda: Module(mlp((64, *[8] * 40, 10), nn.Tanh), sgd(0.1)), ("vanishing",)),
-    "growing outputs": Case(lambda: Module(mlp((64, *[64] * 12, 10), weights=8.0), sgd(1e-30)), ("missing_normalization",)),
+    "dead ReLUs": Case(lambda: Module(mlp((64, 32, 32, 10), bias=-10.0), sgd(0.01)), ("dead_from_start",), site="model.1", first_step=0),
+    "saturated sigmoids": Case(
+        lambda: Module(mlp(activation=nn.Sigmoid, weights=200.0), sgd(1e-4)), ("saturation",), site="model.1", first_step=0
+    ),
+    "vanishing gradients": Case(
+        lambda: Module(mlp((64, *[8] * 40, 10), nn.Tanh), sgd(0.1)), ("vanishing",), site="model.0.weight", first_step=0
+    ),
+    "growing outputs": Case(lambda: Module(mlp((64, *[64] * 12, 10), weights=8.0), sgd(1e-30)), ("missing_normalization",), first_step=0),
     "a softmax over one value": Case(
         lambda: Module(nn.Sequential(mlp((64, 32, 1)), nn.Softmax(1)), loss=lambda out, y: F.mse_loss(out[:, 0], (y > 4).float())),
         ("saturation", "zero"),
     ),
     "a large weight decay": Case(lambda: Module(mlp(), adam(3e-3, torch.optim.AdamW, weight_decay=50.0)), ("weight_decay",), steps=300),
-    "data with a NaN": Case(lambda: Module(mlp()), ("data",), data=lambda: digits(change=one_row(math.nan))),
+    "data with a NaN": Case(lambda: Module(mlp()), ("data",), data=lambda: digits(change=one_row(math.nan)), site="_root_"),
     "data with an infinity": Case(lambda: Module(cnn()), ("data",), data=lambda: digits(change=one_row(math.inf))),
-    "a logarithm of zero": Case(lambda: Module(Code(lambda h: torch.log(torch.relu(h)))), ("nonfinite",)),
-    "float16": Case(lambda: Module(mlp(weights=300.0)), ("overflow",), options=float16()),
+    "a logarithm of zero": Case(lambda: Module(Code(lambda h: torch.log(torch.relu(h)))), ("nonfinite",), site="model", first_step=0),
+    "float16": Case(lambda: Module(mlp(weights=300.0)), ("overflow",), options=float16(), site="model.2", first_step=0),
     "a row without keys": Case(lambda: Module(MaskedAttention()), ("masked_row",), data=lambda: digits(change=one_row(1e5))),
     "a root of zero": Case(lambda: Module(mlp(), loss=_distances), ("infinite_slope",)),
     "a root of zero, in a model": Case(lambda: Module(Code(lambda h: h + (h - h).square().sqrt())), ("infinite_slope",)),
@@ -518,6 +572,25 @@ SICK: dict[str, Case] = {
     ),
     "a GPT whose loss stalls": Case(
         lambda: Module(Gpt(), adam(0.1, torch.optim.AdamW)), (), UNKNOWN, data=lambda: characters(size=32), steps=300
+    ),
+    "SGD at 50, BatchNorm": Case(lambda: Module(cnn(), sgd(50.0)), ("learning_rate",), first_step=50, steps=101, every=50),
+    "a GPT at 0.3": Case(lambda: Module(Gpt(), adam(0.3)), ("growth",), data=characters, first_step=50, steps=101, every=50),
+    "dead by the first updates": Case(
+        lambda: Module(mlp(), scheduled(1.0, lambda step: 1.0 if step < 5 else 1e-4)),
+        ("learning_rate",),
+        first_step=50,
+        steps=101,
+        every=50,
+    ),
+    "saturated attention": Case(
+        lambda: Module(LargeLogits(), sgd(1e-6)), ("saturation",), site="model.softmax", first_step=0, steps=101, every=50
+    ),
+    "zero by zero between records": Case(
+        lambda: Module(Code(lambda h: h / h.norm(dim=-1, keepdim=True), nn.Linear(64, 64, bias=False))),
+        ("nonfinite",),
+        data=lambda: digits(change=one_row(0.0)),
+        every=50,
+        site="model",
     ),
     "one record": Case(lambda: Module(mlp(), adam(1.0)), (), UNKNOWN, steps=45, every=50),
     "seven records": Case(lambda: Module(mlp(bias=-1.0), sgd(1e-3)), (), UNKNOWN, steps=70),
@@ -559,6 +632,26 @@ HEALTHY: dict[str, Case] = {
         lambda: Module(mlp((64, 32, 1)), sgd(3e-3), F.huber_loss), levels=EITHER, data=_noise_of_one, steps=900, every=15
     ),
     "a batch of one, Adam": Case(lambda: Module(mlp((64, 32, 1)), adam(3e-4), _mse), levels=EITHER, data=_noise_of_one, steps=600),
+    "a ResNet": Case(lambda: Module(nn.Sequential(cnn()[:-2], Residual(32), cnn()[-2:])), steps=501, every=50),
+    "large targets": Case(
+        lambda: Module(mlp((64, 32, 1), nn.GELU), adam(0.1), lambda out, y: F.l1_loss(out[:, 0], 3000 + 100 * y.float())),
+        steps=501,
+        every=50,
+    ),
+    "a confident sigmoid": Case(
+        lambda: Module(
+            nn.Sequential(mlp((64, 32, 1), nn.GELU), nn.Sigmoid()),
+            adam(3e-3),
+            lambda out, y: F.binary_cross_entropy(out[:, 0], (y == 0).float()),
+        ),
+        steps=501,
+        every=50,
+    ),
+    "masked logits": Case(lambda: Module(Code(torch.relu, second=MaskedLogits())), steps=501, every=50),
+    "cosine restarts": Case(
+        lambda: Module(mlp(), scheduled(5e-3, lambda step: 0.5 * (1 + math.cos(math.pi * (step % 60) / 60)) + 1e-3)), steps=501, every=50
+    ),
+    "weight averaging": Case(lambda: Averaged(mlp()), steps=-1, every=50, options={"max_epochs": 9}),
     "a group at 0 by schedule": Case(lambda: Module(mlp(), scheduled(3e-3, lambda step: float(step >= 60))), steps=200),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -15,54 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.lightning_package import Callback, LightningModule, ModelCheckpoint, Trainer
-from helpers.training import Classifier, loader, seed, trainer
-from torch import Tensor, nn
+from helpers.lightning_package import ModelCheckpoint
+from helpers.training import Classifier, KeepRawTensors, loader, seed, trainer
+from torch import nn
 
 from lightning_module_monitor import Capture, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.sinks.store import space
 
 LAYER = "model.layers.0"
 KINDS = ["activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update"]
-
-
-class Truth(Callback):
-    """Keeps the raw tensors of a layer at every step, independently of the callback."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, int, int], Tensor] = {}
-        self.calls = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.handle = pl_module.get_submodule(LAYER).register_forward_hook(self._look)
-        self.trainer = trainer
-
-    def _look(self, module: nn.Module, _args: object, output: Tensor) -> None:
-        if module.training:
-            step, call = self.trainer.global_step, self.calls
-            self.kept["activation", step, call] = output.detach().clone()
-            output.register_hook(lambda gradient: self.kept.__setitem__(("activation_gradient", step, call), gradient.clone()))
-            self.calls += 1
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        weight = pl_module.get_parameter(f"{LAYER}.weight")
-        assert weight.grad is not None
-        self.step = trainer.global_step
-        self.kept["parameter", self.step, 0] = weight.detach().clone()
-        self.kept["gradient_before_clip", self.step, 0] = weight.grad.clone()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:
-        weight = pl_module.get_parameter(f"{LAYER}.weight")
-        if ("parameter", trainer.global_step - 1, 0) in self.kept and ("gradient", self.step, 0) not in self.kept:
-            assert weight.grad is not None
-            self.kept["gradient", self.step, 0] = weight.grad.clone()
-            before = self.kept["parameter", self.step, 0]
-            half = before.dtype in (torch.bfloat16, torch.float16)
-            self.kept["update", self.step, 0] = weight.detach().float() - before.float() if half else weight.detach() - before
-            self.calls = 0
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.handle.remove()
 
 
 PRECISIONS: dict[str, torch.dtype] = {
@@ -81,13 +40,15 @@ PRECISIONS: dict[str, torch.dtype] = {
 def test_round_trip_is_bit_exact_in_every_dtype(precision: Any, tmp_path: Path) -> None:
     """Every kind under accumulation and clipping: dtype, shape and bits, each micro-batch a call of its own."""
     capture = Capture(sites=f"{LAYER}(.weight)?", steps=[0, 2, 3], kinds=KINDS)
-    callback, truth = ModuleMonitorCallback(rules=[Rule(kinds="parameter", statistics="norm")], capture=capture), Truth()
+    callback, truth = ModuleMonitorCallback(rules=[Rule(kinds="parameter", statistics="norm")], capture=capture), KeepRawTensors(LAYER)
     seed()
     # The short last group of ten batches too: 3, 3, 3 and 1.
     run = trainer(tmp_path, [callback, truth], accumulate_grad_batches=3, gradient_clip_val=0.02, precision=precision)
     run.fit(Classifier("mlp"), loader(40), loader(8))
     store = load_store(callback.store_path or "")
-    expected = {key: value for key, value in truth.kept.items() if key[1] in (0, 2, 3)}
+    expected = {
+        (kind, step, call): value for step in (0, 2, 3) for kind, tensors in truth.steps[step].items() for call, value in enumerate(tensors)
+    }
     assert len(expected) == 3 * 4 + 2 * (3 + 3 + 1)
     assert len(store.tensors()) == len(expected)
     for (kind, step, call), value in expected.items():
@@ -149,7 +110,7 @@ def test_a_dry_run_says_what_would_be_captured(tmp_path: Path, capsys: pytest.Ca
     assert not list(tmp_path.rglob("*.h5"))
 
 
-@pytest.mark.shows("fast_dev_run", "raw tensors")
+@pytest.mark.shows("fast_dev_run", "store and loggers", "raw tensors")
 def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
     """Like the store."""
     callback = ModuleMonitorCallback(capture=Capture(sites=".*", steps=0))
@@ -208,13 +169,6 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "parts").glob("*.h5")) == ["monitor.h5", "monitor.tensors.h5"]
 
 
-def test_a_resumed_run_that_captures_nothing_more_takes_out_what_it_runs_again(tmp_path: Path) -> None:
-    """The file has no tensor of the earlier run's repeated steps."""
-    fit(tmp_path, 13, sites="model.*", steps=[0, 11])
-    resumed = fit(tmp_path, 14, tmp_path / "to_13" / "step=10.ckpt", sites="model.*", steps=[99])
-    assert {one.step for one in load_store(resumed.store_path or "").tensors()} == {0}
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
 @pytest.mark.shows("kill -9", "raw tensors")
 def test_what_was_captured_survives_kill_9_of_the_training(tmp_path: Path) -> None:
@@ -248,26 +202,3 @@ def test_what_was_captured_survives_kill_9_of_the_training(tmp_path: Path) -> No
     assert math.isfinite(float(store.tensor("activation", "model", 6).norm()))
     store.repair()
     assert len(store.tensors()) == len(load_store(tmp_path / "monitor.h5").tensors()) > 30
-
-
-def test_a_full_disk_warns_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning for each file, and earlier tensors are in it."""
-
-    def refuse(*_arguments: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    class Fill(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
-            if trainer.global_step == 3:
-                monkeypatch.setattr(os, "posix_fallocate", refuse)
-
-    monkeypatch.setattr(space, "_BYTES_AHEAD", 0)
-    callback = ModuleMonitorCallback(1, capture=Capture(sites="model", steps=[0, 2, 4, 5], kinds="activation"))
-    run = trainer(tmp_path, [callback, Fill()], max_steps=8)
-    run.fit(Classifier("mlp"), loader(), loader(8))
-    assert run.global_step == 8
-    warned = [message for message in caplog.messages if "No space left on device" in message]
-    assert [message.split()[2].rpartition("/")[2] for message in warned] == ["monitor.h5", "monitor.tensors.h5"]
-    store = load_store(tmp_path / "monitor.h5")
-    assert [one.step for one in store.tensors()] == [0, 2]
-    assert store.series("monitor/errors")[0].tolist() == [0, 1, 2]

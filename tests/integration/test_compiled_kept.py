@@ -264,7 +264,17 @@ class StepsCompiled(Trained):
         return optimizer
 
 
-@pytest.mark.parametrize("options", [{}, {"rules": [Rule(kinds="gradient", statistics="norm")], "health": False}], ids=["", "gradients"])
+OF_OPTIMIZERS = [
+    Rule(kinds="optimizer_state", statistics=["norm", "cosine_to_gradient"]),
+    Rule(kinds="update", statistics=["cosine_to_gradient", "cosine_to_previous"]),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rules": [Rule(kinds="gradient", statistics="norm")], "health": False}, {"rules": OF_OPTIMIZERS, "health": False}],
+    ids=["", "gradients", "states"],
+)
 def test_nothing_of_ours_is_compiled_with_an_optimizer(options: dict[str, Any], tmp_path: Path) -> None:
     """A compiled function that steps: as many compilations and runs, the same training, and no function of the package is compiled."""
     runs = []

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
-from helpers.lightning_package import Callback, ModelCheckpoint, Trainer
+from helpers.lightning_package import ModelCheckpoint
 from helpers.tiny import KeepRecords, measured
-from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from helpers.training import Classifier, KeepLosses, Reseed, loader, seed, trainer
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule
-from lightning_module_monitor.errors import ConfigError
 
 DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], statistics=["abs_max", "norm"])
 
@@ -51,13 +50,6 @@ def test_every_difference_is_exactly_zero_at_step_0_and_training_is_bit_identica
     assert all(torch.equal(a, b) for a, b in zip(plain.losses, monitored.losses, strict=True))
     assert plain.random_states == monitored.random_states
     assert all(torch.equal(weights[key], monitored_weights[key]) for key in weights)
-
-
-class Reseed(Callback):
-    """Lightning's checkpoints hold no random states: here dropout's masks are a function of the step."""
-
-    def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
-        torch.manual_seed(trainer.global_step)
 
 
 class Cache:
@@ -107,12 +99,3 @@ def test_a_model_that_was_used_before_has_a_reference_with_all_its_buffers(modul
     assert len(resumed) == 2
     assert resumed == whole[2:]
     assert whole[2]["activation_difference/model/norm"] > 0
-
-
-def test_an_attribute_that_cannot_be_copied_is_named_in_one_line(tmp_path: Path) -> None:
-    """For example a graph."""
-    live = Used()
-    live.model.graph = live.model(torch.ones(1, 6)).grad_fn  # type: ignore[assignment]
-    callback = ModuleMonitorCallback(reference="init", rules=[DIFFERENCES])
-    with pytest.raises(ConfigError, match=r"^reference is a copy of the model, and model\.graph cannot be copied \(TypeError: [^\n]+$"):
-        trainer(tmp_path, [callback], max_steps=1).fit(live, loader(), loader(8))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.lightning_package import Callback
+from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -213,18 +213,6 @@ MODELS: dict[str, tuple[type[nn.Module], str]] = {
 Trained = tuple[list[Tensor], dict[str, Tensor], list[dict[str, float]]]
 
 
-class KeepRecords(Callback):
-    """Keeps the values of every record."""
-
-    def __init__(self, monitored: ModuleMonitorCallback) -> None:
-        self.monitored = monitored
-        self.records: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, *_args: object) -> None:
-        assert self.monitored.last_record is not None
-        self.records.append(dict(self.monitored.last_record.values))
-
-
 def run(make: Callable[[], nn.Module], folder: Path, *, is_monitored: bool) -> Trained:
     """Losses, weights and buffers of a training, with the check or without it, and the records."""
     seed()
@@ -232,7 +220,7 @@ def run(make: Callable[[], nn.Module], folder: Path, *, is_monitored: bool) -> T
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[], rcc=True, store=False, on_error="raise")
     records = KeepRecords(callback)
     trainer(folder, [callback, records, keep] if is_monitored else [keep], max_steps=8).fit(module, loader(32), loader(8))
-    return keep.losses, dict(module.state_dict()), records.records
+    return keep.losses, dict(module.state_dict()), [dict(record.values) for record in records.records]
 
 
 @pytest.mark.parametrize("name", MODELS)

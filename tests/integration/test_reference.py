@@ -14,7 +14,7 @@ import torch
 from helpers.lightning_package import LOGGER, Callback, CSVLogger, FSDPStrategy, LightningModule, ModelCheckpoint, Trainer
 from helpers.memory import peak_bytes
 from helpers.tiny import KeepRecords, measured
-from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from helpers.training import Classifier, KeepLosses, Reseed, loader, seed, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -136,29 +136,6 @@ class Talkative(Classifier):
         return loss
 
 
-def test_the_reference_is_silent_and_the_model_gets_its_batch_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is logged, printed or written twice; weights are those of a run without a reference."""
-    runs = []
-    for monitored in (False, True):
-        seed()
-        module, keep = Talkative(), KeepLosses()
-        callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise", store=False)
-        logger = CSVLogger(tmp_path / str(monitored), flush_logs_every_n_steps=1)
-        options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_steps": 5}
-        trainer(tmp_path, [callback, keep] if monitored else [keep], **options).fit(module, loader(), loader(8))
-        rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
-        own = [row[rows[0].index("own")] for row in rows[1:] if row[rows[0].index("own")]]
-        accuracy = [row[rows[0].index("accuracy")] for row in rows[1:] if row[rows[0].index("accuracy")]]
-        runs.append((own, accuracy, list(map(float, keep.losses)), capsys.readouterr().out, module.state_dict()))
-        if monitored:
-            assert callback.last_record is not None
-            assert callback.last_record.values["activation_difference/model/norm"] > 0
-            assert callback.last_record.values["monitor/errors"] == 0
-    assert runs[0][:4] == runs[1][:4]
-    assert len(runs[0][0]) == 5
-    assert all(torch.equal(a, b) for a, b in zip(runs[0][4].values(), runs[1][4].values(), strict=True))
-
-
 def test_a_reference_that_needs_the_optimizers_is_an_error_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It never gets the model's optimizers."""
 
@@ -211,13 +188,6 @@ def test_the_reference_collects_nothing_over_steps(tmp_path: Path) -> None:
 
 
 ALL: dict[str, Any] = {"every_n_steps": 1, "rules": [DIFFERENCES], "rcc": True, "on_error": "raise"}
-
-
-class Reseed(Callback):
-    """Lightning's checkpoints hold no random states: here dropout's masks are a function of the step."""
-
-    def on_train_batch_start(self, trainer: Trainer, *_args: Any) -> None:
-        torch.manual_seed(trainer.global_step)
 
 
 def run(root: Path, callback: ModuleMonitorCallback, model: LightningModule, ckpt_path: str | None = None) -> dict[int, dict[str, float]]:
@@ -622,7 +592,8 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[], Classifier], str]] = {
     "cosine of an activation": (
         {"rules": [Rule(kinds="activation", statistics="cosine")]},
         Classifier,
-        "'cosine' is of two tensors, and 'activation' is one; expected kinds activation_difference, parameter_difference",
+        "'cosine' compares with another tensor (reference), and 'activation' has none; "
+        "expected kinds activation_difference, parameter_difference",
     ),
     "functions of one and two tensors": (
         {"reference": "init", "rules": [Rule(kinds=["activation", "activation_difference"], functions={"f": torch.mean})]},
@@ -743,28 +714,34 @@ class Nested(OfBatches[list[Tensor]]):
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")  # of the inner module, which Lightning does not attach
-def test_a_generic_lightning_module_is_silent_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also its trainer's logger and nested modules; attributes that the reference sets on its trainer do not reach it."""
+@pytest.mark.parametrize(("kind", "site"), [(Talkative, "model"), (Nested, "model.0.model")])
+def test_the_reference_is_silent_and_the_model_gets_its_batch_unchanged(
+    kind: type[LightningModule], site: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is logged, printed or written twice, also by nested modules and the reference's trainer; training is unchanged."""
     runs = []
     for monitored in (False, True):
         seed()
-        module, keep = Nested(), KeepLosses()
+        module, keep = kind(), KeepLosses()
         callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise", store=False)
         logger = CSVLogger(tmp_path / str(monitored), flush_logs_every_n_steps=1)
-        options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_steps": 8}
+        options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "max_steps": 5}
         reference = KeepReference(callback)
         fit = trainer(tmp_path, [callback, reference, keep] if monitored else [keep], **options)
-        fit.fit(module, loader())
-        rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
-        own = [row[rows[0].index("own")] for row in rows[1:] if row[rows[0].index("own")]]
-        runs.append((own, fit.global_step, list(map(float, keep.losses)), capsys.readouterr().out, sorted(fit.logged_metrics)))
+        fit.fit(module, loader(), loader(8) if kind is Talkative else None)
+        names, *rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
+        columns = {name: [row[names.index(name)] for row in rows] for name in ("own", "accuracy", "loss") if name in names}
+        logged = {name: [value for value in values if value] for name, values in columns.items()}
+        weights = [tensor.tolist() for tensor in module.state_dict().values()]
+        runs.append((logged, fit.global_step, list(map(float, keep.losses)), capsys.readouterr().out, sorted(fit.logged_metrics), weights))
         if monitored:
             assert callback.last_record is not None
-            assert callback.last_record.values["activation_difference/model.0.model/norm"] > 0
+            assert callback.last_record.values[f"activation_difference/{site}/norm"] > 0
+            assert callback.last_record.values["monitor/errors"] == 0
             again = copy.deepcopy(reference.reference)
-            assert pickle.loads(pickle.dumps(again)).model[0].log is again.model[0].log  # type: ignore[union-attr, index]
+            assert kind is Talkative or pickle.loads(pickle.dumps(again)).model[0].log is again.model[0].log  # type: ignore[union-attr, index]
     assert runs[0] == runs[1]
-    assert runs[0][1] == 4
+    assert (runs[0][1], len(runs[0][0]["own"])) == ((5, 5) if kind is Talkative else (4, 12))
 
 
 class WithoutLayers(Classifier):

@@ -17,7 +17,7 @@ from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule,
 from lightning_module_monitor.record import UNDEFINED, is_undefined
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import read_run
-from lightning_module_monitor.sinks.loggers import RollUps
+from lightning_module_monitor.sinks.roll_ups import RollUps
 
 
 def recorded(model: nn.Module, reference: nn.Module, update: float) -> dict[str, float]:

@@ -213,3 +213,33 @@ def test_a_refused_callback_has_no_monitor() -> None:
             callback.monitor.add_parameter_metric("norm")
     assert (callback.last_record, callback.store_path, list(callback.findings), list(callback.diagnose())) == (None, None, [], [])
     assert (callback.state_dict(), callback.planned_keys()) == ({}, [])
+
+
+def test_totals_are_planned_first_and_listed_apart_in_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is planned of modules' parameters together is recorded, no more and no fewer: a module of frozen ones has no gradient."""
+    rules = [
+        Rule(kinds="activation", statistics="rms"),
+        Rule(kinds=["parameter", "gradient"], statistics=["norm", "hist"], per_module=["_root_", "heads", "blocks", "scales", "patched"]),
+    ]
+    net = Contains()
+    net.patched[0].requires_grad_(requires_grad=False)
+    with ModuleMonitor(rules=rules) as monitor:
+        monitor.set_module(net)
+        planned, histograms = monitor.planner.planned_keys(), monitor.planner.planned_histograms()
+        monitor.begin_step(0)
+        net(torch.ones(2, 6)).sum().backward()
+        monitor.monitor_gradients()
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    assert record is not None
+    sites = ["_root_", "blocks", "heads", "scales", "patched"]
+    assert planned[:9] == [f"parameter/{site}/norm" for site in sites] + [f"gradient/{site}/norm" for site in sites[:-1]]
+    assert set(planned) == record.values.keys()
+    assert set(histograms) == record.histograms.keys()
+    run = trainer(tmp_path, [ModuleMonitorCallback(1, store=False, dry_run=True)], max_steps=1)
+    run.fit(Classifier("mlp"), loader(), loader(8))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "of all parameters" in line] == [
+        f"  {kind} of all parameters of a module: _root_ x 1 (norm)" for kind in ("parameter", "gradient")
+    ]
+    assert [line.split(":")[0].strip() for line in lines[1:4]] == ["activation", "parameter", "gradient"]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import Capture, ModuleMonitor, Record, Rule
-from lightning_module_monitor.errors import ConfigError, MonitorError
+from lightning_module_monitor.errors import MonitorError
 
 EVERY_KIND = ["activation", "activation_gradient", "parameter", "gradient_before_clip", "gradient", "update"]
 Batches = list[tuple[Tensor, Tensor]]
@@ -364,35 +364,6 @@ def test_a_model_that_raises_leaves_no_hook() -> None:
         assert monitor.begin_step(1) is False
         assert sum(len(one._forward_hooks) for one in model.modules()) == 0
         assert monitor.end_step() is None
-
-
-@pytest.mark.parametrize(
-    ("wish", "message"),
-    [
-        ({"kinds": "activations"}, "capture.kinds 'activations' is no kind of tensor that can be captured; .*nearest: 'activation'"),
-        ({"kinds": ["parameter", "gradeint"]}, "capture.kinds 'gradeint' .* nearest: 'gradient'"),
-        ({"kinds": []}, "capture.kinds is empty"),
-        ({"sites": "layers.("}, r"capture.sites 'layers.\(' is not a regular expression"),
-        ({"sites": []}, "capture.sites is empty; expected at least one, e.g. 'model.head'"),
-        ({"sites": "layer.0"}, "capture.sites 'layer.0' matches none of 6 module names; nearest: 'layers.0'"),
-        ({"steps": []}, r"capture.steps is empty; expected at least one, e.g. \[0, 100\]"),
-        ({"steps": [0, -1]}, "capture.steps lists -1; expected step numbers >= 0"),
-        ({"steps": "log"}, "capture.steps lists 'log'; expected step numbers >= 0"),
-        ({"steps": True}, "capture.steps lists True; expected step numbers >= 0"),
-        ({"steps": None}, "capture.steps is empty"),
-    ],
-)
-def test_a_wrong_wish_is_refused(wish: dict[str, Any], message: str) -> None:
-    """With the value, what was expected, and the nearest right name."""
-    with pytest.raises(ConfigError, match=message):
-        ModuleMonitor(capture=Capture(**{"sites": ".*", "steps": 0, **wish})).set_module(make("mlp"))
-
-
-def test_a_capture_that_is_none_is_refused() -> None:
-    """Only its options, as YAML has them, are one too."""
-    ModuleMonitor(capture={"sites": ".*", "steps": 0})
-    with pytest.raises(ConfigError, match=r"capture is '\.\*'; expected options, e.g. \{sites: model.head, steps: \[0, 100\]\}"):
-        ModuleMonitor(capture=".*")  # type: ignore[arg-type]
 
 
 def test_every_model_of_the_zoo_can_be_captured() -> None:

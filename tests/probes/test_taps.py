@@ -19,7 +19,7 @@ from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, Recor
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import KINDS
 
-OBSERVED = [name for name, kind in KINDS.items() if not (kind.of_heads or name.startswith("rcc_"))]
+OBSERVED = [name for name, kind in KINDS.items() if not (kind.of_heads or kind.has_option or name.startswith("rcc_"))]
 PAIRS = [name for name in OBSERVED if KINDS[name].is_pair]
 SINGLE = [name for name in OBSERVED if not KINDS[name].is_pair]
 FLOWS = {"mlp": "layers", "cnn": ["stem.0", "stem.2", "block", "head"], "outputs": "tuple|dict|head"}

@@ -97,22 +97,23 @@ def test_names_and_options_cannot_become_markup(tmp_path: Path) -> None:
 def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
     """A store of two activations has few sections, one of everything has all; several runs are compared."""
     few = write_store(tmp_path / "few.h5", SERIES)
-    assert sections_of(page_of(tmp_path / "few.html", few)) == ["verdict", "heat", "profiles", "run"]
+    assert sections_of(page_of(tmp_path / "few.html", few)) == ["verdict", "glance", "heat", "profiles", "run"]
     counts = Histogram(np.ones(NUM_COUNTS, np.int64))
     more = {
         **SERIES,
         "update/fc.weight/ratio": [1e-3],
         "rcc_effective_update/fc/rms": [1.0],
         "attention_entropy/attn.head_0/mean": [1.0],
+        "gradient_noise/_root_/scale": [100.0],
     }
     all_of_it = write_store(tmp_path / "all.h5", more, histograms={"gradient/fc.weight/hist": [counts]})
-    every = ["verdict", "heat", "profiles", "updates", "rcc", "attention", "histograms", "run"]
+    every = ["verdict", "glance", "heat", "profiles", "updates", "noise", "rcc", "attention", "histograms", "run"]
     assert sections_of(page_of(tmp_path / "all.html", all_of_it)) == every
     both = page_of(tmp_path / "both.html", few, all_of_it)
-    assert sections_of(both) == ["verdict", "match", *every[1:]]
+    assert sections_of(both) == ["verdict", "glance", "match", *every[2:]]
     assert [run["name"] for run in payload_of(both)["runs"]] == ["few", "all"]
     of_figures = write_store(tmp_path / "figures.h5", {"monitor/errors": [0.0]})
-    assert sections_of(page_of(tmp_path / "figures.html", of_figures)) == ["verdict", "run"]
+    assert sections_of(page_of(tmp_path / "figures.html", of_figures)) == ["verdict", "glance", "run"]
 
 
 def test_the_page_shows_no_site_without_values(tmp_path: Path) -> None:

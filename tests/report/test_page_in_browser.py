@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.histogram import EDGES, NUM_COUNTS, Histogram
-from lightning_module_monitor.record import ModuleInfo
+from lightning_module_monitor.record import UNDEFINED, ModuleInfo
 from lightning_module_monitor.report.page import write_report
 
 if TYPE_CHECKING:
@@ -56,6 +58,10 @@ def everything() -> dict[str, list[float | None]]:
     series["context/loss"] = [2.0 / (step + 1) for step in range(NUM_STEPS)]
     series["context/val_loss"] = [None] * 6 + [1.5] * (NUM_STEPS - 6)
     series["context/lr"] = [0.1] * NUM_STEPS
+    series["context/lr_1"] = [0.2] * NUM_STEPS
+    for kind, norm in (("gradient_before_clip", 2.0), ("gradient", 1.0), ("parameter", 7.0)):
+        series[f"{kind}/_root_/norm"] = [norm] * NUM_STEPS
+    series["gradient/net.fc1/norm"] = [0.5] * NUM_STEPS  # with per_module
     return series
 
 
@@ -122,7 +128,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "both.html"
 
 
-SECTIONS = ("match", "heat", "profiles", "updates", "rcc", "attention", "histograms", "quantiles")
+SECTIONS = ("heat", "profiles", "updates", "rcc", "attention", "histograms", "quantiles")
 
 
 def assert_it_draws_alone(visit: Visit, path: Path) -> None:
@@ -225,6 +231,154 @@ def test_modules_are_named_in_a_tree_and_where_the_pointer_is(visit: Visit) -> N
     visit.settle()
     text = "document.querySelectorAll('#profiles-charts .chart')[0].data.find(item => item.text).text[0]"
     assert visit.page.evaluate(text).endswith("<br>Linear, output [32, 64] bfloat16")
+
+
+def glance_of(visit: Visit) -> dict[str, dict[str, float]]:
+    """The first value of each line of the charts at the top, by title and name."""
+    visit.page.evaluate("scrollTo(0, 0)")
+    visit.page.locator("#glance-charts .main-svg").first.wait_for()
+    first = "line => [line.name, line.y.find(value => value !== null)]"
+    script = f"all => Object.fromEntries(all.map(item => [item.layout.title.text, Object.fromEntries(item.data.map({first}))]))"
+    charts: dict[str, dict[str, float]] = visit.page.eval_on_selector_all("#glance-charts .chart", script)
+    return charts
+
+
+def test_the_first_screen_has_the_curves_that_are_looked_at_first(visit: Visit) -> None:
+    """Losses, learning rates, norms of the whole model and of modules, on the screen with the verdict before anything is scrolled."""
+    charts = glance_of(visit)
+    assert charts == {
+        "loss": {"loss": 2.0, "val_loss": 1.5},
+        "learning rate": pytest.approx({"lr": 0.1, "lr_1": 0.2}, rel=1e-3),
+        "norm of the whole gradient": {"before clipping": 2.0, "gradient": 1.0},
+        "norm of all parameters": {"parameters": 7.0},
+        "norm of the gradient by module": {"net.fc1": 0.5},
+    }
+    low, high = visit.page.evaluate("document.querySelectorAll('#glance-charts .chart')[3]._fullLayout.yaxis.range")
+    assert 6 < low < 7 < high < 8  # also of a value that never changes
+    verdict, glance = (visit.page.locator(f"#{name}").bounding_box() for name in ("verdict", "glance"))
+    assert verdict is not None
+    assert glance is not None
+    assert verdict["y"] == glance["y"]
+    assert glance["x"] >= verdict["x"] + verdict["width"]
+
+
+PRINTED = """() => {
+  const charts = [...document.querySelectorAll('.chart')];
+  return {
+    counts: charts.map(item => item.querySelectorAll('.scatterlayer .trace, .heatmaplayer .hm').length),
+    sections: [...new Set(charts.map(item => item.closest('section')?.id ?? 'glance'))],
+    widths: charts.map(item => [item.clientWidth, Math.round(item.querySelector('.main-svg').getBoundingClientRect().width)]),
+    ground: getComputedStyle(document.body).getPropertyValue('--panel').trim(),
+    font: document.querySelector('#heat-charts .chart').layout.font.color,
+  };
+}"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_printing_draws_every_figure(browser: Browser, page: Path, tmp_path: Path, dark: bool) -> None:
+    """Also those that were never in view, at once, as wide as a page, in light colours; then the page is as it was before."""
+    visit = Visit(browser, page, dark=dark)
+    visit.page.evaluate(f"addEventListener('beforeprint', () => (window.printed = ({PRINTED})()))")  # after the page's own
+    (tmp_path / "page.pdf").write_bytes(visit.page.pdf(format="A4"))
+    printed = visit.page.evaluate("window.printed")
+    assert set(printed["sections"]) == {"glance", *SECTIONS}
+    assert len(printed["counts"]) == 19
+    assert min(printed["counts"]) > 0
+    assert all(0 < chart == drawn <= 700 for chart, drawn in printed["widths"])
+    assert (printed["ground"], printed["font"]) == ("#ffffff", "#1c2430")
+    visit.settle()
+    assert visit.page.evaluate("document.documentElement.dataset.print") is None
+    assert visit.page.evaluate("getComputedStyle(document.body).getPropertyValue('--panel').trim()") == ("#1b2129" if dark else "#ffffff")
+    widths = "document.querySelector('#glance-charts .chart').clientWidth"
+    assert visit.page.evaluate(f"document.querySelector('#glance-charts .main-svg').getAttribute('width') == {widths}")
+    assert visit.complaints == []
+    visit.page.close()
+
+
+def test_charts_fit_when_the_window_changes(visit: Visit) -> None:
+    """A chart is as wide as its place, in a window that became narrower, and in one that became wider again."""
+    visit.show("heat")
+    for width in (700, 1200):
+        visit.page.set_viewport_size({"width": width, "height": 800})
+        visit.settle()
+        drawn, place = visit.page.eval_on_selector("#heat-curve", "item => [item.querySelector('.main-svg').clientWidth, item.clientWidth]")
+        assert drawn == place
+
+
+@pytest.mark.parametrize("level", [0, 1, 6, 9])
+@pytest.mark.parametrize("kind", ["text", "noise", "zeros", "nothing", "long"])
+def test_numbers_are_decompressed_as_zlib_does(visit: Visit, kind: str, level: int) -> None:
+    """Every sort of block: stored, with fixed codes, with codes of its own; matches of all lengths and distances."""
+    noise = np.random.default_rng(0).integers(0, 256, 70_000, np.uint8).tobytes()
+    content = {"text": b"module" * 9, "noise": noise, "zeros": bytes(200_000), "nothing": b"", "long": noise[:32_000] * 2 + b"abc" * 400}[
+        kind
+    ]
+    packed = base64.b64encode(zlib.compress(content, level)).decode()
+    script = "text => Array.from(inflate(Uint8Array.from(atob(text), c => c.charCodeAt(0))))"
+    assert bytes(visit.page.evaluate(script, packed)) == content
+
+
+def test_damaged_numbers_are_an_error_and_no_endless_loop(visit: Visit) -> None:
+    """Of a page that was cut or changed on its way."""
+    packed = zlib.compress(bytes(range(256)) * 20)
+    for damaged in (packed[:2], packed[:40], packed[:2] + bytes([7]) * 30):
+        with pytest.raises(playwright_error(), match="the numbers of this page are damaged"):
+            visit.page.evaluate("bytes => inflate(Uint8Array.from(bytes))", [*damaged])
+
+
+def playwright_error() -> type[Exception]:
+    """The error that playwright raises for an error of the page."""
+    error: type[Exception] = pytest.importorskip("playwright.sync_api").Error
+    return error
+
+
+def test_names_stay_whole(browser: Browser, comparison: Path) -> None:
+    """On a phone a name of the table of differences is on one line, and the table scrolls."""
+    visit = Visit(browser, comparison, width=420)
+    heights = visit.page.eval_on_selector_all("#match .link", "all => all.map(item => item.getClientRects().length)")
+    assert heights
+    assert set(heights) == {1}
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 420
+    visit.page.close()
+
+
+def test_rows_of_attention_are_layers(browser: Browser, tmp_path: Path) -> None:
+    """By their number, where their names differ by a number alone; else by their names."""
+    for names, rows in (
+        (["model.0.attn", "model.11.attn"], ["layer 0", "layer 11"]),
+        (["encoder.attn", "decoder.attn"], ["encoder.attn", "decoder.attn"]),
+    ):
+        series: dict[str, list[float | None]] = {f"attention_entropy/{name}.head_0/mean": [1.0, 2.0] for name in names}
+        write_report([load_store(write_store(tmp_path / "m.h5", series))], tmp_path / "m.html")
+        (tmp_path / "m.h5").unlink()
+        visit = Visit(browser, tmp_path / "m.html")
+        visit.show("attention")
+        visit.settle()
+        chart = "document.querySelector('#attention-charts .chart')"
+        assert visit.page.evaluate(f"{chart}.cells.names") == rows
+        assert visit.page.evaluate(f"{chart}.describe(1, 0)").startswith(f"{names[1]}, head 0\n")
+        assert visit.page.evaluate(f"[...{chart}.parentElement.children].at(-1).data.map(line => line.name)") == rows
+        visit.page.close()
+
+
+def test_the_noise_scale_is_drawn_with_the_batch_size(browser: Browser, tmp_path: Path) -> None:
+    """A line for the whole model and for each module, and one for the batch size; a scale that is not known leaves a gap."""
+    series: dict[str, list[float | None]] = {
+        "gradient_noise/_root_/scale": [90.0, UNDEFINED, 120.0],
+        "gradient_noise/_root_/noise": [1.0, 1.0, 1.0],
+        "gradient_noise/model.blocks.0/scale": [40.0, 50.0, 60.0],
+        "context/batch_size": [32.0, 32.0, 32.0],
+    }
+    modules = [ModuleInfo(name, "Linear", 1) for name in ("_root_", "model.blocks.0")]
+    write_report([load_store(write_store(tmp_path / "m.h5", series, modules=modules))], tmp_path / "m.html")
+    visit = Visit(browser, tmp_path / "m.html")
+    visit.show("noise")
+    traces = visit.page.evaluate("document.getElementById('noise-chart').data.map(({ name, y }) => [name, [...y]])")
+    assert [name for name, _values in traces] == ["whole model", "model.blocks.0", "batch size of the run"]
+    assert [value if value is None else round(value) for value in traces[0][1]] == [90, None, 120]
+    assert traces[2][1] == [32, 32, 32]
+    assert not visit.complaints
+    visit.page.close()
 
 
 def names_of_rows(visit: Visit) -> list[str]:
@@ -390,7 +544,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, tmp_path:
     series = everything() | {f"activation/net.a_long_name_of_a_layer.{part}.projection_of_the_value/rms": [1.0, 2.0] for part in range(20)}
     write_report([load_store(write_store(tmp_path / "m.h5", series, modules=MODULES))], tmp_path / "m.html")
     visit = Visit(browser, tmp_path / "m.html", width=390)
-    for section in (name for name in SECTIONS if name not in ("match", "histograms")):
+    for section in (name for name in SECTIONS if name != "histograms"):
         visit.show(section)
     visit.settle()
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
@@ -505,11 +659,19 @@ def test_runs_side_by_side_and_their_difference(browser: Browser, comparison: Pa
     titles = visit.page.eval_on_selector_all("#heat-charts .chart", "all => all.map(item => item.layout.title.text)")
     assert titles == ["before", "after", "after against before"]
     headings = visit.page.eval_on_selector_all("#match h2, #match h3", "all => all.map(item => item.textContent)")
-    expected = ["Comparison", "Options that differ", "Losses", "Sites that matched", "Largest differences of after to before"]
+    expected = ["Comparison", "Options that differ", "Sites that matched", "Largest differences of after to before"]
     assert headings == expected
     assert visit.page.locator("#match table").first.inner_text().split() == ["option", "before", "after", "every_n_steps", "10", "20"]
-    losses = visit.page.evaluate("document.getElementById('match-chart').data.map(item => [item.name, item.y[0]])")
-    assert losses == [["before: loss", 2.0], ["before: val_loss", 1.5], ["after: loss", 4.0], ["after: val_loss", 3.0]]
+    charts = glance_of(visit)
+    assert charts["loss"] == {"before: loss": 2.0, "before: val_loss": 1.5, "after: loss": 4.0, "after: val_loss": 3.0}
+    rates = {"before: lr": 0.1, "before: lr_1": 0.2, "after: lr": 0.2, "after: lr_1": 0.4}
+    assert charts["learning rate"] == pytest.approx(rates, rel=1e-3)
+    above = "document.querySelectorAll('#heat-charts .chart')"
+    ranges = visit.page.evaluate(f"[...{above}].slice(0, 2).map(item => item._fullLayout.yaxis2.range)")
+    assert ranges[0] == ranges[1]
+    low, high = np.power(10, ranges[0])
+    assert low < 2 / NUM_STEPS  # the least loss of the first run
+    assert high > 4  # the largest of the second
     difference: list[list[float | None]] = visit.page.evaluate(
         "document.querySelectorAll('#heat-charts .chart')[2].data[0].z.map(row => [...row].map(x => Number.isFinite(x) ? x : null))"
     )

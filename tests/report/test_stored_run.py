@@ -68,3 +68,20 @@ def test_late_sites_are_beside_their_modules(tmp_path: Path) -> None:
         [table] = read_run(store).tables
         assert table.sites == (*(f"net.0.{name}" for name in expected), *(f"net.1.{name}" for name in expected[:3]))
         assert table.values[:, 0].tolist() == [1.0, 2.0, 2.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_totals_stand_apart_from_tables_of_parameters(tmp_path: Path) -> None:
+    """Those of ``_root_`` first, a row for each; in tables and so in heat maps, profiles and comparisons are single parameters."""
+    series: dict[str, list[float | None]] = {
+        "gradient/fc.weight/norm": [1.0],
+        "gradient/fc/norm": [2.0],
+        "gradient/_root_/norm": [3.0],
+        "activation/fc/rms": [4.0],
+        "activation/_root_/rms": [5.0],
+    }
+    modules = [ModuleInfo("_root_", "Net", 4), ModuleInfo("fc", "Linear", 4)]
+    run = read_run(load_store(write_store(tmp_path / "m.h5", series, modules=modules)))
+    assert [(table.kind, *table.sites) for table in run.totals] == [("gradient", "_root_"), ("gradient", "fc")]
+    assert {(table.kind, table.sites) for table in run.tables} == {("activation", ("_root_", "fc")), ("gradient", ("fc.weight",))}
+    assert {*run.series} == {*series}
+    assert run.sites == {"fc.weight", "fc", "_root_"}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.record import Key
 from lightning_module_monitor.sinks import loggers
-from lightning_module_monitor.sinks.loggers import ZeroCounts
+from lightning_module_monitor.sinks.roll_ups import ZeroCounts
 
 COUNT = "activation/blink/nonfinite_count"
 
@@ -39,6 +39,13 @@ class Blinking(Tiny):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.blink(torch.tensor([1.0, float("inf") if self.global_step == 2 else 2.0]))
         return super().training_step(batch, batch_idx)
+
+
+def fails_on_infinity(x: Tensor) -> Tensor:
+    """A function of the user's."""
+    if not x.isfinite().all():
+        raise ValueError("infinite")
+    return x.sum()
 
 
 def events_of(root: Path, **guidance: int) -> Any:
@@ -81,7 +88,18 @@ def test_counts_of_zero_are_not_logged(tmp_path: Path) -> None:
         rows = [row for row in csv.DictReader(file) if row["parameter/model.0.weight/norm"]]
     assert [key for key in rows[0] if key.endswith("/nonfinite_count")] == [COUNT]
     assert [row[COUNT] for row in rows] == ["", "", "1.0", "0.0", "0.0", "0.0"]
-    assert all(row["activation/model.0/rms"] and row["monitor/errors"] for row in rows)
+    assert all(row["activation/model.0/rms"] for row in rows)
+    assert "monitor/errors" not in rows[0]
+
+
+def test_errors_are_logged_once_there_are_any(tmp_path: Path) -> None:
+    """The number of errors has a column from the first error on, returns to 0, and is always in the store."""
+    rule = Rule(kinds="activation", sites="blink", functions={"finite": fails_on_infinity})
+    fit(tmp_path, [ModuleMonitorCallback(1, rules=[rule])], Blinking, logger=CSVLogger(tmp_path, name="", version="csv"))
+    assert load_store(tmp_path)["monitor/errors"][1].tolist() == [0, 0, 1, 0, 0, 0]
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["context/loss"]]
+    assert [row["monitor/errors"] for row in rows] == ["", "", "1.0", "0.0", "0.0", "0.0"]
 
 
 def test_a_count_that_was_asked_for_by_name_is_logged(tmp_path: Path) -> None:
@@ -93,13 +111,13 @@ def test_a_count_that_was_asked_for_by_name_is_logged(tmp_path: Path) -> None:
     assert found == ["activation/model.0/nonfinite_count"]
 
 
-def test_only_counts_of_elements_that_are_not_finite_are_left_out() -> None:
+def test_only_counts_of_errors_and_of_elements_that_are_not_finite_are_left_out() -> None:
     """A zero of another statistic is kept; a NaN is not zero."""
     counts = ZeroCounts()
     for number in (float("nan"), 0.0):
-        values = {"a/x/nonfinite_count": 0.0, "a/y/nonfinite_count": number, "a/x/rms": 0.0, "monitor/errors": 0.0}
+        values = {"a/x/nonfinite_count": 0.0, "a/y/nonfinite_count": number, "a/x/rms": 0.0, "run/validation/monitor/errors": 0.0}
         counts.drop_from(values)
-        assert list(values) == ["a/y/nonfinite_count", "a/x/rms", "monitor/errors"]
+        assert list(values) == ["a/y/nonfinite_count", "a/x/rms"]
 
 
 # Charts
@@ -120,9 +138,10 @@ def test_tensorboard_has_a_chart_for_each_kind_and_statistic(max_logged_keys: in
         key = Key.parse(tag.removeprefix("my+run-"))
         kind = key._replace(site="", statistic="").format()
         if key.site not in ("", "_summary_") and key.statistic != "nonfinite_count":
-            expected.setdefault((kind, f"{kind}: {key.statistic}"), []).append(tag)
+            category = "totals" if key.site == "_root_" and key.kind in ("gradient", "parameter") else kind
+            expected.setdefault((category, f"{kind}: {key.statistic}"), []).append(tag)
     assert found == {chart: sorted(tags) for chart, tags in expected.items()}
-    assert {kind for kind, _title in found} == {
+    assert {kind for kind, _title in found} == {"totals"} | {
         f"a.b/{kind}" for kind in ("activation", "parameter", "gradient", "gradient_flow", "validation/activation")
     }
 
@@ -227,7 +246,7 @@ def test_wandb_gets_charts_and_heat_maps(tmp_path: Path, wandb_logger: Logger) -
         expected = {
             (step, key.split("/")[1]): value
             for key in store
-            if key.startswith(f"{kind}/") and key.endswith(f"/{statistic}")
+            if key.startswith(f"{kind}/") and key.endswith(f"/{statistic}") and (kind == "activation" or "/_root_/" not in key)
             for step, value in zip(*(one.tolist() for one in store[key]), strict=True)
         }
         [path] = [row[f"charts/{name}_table/path"] for row in rows if f"charts/{name}_table/path" in row]
@@ -238,3 +257,21 @@ def test_wandb_gets_charts_and_heat_maps(tmp_path: Path, wandb_logger: Logger) -
         [[picture]] = [row[f"heat_maps/{name}/filenames"] for row in rows if f"heat_maps/{name}/filenames" in row]
         with Image.open(folder / picture) as image:
             assert image.size == (640, 320)
+
+
+def test_the_first_charts_are_of_the_whole_model(tmp_path: Path) -> None:
+    """Totals have a category of their own in front, and are no lines of the charts of single parameters, nor rows of a heat map."""
+    rules = [
+        Rule(kinds=["activation", "gradient"], statistics="rms"),
+        Rule(kinds="gradient", statistics="rms", per_module=["_root_", r"model\.\d"]),
+    ]
+    with_tensorboard(tmp_path, rules=rules)
+    layout = layout_of(tmp_path)
+    assert [*layout] == ["totals", "activation", "gradient"]
+    [whole], [each] = layout["totals"]["gradient: rms"], layout["gradient"]["gradient: rms"]
+    tags = [tag.removeprefix("my+run-") for tag in events_of(tmp_path).Tags()["scalars"] if "gradient/" in tag]
+    matched = [{Key.parse(tag).site for tag in tags if re.match(pattern, f"my+run-{tag}")} for pattern in (whole, each)]
+    assert matched == [{"_root_", "model.0", "model.2"}, {f"model.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}]
+    assert re.match(layout["activation"]["activation: rms"][0], "my+run-activation/_root_/rms")
+    modules = {"model.0", "model.2"}
+    assert loggers.charts_of(["gradient/_root_/rms", "gradient/model.0/rms", "gradient/model.0.weight/rms"], modules).total() == 1

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks.files import is_numbered_path_of, temporary_path, tensors_path
+from lightning_module_monitor.sinks.files import is_numbered_path_of, tensors_path
 from lightning_module_monitor.sinks.store import lock, schema
 from lightning_module_monitor.sinks.store.read_access import is_in_use
 from lightning_module_monitor.sinks.store.reader import load_store
@@ -112,7 +112,7 @@ def test_layout_is_the_documented_one(tmp_path: Path) -> None:
     keys = [RMS, STD, "validation/activation/model.fc/rms", "monitor/errors", "loss"]
     store(tmp_path / "m.h5", Record(7, dict.fromkeys(keys, 1.5)), configuration={"every_n_steps": 7})
     with h5py.File(tmp_path / "m.h5") as file:
-        assert set(file) == {"activation", "validation", "monitor", "logged", "findings", "facts"}
+        assert set(file) == {"activation", "validation", "monitor", "logged", "findings", "facts", "last record"}
         assert file["activation/columns"][...].tolist() == [b"model.fc/rms", b"model.fc/std"]
         assert file["monitor/columns"][...].tolist() == [b"errors"]
         assert file["logged/columns"][...].tolist() == [b"loss"]
@@ -449,17 +449,6 @@ def test_errors_of_load_store_have_the_reason(tmp_path: Path, how: str, reason: 
     with pytest.raises(ValueError, match=reason) as caught:
         load_store(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_leftover_of_a_killed_rewrite_is_ignored(tmp_path: Path) -> None:
-    """The temporary file of a killed rewrite is ignored, and removed by the next rewrite."""
-    path = tmp_path / "m.h5"
-    store(path, Record(0, {RMS: 1.0}))
-    temporary_path(path).write_bytes(b"half a file")
-    assert content(path) == {RMS: [(0, bits(1.0))]}
-    store(path, Record(1, {RMS: 2.0}), resume_from=1)
-    assert content(path) == {RMS: [(0, bits(1.0)), (1, bits(2.0))]}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
 
 
 def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path) -> None:

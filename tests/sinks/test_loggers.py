@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.lightning_package import NAME, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from helpers.offline_wandb import history
-from helpers.tiny import KeepRecords, Tiny, fit, loader
+from helpers.tiny import KeepRecords, Tiny, fit, is_logged, loader, trainer
 from torch import nn
 
 from lightning_module_monitor import Alert, GradientFlow, ModuleMonitorCallback, Rule
-from lightning_module_monitor.sinks.loggers import RollUps
+from lightning_module_monitor.sinks.roll_ups import RollUps, summed
 
 Series = dict[str, dict[int, float]]
 
@@ -144,7 +146,7 @@ def test_tensorboard_gets_one_event_for_each_record(tmp_path: Path) -> None:
     """The event has every number of the record: an event for each number would take most of the time of a monitored step."""
     logger = TensorBoardLogger(tmp_path, name="", version="tensorboard", prefix="run")
     kept = train(tmp_path, [logger], stages=["train"])
-    keys = [key for key in kept.records[0].values if not key.startswith("context/")]
+    keys = [key for key in kept.records[0].values if is_logged(key) and key != "monitor/errors"]
     assert tags_by_event(tmp_path) == [(record.step, [f"run-{key}" for key in keys]) for record in kept.records]
     assert len(kept.records) == 3
 
@@ -158,7 +160,8 @@ def test_tensorboard_holds_the_records_of_every_loop_of_a_trainer(tmp_path: Path
         run.validate(run.lightning_module, loader(2), verbose=False)
     assert [record.step for record in kept.records] == [0, 1, 2, 3, 4, 5, 5, 6, 6]
     found = [(step, tag) for step, tags in tags_by_event(tmp_path) for tag in tags]
-    assert found == [(record.step, key) for record in kept.records for key in record.values if not key.startswith("context/")]
+    logged = [(record.step, key) for record in kept.records for key in record.values if is_logged(key)]
+    assert found == [(step, key) for step, key in logged if not key.endswith("monitor/errors")]
 
 
 class Renaming(TensorBoardLogger):
@@ -185,6 +188,50 @@ def test_values_stand_on_lightnings_own_x_axis(name: str, tmp_path: Path) -> Non
     assert len(set(own.values())) == 3, "the weights must move, or a shifted axis would not show"
     assert found["parameter/model.0.weight/norm"] == pytest.approx(own, rel=1e-6)
     assert set(found["validation/activation/model.2/rms"]) == set(found["validation_loss"])
+
+
+def rows_of(root: Path) -> list[dict[str, str]]:
+    """The rows of a CSVLogger without empty cells."""
+    with (root / "csv" / "metrics.csv").open() as file:
+        return [{key: text for key, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def test_a_row_of_a_csv_file_has_the_loss_and_the_norms(tmp_path: Path) -> None:
+    """With the defaults of the callback and of Lightning, whose own rows are at other steps: 49 and not 50."""
+    callback = ModuleMonitorCallback()
+    kept = KeepRecords(callback)
+    run = trainer(tmp_path, [callback, kept], logger=CSVLogger(tmp_path, name="", version="csv"), log_every_n_steps=50)
+    run.fit(Tiny(), loader(60), loader(2))
+    rows = [row for row in rows_of(tmp_path) if "gradient/model.0.weight/norm" in row]
+    assert [int(row["step"]) for row in rows] == [0, 50]
+    for row, record in zip(rows, kept.records, strict=True):
+        assert float(row["context/loss"]) == record.values["context/loss"]
+        assert float(row["context/lr"]) == 0.1
+        assert [key for key in row if key.startswith("context/")] == ["context/loss", "context/lr"]
+    assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == ["49"]
+
+
+class TwoGroups(Tiny):
+    """Two optimizers' groups, and a metric whose name is like that of a learning rate."""
+
+    def training_step(self, batch: list[Any], batch_idx: int) -> Any:
+        self.log("lr_ratio", 2.0)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [{"params": self.model[0].parameters()}, {"params": self.model[2].parameters(), "lr": 0.2}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("prefix", ["", "run1"])
+def test_a_row_has_the_learning_rate_of_each_group(prefix: str, tmp_path: Path) -> None:
+    """Also behind a prefix; what the model logs stays with Lightning."""
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm")], prefix=prefix, store=False)
+    fit(tmp_path, [callback], TwoGroups, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=2)
+    start = f"{prefix}/" if prefix else ""
+    rows = [row for row in rows_of(tmp_path) if f"{start}parameter/model.0.weight/norm" in row]
+    assert [(row[f"{start}context/lr"], row[f"{start}context/lr_1"]) for row in rows] == [("0.1", "0.2")] * 2
+    assert {key for key in rows[0] if "context/" in key} == {f"{start}context/{name}" for name in ("loss", "lr", "lr_1")}
 
 
 def test_a_sparse_schedule_logs_only_its_steps(tmp_path: Path) -> None:
@@ -243,9 +290,7 @@ def test_roll_ups_are_minimum_median_and_maximum_over_the_sites(tmp_path: Path) 
             members = [value for key, value in record.values.items() if key.startswith(head) and key.endswith(tail)]
             for site, roll_up in roll_ups.items() if members else ():
                 expected.setdefault(f"{head}{site}{tail}", {})[record.step] = roll_up(members)
-        stage = "validation/" if "validation/monitor/errors" in record.values else ""
-        expected.setdefault(f"{stage}monitor/errors", {})[record.step] = 0.0
-    assert found == expected
+    assert found == expected | {key: by_step for key, by_step in kept.logged().items() if key.startswith("context/")}
     assert sum(key.startswith("gradient/") for key in kept.records[0].values) == 4
 
 
@@ -253,7 +298,9 @@ def test_as_many_keys_as_allowed_are_not_rolled_up(tmp_path: Path) -> None:
     """max_logged_keys is the largest number of keys that are logged individually."""
     rules = [Rule(kinds="parameter", statistics="norm")]
     kept = train(tmp_path, [CSVLogger(tmp_path, name="", version="csv")], rules=rules, stages=["train"], max_logged_keys=5)
-    assert len(kept.logged()) == 5  # four parameters and monitor/errors
+    assert (
+        len(kept.logged()) == 6
+    )  # four parameters; the loss and the learning rate, which do not count, nor does monitor/errors, which is 0
     assert_holds("csv", read_csv(tmp_path), kept.logged())
 
 
@@ -262,6 +309,58 @@ def test_roll_ups_keep_what_is_asked_for_by_name(tmp_path: Path) -> None:
     kept, found = with_roll_ups(tmp_path, callback_metrics=["gradient/model.0.weight/norm"])
     assert found["gradient/model.0.weight/norm"] == kept.logged()["gradient/model.0.weight/norm"]
     assert "gradient/model.2.weight/norm" not in found
+
+
+def in_one_norm(values: Mapping[str, float], kind: str, block: str) -> float:
+    """The norm of all parameters of a block, from their norms."""
+    return math.hypot(*(value for key, value in values.items() if re.fullmatch(rf"{kind}/{block}\.[^/]+/norm", key)))
+
+
+class Deep(Tiny):
+    """Three blocks of two layers each between a first and a last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)]
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(*blocks), nn.Linear(8, 3))
+
+
+def test_values_by_block_stay_beside_roll_ups(tmp_path: Path) -> None:
+    """Norms of all parameters of a block, and activations that a rule records at the block itself."""
+    rules = [
+        Rule(kinds="activation", statistics="rms", sites=".*"),
+        Rule(kinds=["parameter", "gradient"], statistics="norm", every_n_steps=2),
+    ]
+    callback = ModuleMonitorCallback(1, rules=rules, max_logged_keys=20)
+    kept = KeepRecords(callback)
+    fit(tmp_path, [callback, kept], Deep, logger=MAKE["tensorboard"](tmp_path), max_steps=3)
+    found = {key: by_step for key, by_step in read_tensorboard(tmp_path).items() if key not in LIGHTNINGS_OWN}
+    blocks = [f"model.1.{number}" for number in range(3)]
+    roll_ups = ("_min_", "_median_", "_max_")
+    sites_of = {"activation": "rms", "parameter": "norm", "gradient": "norm"}
+    expected = {f"{kind}/{site}/{name}" for kind, name in sites_of.items() for site in (*roll_ups, *blocks)}
+    assert found.keys() == expected | {"context/loss", "context/lr"}
+    for block in blocks:
+        assert found[f"activation/{block}/rms"].keys() == {0, 1, 2}
+        for kind in ("parameter", "gradient"):
+            norms = {record.step: in_one_norm(record.values, kind, block) for record in kept.records if record.step % 2 == 0}
+            assert found[f"{kind}/{block}/norm"] == pytest.approx(norms, rel=1e-6)
+    assert found["activation/_max_/rms"][1] == pytest.approx(
+        max(value for key, value in kept.records[1].values.items() if "activation/" in key)
+    )
+    norms = [value for key, value in kept.records[0].values.items() if re.fullmatch(r"gradient/.*(weight|bias)/norm", key)]
+    assert found["gradient/_max_/norm"][0] == pytest.approx(max(norms), rel=1e-6), "a total is no site"
+
+
+@pytest.mark.parametrize("max_logged_keys", [2, 500])
+def test_values_by_block_are_recorded_only_beside_roll_ups_and_if_they_are_few(max_logged_keys: int, tmp_path: Path) -> None:
+    """Neither where loggers get every key, nor where the blocks alone have more keys than loggers get."""
+    rules = [Rule(kinds=["activation", "parameter", "gradient"], statistics="norm")]
+    callback = ModuleMonitorCallback(1, rules=rules, max_logged_keys=max_logged_keys)
+    fit(tmp_path, [callback], Deep, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=1)
+    assert callback.last_record is not None
+    assert not [key for key in callback.last_record.values if re.fullmatch(r"(parameter|gradient)/model\.1\.\d/norm", key)]
+    assert ("activation/model.1.0/norm" in read_csv(tmp_path)) is (max_logged_keys == 500)
 
 
 def test_roll_ups_keep_a_summary_as_it_is(tmp_path: Path) -> None:
@@ -321,7 +420,8 @@ def test_columns_are_the_same_at_every_step(tmp_path: Path) -> None:
     assert counts == [4, 3, 4, 3]  # with _root_'s and model's outputs absent
     found = read_csv(tmp_path)
     columns = {key for key in found if "/" in key}
-    assert columns == {"monitor/errors", *(f"activation/{site}/rms" for site in ("_min_", "_median_", "_max_"))}
+    sites = ("_min_", "_median_", "_max_", "model.0", "model.2")  # the layers with parameters are the blocks of this model
+    assert columns == {"context/loss", "context/lr", *(f"activation/{site}/rms" for site in sites)}
     assert all(set(found[key]) == {0, 1, 2, 3} for key in columns)
 
 
@@ -332,6 +432,42 @@ def test_the_roll_up_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     messages = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
     assert len(messages) == 1
     assert messages[0].endswith("Loggers get roll-ups, as these are more than max_logged_keys=5.")
+
+
+class Still(Tiny):
+    """Its learning rate is 0."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def texts_of(root: Path, tag: str) -> list[tuple[int, str]]:
+    """Step and text of each event of a text in a TensorBoardLogger's folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(root / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors(f"{tag}/text_summary")]
+
+
+@pytest.mark.parametrize("validates_afterwards", [False, True])
+def test_tensorboard_has_the_diagnosis_as_text(validates_afterwards: bool, tmp_path: Path) -> None:
+    """The list of causes, when they change; at the end of a fit it is what ``diagnose`` returns."""
+    callback = ModuleMonitorCallback(1, stages=["train", "validate"], alerts=[Alert(keys="parameter/model.0.weight/norm", above=0.0)])
+    run = fit(tmp_path, [callback], Still, logger=MAKE["tensorboard"](tmp_path), max_epochs=2)
+    if validates_afterwards:
+        run.validate(run.lightning_module, loader(2), verbose=False)
+    [diagnosis] = callback.diagnose()
+    assert diagnosis.name == "zero_rate"
+    assert texts_of(tmp_path, "monitor/diagnoses") == [(11, f"1. {diagnosis}")]
+
+
+def test_a_diagnosis_is_a_table_in_wandb(tmp_path: Path) -> None:
+    """A row for each cause."""
+    callback = ModuleMonitorCallback(1)
+    fit(tmp_path, [callback], Still, logger=MAKE["wandb"](tmp_path))
+    [file] = (tmp_path / "wandb").glob("offline-run-*/files/media/table/monitor/diagnoses*.table.json")
+    assert json.loads(file.read_text())["data"] == [["5", str(diagnosis)] for diagnosis in callback.diagnose()]
 
 
 def test_a_finding_is_a_table_in_wandb(tmp_path: Path) -> None:
@@ -345,3 +481,25 @@ def test_a_finding_is_a_table_in_wandb(tmp_path: Path) -> None:
     assert "table-file" in str(table)
     [file] = (tmp_path / "wandb").glob("offline-run-*/files/media/table/monitor/findings*.table.json")
     assert json.loads(file.read_text())["data"] == [["1", found.name, found.site, found.words]]
+
+
+def test_totals_are_logged_as_they_are_beside_roll_ups(tmp_path: Path) -> None:
+    """No roll-up counts them, no number of keys hides them, and their histograms are not added to those of parameters."""
+    rules = [
+        Rule(kinds="gradient", statistics=["norm", "hist"]),
+        Rule(kinds="gradient", statistics=["norm", "hist"], per_module=["_root_", r"model\.\d"]),
+    ]
+    callback = ModuleMonitorCallback(1, rules=rules, store=False, max_logged_keys=2)
+    kept = KeepRecords(callback)
+    fit(tmp_path, [callback, kept], logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=2)
+    found = read_csv(tmp_path)
+    sites = {key.split("/")[1] for key in found if key.startswith("gradient/")}
+    assert sites == {"_root_", "model.0", "model.2", "_min_", "_median_", "_max_"}
+    values = kept.records[1].values
+    singles = [values[f"gradient/model.{layer}.{name}/norm"] for layer in (0, 2) for name in ("weight", "bias")]
+    assert found["gradient/_max_/norm"][1] == pytest.approx(max(singles))
+    assert found["gradient/_min_/norm"][1] == pytest.approx(min(singles))
+    assert found["gradient/_root_/norm"][1] == pytest.approx(values["gradient/_root_/norm"])
+    histograms = summed(kept.records[1].histograms, ["model.0", "model.2"])
+    assert {*histograms} == {f"gradient/{site}/hist" for site in ("_root_", "model.0", "model.2", "_all_")}
+    assert (histograms["gradient/_all_/hist"].counts == histograms["gradient/_root_/hist"].counts).all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -376,17 +375,6 @@ def test_a_disk_that_really_fills_up(small_disk: Path) -> None:
     np.testing.assert_array_equal(steps, np.arange(last_step + 1))
     np.testing.assert_array_equal(np.floor(values), steps)
     assert (small_disk / "m.h5").stat().st_size > 8 * 2**20
-
-
-def test_a_disk_that_is_full_from_the_start(small_disk: Path) -> None:
-    """No file, one warning, status 0."""
-    subprocess.run(["dd", "if=/dev/zero", f"of={small_disk / 'ballast'}", "bs=4096"], stderr=subprocess.DEVNULL, check=False)
-    process = start(FILLER.replace("600", "3"), small_disk / "m.h5")
-    output, errors = process.communicate()
-    assert (process.returncode, output) == (0, "trained to the end\n"), errors
-    assert errors.count("\n") == 1
-    assert "there is no file yet; later records are tried again" in errors
-    assert [entry.name for entry in small_disk.iterdir()] == ["ballast"]
 
 
 TENSORS = """

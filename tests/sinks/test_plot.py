@@ -114,6 +114,15 @@ def test_series_are_curves(store: StoreReader) -> None:
     assert (one.get_title(), one.get_xlabel(), one.get_ylabel(), one.get_yscale()) == ("loss", "optimizer step", "loss", "linear")
     several = store.plot.series("activation/a/rms", "activation/b/rms", "attention_entropy/one.attn.head_0/mean")
     assert (several.get_ylabel(), several.get_yscale(), several.get_title()) == ("mean [nats] and rms", "log", "3 series")
+    matched = store.plot.series("activation/[ab]/rms")
+    assert [line.get_label() for line in matched.get_lines()[:2]] == ["activation/a/rms", "activation/b/rms"]
+    assert matched.get_title() == "activation/[ab]/rms"
+    twice = store.plot.series("activation/a/rms", "activation/[ab]/rms")
+    assert [text.get_text() for text in twice.get_legend().get_texts() if "/" in text.get_text()] == [
+        "activation/a/rms",
+        "activation/b/rms",
+    ]
+    assert twice.get_title() == "2 series"
     curves = {str(line.get_label()): line.get_xydata() for line in several.get_lines()}
     assert list(curves) == ["activation/a/rms", "activation/b/rms", "not finite", "attention_entropy/one.attn.head_0/mean"]
     assert curves["not finite"][:, 0].tolist() == [20]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,54 @@ def test_every_series_has_its_own_values(path: Path) -> None:
     assert reader.series("activation/model.out/rms")[0].tolist() == [0, 20]
 
 
+def test_a_pattern_gives_a_column_for_each_key(path: Path) -> None:
+    """Steps in which any of them was recorded, NaN where a key was not; from several kinds, with the names from ``keys``."""
+    reader = load_store(path)
+    names = ["activation/model.fc/rms", "activation/model.out/rms"]
+    assert reader.keys("activation/.*/rms") == names
+    steps, values = reader.series("activation/.*/rms")
+    assert (steps.tolist(), steps.dtype, values.dtype) == ([0, 10, 20], np.int64, np.float64)
+    np.testing.assert_array_equal(values, [[1.0, 3.0], [math.nan, math.nan], [math.nan, -1.0]])
+    names = reader.keys(".*(out/rms|loss|errors|mine|ratio)")
+    steps, values = reader.series(".*(out/rms|loss|errors|mine|ratio)")
+    assert steps.tolist() == [0, 20]
+    assert dict(zip(names, values[0].tolist(), strict=True)) == {key: VALUES[key] for key in names}
+    assert dict(zip(names, np.isfinite(values[1]).tolist(), strict=True)) == {key: key == "activation/model.out/rms" for key in names}
+    assert reader.series("los.")[1].shape == (1, 1)
+    np.testing.assert_array_equal(reader["activation/.*/std"][1], [[2.0]])
+    assert "activation/.*/std" not in reader
+
+
+def test_a_key_is_preferred_to_the_pattern_that_it_is(tmp_path: Path) -> None:
+    """A dot in a name matches any character, and a key stands for itself alone."""
+    with closing(Store(tmp_path / "monitor.h5", configuration={})) as store:
+        store.write(Record(0, {"gradient/a.b/norm": 1.0, "gradient/a-b/norm": 2.0}))
+    reader = load_store(tmp_path)
+    assert reader.series("gradient/a.b/norm")[1].tolist() == [1.0]
+    assert reader.series("gradient/a.b/nor.")[1].tolist() == [[1.0, 2.0]]
+    assert [line.get_label() for line in reader.plot.series("gradient/a.b/norm").lines] == ["gradient/a.b/norm"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (
+            "act/.*/rms",
+            r"has no key 'act/\.\*/rms', and as a pattern it matches none of 8 keys as a whole; 'activation/\.\*/rms' matches 2",
+        ),
+        ("activation/model.fc/rsm", r"; nearest: 'activation/model\.fc/rms'"),
+        ("activation/(", r"has no key 'activation/\('.*; nearest: 'activation/model"),
+        ("zzz", r"; expected e\.g\. 'loss', 'logged/mine', 'monitor/errors'"),
+    ],
+)
+def test_a_pattern_without_keys_is_a_key_error(pattern: str, words: str, path: Path) -> None:
+    """With the nearest key or pattern; what is no regular expression is no key."""
+    reader = load_store(path)
+    for call in (reader.series, reader.keys, reader.plot.series):
+        with pytest.raises(KeyError, match=words):
+            call(pattern)
+
+
 def test_frame_is_tidy(path: Path) -> None:
     """A row for each recorded value with the parts of its key; a recorded NaN has a row, an absent value has none."""
     pytest.importorskip("pandas")
@@ -120,6 +169,8 @@ def test_attributes_are_decoded(path: Path) -> None:
     assert attributes["format_version"] == schema.FORMAT_VERSION
     assert isinstance(attributes["configurations"], list)
     (run,) = attributes["configurations"]
+    started, last_record = (datetime.fromisoformat(time) for time in (run["started"], run.pop("last_record")))
+    assert started <= last_record
     assert run == {"started": attributes["started"], "first_step": 0, "configuration": {"every_n_steps": 10, "folder": "logs"}}
 
 

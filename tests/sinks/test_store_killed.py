@@ -278,20 +278,3 @@ def test_a_store_that_is_damaged_is_an_error_in_one_line(tmp_path: Path, capsys:
             assert len(capsys.readouterr().err.splitlines()) == (status == 2), (part, command)
     assert set(statuses) <= {0, 1, 2}
     assert 2 in statuses
-
-
-def test_memory_does_not_grow(tmp_path: Path) -> None:
-    """The store keeps no history: 5,000 steps need no more memory than 1,000."""
-    script = """
-store = Store(path, configuration={})
-for step in range(5000):
-    store.write(Record(step, {f"activation/m.{i}/rms": step + i for i in range(50)}))
-    if step in (1000, 4999):
-        print(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
-store.close()
-"""
-    output, errors = start(script, tmp_path / "m.h5").communicate()
-    assert not errors
-    before, after = map(int, output.split())
-    assert after - before < 4 * 2**20
-    assert load_store(tmp_path / "m.h5").series("activation/m.1/rms")[1].sum() == 5000 * 5001 / 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,12 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from helpers.processes import kill, start
 from helpers.stores import digests
 from torch import Tensor
 
 from lightning_module_monitor import sinks
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.files import temporary_path, tensors_path
+from lightning_module_monitor.sinks.files import temporary_path
 from lightning_module_monitor.sinks.store import tensors
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
@@ -344,48 +341,3 @@ def test_a_broken_write_does_not_end_training(tmp_path: Path, caplog: pytest.Log
 # ------------------------------------------------------------------ processes that are killed
 
 # Both files of a run; says each step once it is written.
-WRITER = """
-import torch
-from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.sinks.files import tensors_path
-from lightning_module_monitor.sinks.store.tensors import TensorStore
-store = Store(path, configuration={"by": "writer"})
-tensors = TensorStore(tensors_path(path), configuration={"by": "writer"})
-for step in range(100_000):
-    values = [RawTensor("activation", f"fc{i}", 0, torch.full((int(sys.argv[2]),), step, dtype=torch.bfloat16)) for i in range(3)]
-    record = Record(step, {"monitor/errors": 0.0}, tensors=values)
-    store.write(record)
-    tensors.write(record)
-    print(step, flush=True)
-"""
-
-
-def assert_written(path: Path, last_step: int, size: int) -> None:
-    """All tensors up to the last reported step are in the file, and at most one further step."""
-    store = load_store(path)
-    steps = sorted({one.step for one in store.tensors()})
-    assert steps == list(range(len(steps)))
-    assert last_step < len(steps) <= last_step + 2
-    for step in steps:
-        for site in ("fc0", "fc1", "fc2"):
-            value = store.tensor("activation", site, step)
-            assert torch.equal(value, torch.full((size,), step, dtype=torch.bfloat16))
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
-@pytest.mark.parametrize("size", [5, 100_000])
-def test_what_was_written_survives_kill_9(tmp_path: Path, size: int) -> None:
-    """Killed at any moment: readable at once, also by plain h5py, and continued by the resumed run."""
-    for number in range(3):
-        path = tmp_path / f"m{number}.h5"
-        process = start(WRITER, path, size)
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        time.sleep(float(np.random.default_rng().uniform(0, 0.25)))
-        last_step = kill(process, first)
-        assert_written(path, last_step, size)
-        with h5py.File(tensors_path(path)) as file:
-            np.testing.assert_array_equal(file[f"activation/fc2/{last_step}"], torch.full((size,), last_step).bfloat16().view(torch.int16))
-        cut = last_step // 2 + 1
-        run(path, record(cut, *(raw(torch.full((size,), cut, dtype=torch.bfloat16), f"fc{i}") for i in range(3))), resume_from=cut)
-        assert_written(path, cut, size)

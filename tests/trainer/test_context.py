@@ -99,6 +99,20 @@ def test_manual_optimization_has_the_losses_of_manual_backward_and_the_rates_of_
     assert "context/lr_3" not in series
 
 
+def test_parameter_groups_are_stored_with_their_names(tmp_path: Path) -> None:
+    """The group's own ``name``, as LearningRateMonitor uses it; empty without one, or where it is no text."""
+
+    class Named(Losses):
+        def configure_optimizers(self) -> Any:
+            weight, bias = self.model[0].weight, self.model[0].bias
+            groups = [{"params": weight, "name": "decay"}, {"params": bias}, {"params": self.model[2].parameters(), "name": 3}]
+            return torch.optim.SGD(groups, lr=0.1)
+
+    record = monitored(tmp_path, Named()).records[0]
+    assert record.facts is not None
+    assert [(group.optimizer, group.name) for group in record.facts.groups] == [("SGD", "decay"), ("SGD", ""), ("SGD", "")]
+
+
 def test_the_learning_rate_is_the_rate_that_the_step_used(tmp_path: Path) -> None:
     """A scheduler has already changed it when the batch ends."""
 
@@ -143,14 +157,14 @@ def test_a_logged_metric_is_recorded_by_its_name(tmp_path: Path) -> None:
     assert not any("train_loss_step" in key for key in series)
 
 
-def test_loggers_get_no_context_and_it_counts_for_no_limit(tmp_path: Path) -> None:
-    """Lightning logs the context itself. The four norms and the number of errors are five keys: no roll-ups."""
+def test_loggers_get_loss_and_rate_of_the_context_which_counts_for_no_limit(tmp_path: Path) -> None:
+    """Lightning logs the rest itself. The four norms and the number of errors are five keys: no roll-ups."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=NORMS, max_logged_keys=5)
     fit(tmp_path, [callback], logger=CSVLogger(tmp_path))
     [file] = tmp_path.rglob("metrics.csv")
     header = file.read_text().splitlines()[0].split(",")
     assert "parameter/model.0.weight/norm" in header
-    assert not any("context" in name for name in header)
+    assert {name for name in header if "context" in name} == {"context/loss", "context/lr"}
 
 
 def test_callback_metrics_have_the_context_only_if_a_pattern_names_it(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from lightning_module_monitor import (
     Finding,
     GradientFlow,
     GradientGainMonitor,
+    GradientNoise,
     Health,
     Histogram,
     ModuleMonitor,
@@ -66,6 +67,7 @@ def callback() -> Trainer:
         Rule(kinds="activation", statistics="rms", types=[nn.Linear, "torch.nn.Conv2d"], leaf_modules=True),
         Rule(kinds=["parameter"], sites=[".*weight"], exclude="head", functions={"k": kurtosis, "m": MeanMetric()}, aggregate=torch.median),
         Rule(kinds="update", statistics=["ratio"], every_n_steps=lambda step: step % 7 == 0),
+        Rule(kinds="gradient", statistics="norm", per_module=["_root_", "blocks.*"]),
     ]
     one = ModuleMonitorCallback(
         every_n_steps={"minutes": 5},
@@ -79,6 +81,7 @@ def callback() -> Trainer:
         save_reference=False,
         attention=True,
         gradient_flow=GradientFlow(blocks="model.blocks", norm="l2", thresholds=(0.5, 2.0)),
+        gradient_noise=GradientNoise(per_module=["_root_", r"model\.blocks\.\d+"]),
         capture=Capture(sites="model.head", steps=range(0, 100, 10), kinds=["activation", "gradient"]),
         store="run.h5",
         report=True,
@@ -117,6 +120,7 @@ def engine(model: nn.Module) -> Mapping[str, float]:
         monitor.monitor_gradients(parameters=model.parameters(), scale=256.0)
         monitor.monitor_parameters(model.parameters())
         monitor.monitor_updates(model.parameters(), is_skipped=True)
+        monitor.monitor_updates(optimizers=torch.optim.SGD(model.parameters()))
         record = monitor.end_step()
     return record.values if record is not None else {}
 
@@ -177,6 +181,7 @@ def drawn(path: str) -> list[Axes]:
         plot.profile("gradient", "norm", steps=[0, 100]),
         plot.profile("gradient", "norm", steps=0, sites=".*weight"),
         plot.series("loss", "monitor/errors"),
+        plot.series("gradient/.*/norm"),
         plot.histogram("gradient/fc.weight/hist", ax=heat),
         plot.attention("attention_sink", "mean", step=100),
     ]

@@ -168,7 +168,7 @@ def test_the_configuration_in_configs(capsys: pytest.CaptureFixture[str], monkey
     config = yaml.safe_load(path.read_text())
     from lightning_module_monitor.width_check import command
 
-    assert set(config) == {*command.COMMAND_KEYS, *command.PASSED_ON}
+    assert set(config) == {*command.COMMAND_KEYS, *command.CHECK_OPTIONS}
 
 
 def test_help_has_an_example_that_is_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +180,7 @@ def test_help_has_an_example_that_is_one(capsys: pytest.CaptureFixture[str]) -> 
     example = yaml.safe_load(out.partition("with check.yaml:\n")[2].partition("  and, as in Python")[0])
     from lightning_module_monitor.width_check import command
 
-    assert set(example) <= {*command.COMMAND_KEYS, *command.PASSED_ON}
+    assert set(example) <= {*command.COMMAND_KEYS, *command.CHECK_OPTIONS}
     assert set(command.REQUIRED) <= set(example)
     for status in ("0  no module offends", "1  some module does", "2  the command, or CONFIG, is wrong", "3  a training failed"):
         assert status in out

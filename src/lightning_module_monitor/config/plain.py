@@ -1,4 +1,4 @@
-"""Options in plain containers, whatever containers the program has that made them."""
+"""Converts options to plain lists and dicts, from containers of any package."""
 
 from __future__ import annotations
 

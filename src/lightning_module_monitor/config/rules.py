@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from torchmetrics import Metric
 from lightning_module_monitor.config.plain import PlainFields, any_hints, plain
 from lightning_module_monitor.config.schedule import ParsedSchedule, Schedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, glob_as_pattern, nearest
-from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, fit_for_loggers
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, ROOT_SITE, fit_for_loggers
 from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
-from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
 from lightning_module_monitor.statistics.registry import STATISTICS, ChannelStatistic, HistogramStatistic, Statistic, UnitStatistic
 from lightning_module_monitor.statistics.stream import Output
 
@@ -30,11 +29,12 @@ class Rule(PlainFields):
 
     Attributes:
         kinds: One kind or several: ``activation``, ``activation_gradient``, ``parameter``, ``gradient``,
-            ``gradient_before_clip``, ``update``, ``attention_entropy``, ``attention_relative_entropy``,
+            ``gradient_before_clip``, ``update``, ``optimizer_state``, ``attention_entropy``, ``attention_relative_entropy``,
             ``attention_max_logit``, ``attention_sink``; with a reference ``activation_difference``,
             ``parameter_difference``, and those of the coordinate check, ``rcc_...``.
-        sites: Pattern or patterns of module names, for kinds of parameters of parameter names. A pattern matches a whole name
-            (``re.fullmatch``): ``.*attn.*`` is every name with ``attn`` in it.
+        sites: Pattern or patterns of module names, for kinds of parameters of parameter names, for ``optimizer_state`` of
+            parameter names or names of states (``.*exp_avg``). A pattern matches a whole name (``re.fullmatch``): ``.*attn.*`` is every
+            name with ``attn`` in it.
         exclude: Pattern or patterns of whole names that are left out, with all that is inside of such a module.
         types: Classes, import paths of classes, or names of classes that occur in the model (``Linear``): the module (of a parameter: the
             module that owns it) must be of one of them.
@@ -45,6 +45,8 @@ class Rule(PlainFields):
         aggregate: How the functions' results are joined over micro-batches and calls: ``mean`` (every element counts
             once), ``sum``, ``min``, ``max``, or a function (or its import path) of the concatenated results.
         every_n_steps: The rule's own schedule, instead of the monitor's.
+        per_module: Pattern or patterns of module names, for kinds of parameters: all picked parameters inside of such a module count as
+            one tensor, tied ones once, and the module's name is the site. ``_root_`` is everything that is monitored.
     """
 
     kinds: str | Sequence[str]
@@ -56,35 +58,7 @@ class Rule(PlainFields):
     functions: Mapping[str, Metric | Callable[..., Any]] = field(default_factory=dict)
     aggregate: str | Callable[[Tensor], Any] = "mean"
     every_n_steps: Schedule | None = None
-
-
-@any_hints
-@dataclass(frozen=True, kw_only=True)
-class GradientFlow(PlainFields):
-    """How the gradient grows and shrinks from block to block.
-
-    The gain of a transition is the norm of the loss's gradient at the output of its first block over that at the output of its
-    second one: what the second block makes of the gradient on its way back.
-
-    Attributes:
-        blocks: Name of a container, whose children are the blocks; or the names of the blocks in their order; or a pattern
-            (``re.fullmatch``) of their names, which are taken in the model's order.
-        norm: ``l2``, ``l1``, ``linf`` (largest magnitude) or ``mean`` (mean magnitude).
-        thresholds: A gain below the first counts as damping, one above the second as amplifying. Heuristics.
-    """
-
-    blocks: str | Sequence[str]
-    norm: str = "l2"
-    thresholds: Sequence[float] = field(default_factory=lambda: list(HEURISTIC))
-
-
-@dataclass(frozen=True)
-class ParsedGradientFlow:
-    """A checked :class:`GradientFlow`, except its blocks, which are looked up in the model."""
-
-    blocks: str | tuple[str, ...]
-    norm: str
-    thresholds: Thresholds
+    per_module: str | Sequence[str] | None = None
 
 
 @any_hints
@@ -122,6 +96,8 @@ class ParsedRule:
     leaf_modules: bool = False
     outputs: Mapping[str, Output] = field(default_factory=dict)
     """What it records of a tensor, by name."""
+    per_module: tuple[re.Pattern[str], ...] = ()
+    """Modules whose parameters count as one tensor; empty where each parameter counts by itself."""
     is_optional: bool = False
     """Whether it may match nothing: the user has not named its sites."""
 
@@ -131,6 +107,7 @@ def default_rules() -> list[Rule]:
     return [
         Rule(kinds="activation", leaf_modules=True, statistics=["rms", "abs_max", "nonfinite_count"]),
         Rule(kinds=["parameter", "gradient"], statistics="norm"),
+        Rule(kinds=["parameter", "gradient"], per_module=ROOT_SITE, statistics="norm"),
     ]
 
 
@@ -159,6 +136,8 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
     kinds = as_tuple(rule.kinds)
     for kind in kinds:
         check_choice(kind, KINDS, f"{label}.kinds {kind!r} is not a kind", _KINDS_IN_SHORT)
+        if KINDS[kind].has_option:
+            raise ConfigError(f"{label}.kinds {kind!r} is recorded by the option {kind}, and by no rule; expected {_KINDS_IN_SHORT}.")
     if not kinds:
         raise ConfigError(f"{label}.kinds is empty; expected at least one of {_KINDS_IN_SHORT}.")
     has_values = [kind for kind in kinds if KINDS[kind].values]
@@ -166,6 +145,7 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
         raise ConfigError(f"{label}.kinds {has_values[0]!r} has values that are not statistics; expected a rule of its own for it.")
     if not isinstance(rule.leaf_modules, bool):
         raise ConfigError(f"{label}.leaf_modules is {rule.leaf_modules!r}; expected true or false.")
+    per_module = _parse_per_module(rule, label, kinds)
     types = None if rule.types is None else _not_empty(rule.types, f"{label}.types", "torch.nn.Linear")
     outputs = _parse_values(rule, label, kinds[0]) if has_values else _parse_outputs(rule, label, kinds)
     return ParsedRule(
@@ -177,39 +157,8 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
         leaf_modules=rule.leaf_modules,
         schedule=schedule if rule.every_n_steps is None else parse_schedule(rule.every_n_steps, f"{label}.every_n_steps"),
         outputs=outputs,
+        per_module=per_module,
     )
-
-
-def parse_gradient_flow(flow: GradientFlow | Mapping[str, Any]) -> ParsedGradientFlow:
-    """Check a gradient flow; its blocks are looked up when there is a model.
-
-    Raises:
-        ConfigError: If a value is wrong. The message names it, what was expected, and the nearest right name.
-    """
-    flow = options_of(GradientFlow, flow, "gradient_flow", "{blocks: model.blocks}")
-    names = as_tuple(flow.blocks)
-    if not names or not all(isinstance(name, str) and name for name in names):
-        expected = "expected a container's name, a list of names, or a pattern"
-        raise ConfigError(f"gradient_flow.blocks is {flow.blocks!r}; {expected}, e.g. 'model.blocks'.")
-    blocks = flow.blocks if isinstance(flow.blocks, str) else names
-    check_choice(flow.norm, NORMS, f"gradient_flow.norm {flow.norm!r} is not a norm")
-    thresholds = parse_thresholds(flow.thresholds, "gradient_flow.thresholds")
-    return ParsedGradientFlow(blocks, flow.norm, thresholds)
-
-
-def parse_thresholds(thresholds: Iterable[float], label: str) -> Thresholds:
-    """Two gains, in their order.
-
-    Raises:
-        ConfigError: If they are not.
-    """
-    values = as_tuple(thresholds)
-    are_numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in values)
-    if len(values) != 2 or not are_numbers or not 0 <= values[0] <= values[1]:
-        raise ConfigError(
-            f"{label} is {thresholds!r}; expected two numbers, damping below the first, amplifying above the second, e.g. [0.5, 2]."
-        )
-    return Thresholds(*map(float, values))
 
 
 def parse_capture(capture: Capture | Mapping[str, Any]) -> ParsedRule:
@@ -305,7 +254,10 @@ def as_tuple(value: object) -> tuple[Any, ...]:
 
 
 _FAMILIES = ("attention_", "rcc_")
-_KINDS_IN_SHORT = ", ".join(dict.fromkeys(next((f"{family}*" for family in _FAMILIES if name.startswith(family)), name) for name in KINDS))
+_OF_RULES = [name for name, kind in KINDS.items() if not kind.has_option]
+_KINDS_IN_SHORT = ", ".join(
+    dict.fromkeys(next((f"{family}*" for family in _FAMILIES if name.startswith(family)), name) for name in _OF_RULES)
+)
 """Every kind, large families by their common beginning: a message has to stay within two lines."""
 
 
@@ -349,9 +301,11 @@ def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str
     if isinstance(statistic, UnitStatistic | ChannelStatistic):
         why, unfit = "is of the units of a layer, and {!r} has none", [kind for kind in kinds if not KINDS[kind].has_units]
         fit = [name for name, kind in KINDS.items() if kind.has_units]
-    elif isinstance(statistic, Statistic) and statistic.paired:
-        why, unfit = "is of two tensors, and {!r} is one", [kind for kind in kinds if not KINDS[kind].is_pair]
-        fit = [name for name, kind in KINDS.items() if kind.is_pair]
+    elif isinstance(statistic, Statistic) and statistic.compared_with:
+        compared_with = statistic.compared_with
+        why = f"compares with another tensor ({compared_with}), and {{!r}} has none"
+        unfit = [kind for kind in kinds if compared_with not in KINDS[kind].compared_with]
+        fit = [name for name, kind in KINDS.items() if compared_with in kind.compared_with]
     elif isinstance(statistic, Statistic) and statistic.relative:
         why, unfit = "is relative, and {!r} is relative to nothing", [kind for kind in kinds if not KINDS[kind].is_relative]
         fit = [name for name, kind in KINDS.items() if kind.is_relative]
@@ -360,6 +314,23 @@ def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str
     if unfit:
         expected = f"expected kinds {', '.join(fit)}. Give it a rule of its own."
         raise ConfigError(f"{label}.statistics {name!r} {why.format(unfit[0])}; {expected}")
+
+
+def _parse_per_module(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    """The patterns of modules whose parameters count as one tensor, if nothing in the rule is without a total."""
+    if rule.per_module is None:
+        return ()
+    unfit = [f"kind {kind!r} is of modules" for kind in kinds if KINDS[kind].site != "parameter"]
+    known = [(name, STATISTICS.get(str(name))) for name in as_tuple(rule.statistics)]
+    unfit += [f"{name!r} is of tokens" for name, output in known if isinstance(output, Statistic) and output.needs & Need.TOKENS]
+    unfit += [f"{name!r} is of units" for name, output in known if isinstance(output, UnitStatistic)]
+    unfit += [f"{name!r} is a function" for name, output in known if callable(output)]
+    unfit += ["functions get one parameter at a time"] if rule.functions else []
+    if unfit:
+        fit = ", ".join(name for name in _OF_RULES if KINDS[name].site == "parameter")
+        raise ConfigError(f"{label}.per_module: {unfit[0]}; expected kinds {fit}, and statistics of whole tensors, e.g. norm.")
+    patterns = _not_empty(rule.per_module, f"{label}.per_module", "_root_ for the whole model")
+    return parse_patterns(patterns, f"{label}.per_module")
 
 
 def _parse_values(rule: Rule, label: str, name_of_kind: str) -> dict[str, Output]:

@@ -36,6 +36,8 @@ class Ranks:
     def __init__(self, same_input: DeviceMesh | None = None) -> None:
         self.index: int = distributed.get_rank()
         """The rank of this process."""
+        self.size: int = distributed.get_world_size()
+        """Number of ranks."""
         with self._lost_ranks():
             self.group: distributed.ProcessGroup | None = distributed.new_group(timeout=TIMEOUT, backend="gloo")
         self.sharing_index: int = 0 if same_input is None else same_input.get_local_rank()
@@ -71,7 +73,12 @@ class Ranks:
 
 def process_ranks(same_input: DeviceMesh | None = None) -> Ranks | None:
     """The ranks, or ``None`` in a single process."""
-    return Ranks(same_input) if _is_initialized() and distributed.get_world_size() > 1 else None
+    return Ranks(same_input) if num_processes() > 1 else None
+
+
+def num_processes() -> int:
+    """Number of processes of ``torch.distributed``."""
+    return distributed.get_world_size() if _is_initialized() else 1
 
 
 def is_first_process() -> bool:

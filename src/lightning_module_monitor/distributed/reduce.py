@@ -102,6 +102,12 @@ class _Name(NamedTuple):
     """Aggregate of each value; ``None`` for a function of the user."""
     is_compared: bool
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of its outputs."""
+        _kind, _site, _stage, _prefix, *names = self.identity
+        return tuple(names)
+
 
 def _name_of(stream: Stream) -> _Name:
     """The name to send to other ranks.
@@ -123,14 +129,14 @@ def _learn(layout: Layout, names: Iterable[Iterable[_Name]], streams: Iterable[S
     for name in itertools.chain.from_iterable(names):
         origin = None if name.origin not in layout.places else layout.streams[layout.places[name.origin]]
         known = stream_by_identity.get(name.identity)
-        layout.add([known or (_made_of(name) if origin is None else origin.at(name.identity[1]))])
+        layout.add([known or (_made_of(name) if origin is None else origin.at(name.identity[1], name.outputs))])
 
 
 def _made_of(name: _Name) -> Stream:
     """A stream that only other ranks have observed."""
-    kind, site, stage, prefix, *names = name.identity
+    kind, site, stage, prefix = name.identity[:4]
     outputs: dict[str, Output] = {}
-    for output in names:
+    for output in name.outputs:
         aggregate: Aggregate = name.aggregates.get(output) or _unknown_aggregate
         known = STATISTICS.get(output)
         outputs[output] = Value(aggregate) if output in name.aggregates or known is None or callable(known) else known

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor (FSDP2, tensor parallel)."""
     # By its method: the import of the class takes half a second, and its module was private before torch 2.5.
-    kind = type(tensor)
-    return kind not in PLAIN and hasattr(kind, "full_tensor")
+    tensor_class = type(tensor)
+    return tensor_class not in PLAIN and hasattr(tensor_class, "full_tensor")
 
 
 class FlatShard(NamedTuple):
@@ -74,7 +74,7 @@ def _flat_shards(wrapper: nn.Module) -> dict[int, FlatShard | None]:
 
 def is_flattened(parameter: Tensor) -> bool:
     """Whether a parameter belongs to a unit of FSDP1."""
-    return getattr(parameter, "_fsdp_flattened", False)  # FSDP's mark, by which a unit skips the parameters of an inner unit
+    return getattr(parameter, "_fsdp_flattened", False)  # FSDP's own mark: an outer unit skips marked parameters
 
 
 def is_laid_out(module: nn.Module) -> bool:
@@ -100,15 +100,17 @@ def own_part(tensor: DTensor) -> Tensor | None:
 
 def fsdp2_units(module: nn.Module) -> list[Any]:
     """The modules that ``fully_shard`` was applied to."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
+    fsdp_class = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if fsdp_class is None else [part for part in module.modules() if isinstance(part, fsdp_class)]
 
 
 def fsdp1_units(root: nn.Module) -> dict[nn.Module, Any]:
     """The innermost unit of FSDP1 around each module that is in a unit."""
-    # The call determines the outermost units; without it the first unit that is gathered would become one.
+    # This call makes FSDP determine the outermost units. Otherwise FSDP would take the first gathered unit for an outermost unit.
     _fsdp1_units(root, root_only=True)
-    return {module: unit for unit in _fsdp1_units(root) for module in unit.modules()}  # an outer unit comes before its inner ones
+    return {
+        module: unit for unit in _fsdp1_units(root) for module in unit.modules()
+    }  # an inner unit follows its outer unit, and replaces it
 
 
 def _fsdp1_units(root: nn.Module, *, root_only: bool = False) -> list[Any]:
@@ -130,7 +132,7 @@ def reshard(module: nn.Module) -> None:
         unit.reshard()
     for unit in _fsdp1_units(module, root_only=True):
         with gathered(unit):
-            pass  # afterwards the parameters are shards; whole parameters need no collective
+            pass  # the parameters are whole already, so this starts no collective; at its end FSDP keeps the shards alone
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from lightning_module_monitor.config.rules import Capture, ParsedRule, Rule, par
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, process_ranks
 from lightning_module_monitor.distributed.shards import flat_shards_by_name, fsdp1_units
 from lightning_module_monitor.engine.step_context import StepContext
-from lightning_module_monitor.errors import ConfigError, nearest, shortened
+from lightning_module_monitor.errors import ConfigError, nearest, or_examples, shortened
 from lightning_module_monitor.health.alerts import ReplicaAlert
 from lightning_module_monitor.model.compiled import Uncompiled, compiled_parts, num_compiled
 from lightning_module_monitor.model.names import ROOT, ModelIndex
@@ -26,7 +26,10 @@ from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
 from lightning_module_monitor.probes.base import Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
+from lightning_module_monitor.probes.cosines import PreviousUpdates
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
+from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe, NoiseState
+from lightning_module_monitor.probes.optimizer_states import StateReader
 from lightning_module_monitor.probes.parameters import ParameterAccess, ParameterTap, fail_removed
 from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe, intermediate_streams
 from lightning_module_monitor.probes.reference import Reference, ReferenceProbe, structural_differences
@@ -98,6 +101,8 @@ class ObservedModel:
         self.logged = LoggedValues(recipe.prefix)
         self._expected: list[Stream] = []
         """Streams that were announced before the first step."""
+        self.noise = NoiseState()
+        """What the gradient noise keeps from step to step."""
         self.replicas = ReplicaAlert()
         self.wrapper: nn.Module | None = None
         """The module that a strategy has wrapped this one in; ``None`` where it has not."""
@@ -124,6 +129,7 @@ class ObservedModel:
         """State kept between steps, by stage and active rules."""
         self._units: defaultdict[str, Recent] = defaultdict(memory)
         """What units did in the last monitored steps, by key, whatever else was due in them."""
+        self._previous_updates = PreviousUpdates()
 
     @property
     def index(self) -> ModelIndex:
@@ -142,7 +148,7 @@ class ObservedModel:
         self._use(self.planner.with_rule(rule))
 
     def add_detail(self, rule: Rule, capture: Capture) -> None:
-        """Record and capture more, as far as the module has it, until it is released."""
+        """Record and capture more. The rule and the capture may match nothing."""
         self.add_rule(self.planner.recipe.parsed(rule, DETAIL, is_optional=True))
         parsed, recipe = replace(parse_capture(capture), is_optional=True), self.planner.recipe
         self._use(replace(self.planner, recipe=replace(recipe, captures=(*recipe.captures, parsed))))
@@ -218,6 +224,8 @@ class ObservedModel:
             # After those that name the tensors of the reference that they need.
             calls = calls if calls.is_needed() else None
             probes += [] if calls is None else [calls]
+        noise = None if plan.noise is None else GradientNoiseProbe(plan.noise, tools, modules, self.ranks, self.noise)
+        probes += [] if noise is None else [noise]
         attention = None
         if plan.has_heads():
             is_requested = recipe.has_attention_rule(due)
@@ -236,6 +244,7 @@ class ObservedModel:
             capture=capture,
             reference=calls,
             attention=attention,
+            noise=noise,
             clock=recipe.clock(step) if is_training else None,
             uncompiled=None if recipe.keeps_compiled else Uncompiled(),
         )
@@ -245,7 +254,19 @@ class ObservedModel:
         if None in tensors.values():
             fail_removed(plan.parameters, tools.accumulator)
         flat = flat_shards_by_name(tensors, model)
-        return ParameterTap(plan.parameters, captured.parameters, capture, tools, self._access, self.ranks, flat, self.reference)
+        states = None if plan.states is None else StateReader(plan.states.stream, plan.states.all_totals, plan.states.report_idle, tools)
+        return ParameterTap(
+            plan.parameters,
+            captured.parameters,
+            capture,
+            tools,
+            self._access,
+            self.ranks,
+            flat,
+            self.reference,
+            states,
+            self._previous_updates,
+        )
 
     def report_not_run(self, step: int) -> None:
         """After the first step report modules that may have run in a compiled function which nothing in the model holds."""
@@ -268,7 +289,7 @@ class ObservedModel:
             what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
             names = [known.name for known in self.index.modules]
             which = "of the reference" if is_reference else "that are watched"
-            near = nearest(module, names) if isinstance(module, str) else ""
+            near = or_examples(nearest(module, names), names) if isinstance(module, str) else "."
             raise ValueError(f"{what} is none of the {len(names)} modules {which}{near}")
         if site is None or context.accumulator.is_lost:  # it is excluded, or an error has ended the step
             return
@@ -291,6 +312,7 @@ class ObservedModel:
         removed = self.index.forget_removed_modules()
         if removed:
             self._use(replace(self.planner))
+            self._previous_updates.forget_others({site.name for site in self.index.parameters})
             why = "what took its place is not observed, and there are no more values of it before the next fit"
             self._reporter.log_once(f"{shortened(removed)} was taken out of the model while it trains: {why}.", logging.WARNING)
 
@@ -299,6 +321,8 @@ class ObservedModel:
         if (stage, due) not in self._states:
             plan = self.planner.plan(due, stage)
             streams = [*intermediate_streams(plan.modules), *plan.all_streams(), *(self._expected if stage == TRAIN else ())]
+            if plan.noise is not None:
+                streams += plan.noise.streams(self.noise.loss_divisor or 1, 1 if self.ranks is None else self.ranks.size)
             if plan.has_coordinate_check():
                 streams.append(self._skipped_calls())
             self._states[stage, due] = SeriesState(streams, self._units)

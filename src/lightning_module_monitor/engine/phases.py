@@ -17,7 +17,7 @@ from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.probes.base import Gate
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
-from lightning_module_monitor.record import OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
+from lightning_module_monitor.record import KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 from lightning_module_monitor.statistics.functions import Aggregate
 
@@ -38,11 +38,11 @@ class StepEngine:
 
     def __init__(self, recipe: Recipe, reporter: ErrorReporter, storage: StorageManager) -> None:
         self.own_recipe = recipe
-        """What is recorded of any module."""
+        """The options that select what is recorded, for any module."""
         self._reporter = reporter
         self._storage = storage
         self.gate = Gate()
-        """Tells hooks whether what happens now is observed."""
+        """Hooks ask it whether to observe."""
         self._steps = OpenSteps(self.gate)
         self.observed: ObservedModel | None = None
         """The module that is monitored; ``None`` where none is set."""
@@ -62,7 +62,7 @@ class StepEngine:
 
     @property
     def recipe(self) -> Recipe:
-        """What is recorded now, with what was added for the module that is set."""
+        """The options that apply now, with those that were added for the module that is set."""
         return self.own_recipe if self.observed is None else self.observed.planner.recipe
 
     @property
@@ -248,7 +248,7 @@ class StepEngine:
 
     def _close_open_steps(self) -> None:
         """Close what an error has left open, in the order in which other ranks have ended it: the loop, then the step around it."""
-        self.lose()
+        self._steps.lose()
         while self._steps.current is not None or self._steps.suspended:
             if self._steps.current is not None:
                 self._finish(self._steps.current)
@@ -260,7 +260,7 @@ class StepEngine:
             return self.recipe.due(step)
         except Exception as error:
             self._reporter.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
-            return ActiveRules((), gradient_flow=False) if self.recipe.is_captured(step) else None
+            return ActiveRules((), gradient_flow=False, gradient_noise=False) if self.recipe.is_captured(step) else None
 
     def _open(self, model: ObservedModel, due: ActiveRules, step: int, stage: str) -> None:
         self.agree()
@@ -306,12 +306,15 @@ class StepEngine:
             return None
         if context.attention is not None and context.attention.is_requested and model.awaits_attention:
             model.awaits_attention = False
-            if not context.attention.has_observed and self._reporter.is_first():
+            if context.attention.has_observed:
+                self._reporter.settle("attention")
+            elif self._reporter.is_first():
                 self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING, "attention")
         values[context.errors_key] = float(context.accumulator.num_errors)
         findings: list[Finding] = []
         if context.ranks is not None and context.stage == TRAIN:
-            differing = context.accumulator.differing
+            # Optimizers that share out their work keep a state on one rank alone.
+            differing = [stream for stream in context.accumulator.differing if not KINDS[stream.kind].of_states]
             values[self.recipe.figure_key(RANK_DISAGREEMENT)] = float(len({stream.site for stream in differing}))
             findings = model.replicas.examine(context.step, differing)
         record = Record(context.step, values, context.accumulator.histograms, tensors, findings, model.table.modules())

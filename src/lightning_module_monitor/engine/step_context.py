@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_module_monitor.config.schedule import MinutesSchedule
 from lightning_module_monitor.distributed.ranks import Ranks
@@ -19,6 +20,7 @@ from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.base import Among, Gate, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
+from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe
 from lightning_module_monitor.probes.parameters import ParameterTap
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.reporting import unchanged_grad_mode
@@ -47,6 +49,7 @@ class StepContext:
     reference: ReferenceProbe | None
     """Keeps what the reference computes."""
     attention: AttentionProbe | None
+    noise: GradientNoiseProbe | None
     clock: MinutesSchedule | None
     """The schedule, if it picked the step by the clock."""
     uncompiled: Uncompiled | None
@@ -72,9 +75,18 @@ class StepContext:
 
     def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Tensor | float | None) -> None:
         """Observe the gradients of some parameters, or of all."""
+        among = _identities(parameters)
         if self.parameters is not None:
             with self.guard("gradients"):
-                self.parameters.observe_gradients(kind, _identities(parameters), as_scale(scale))
+                self.parameters.observe_gradients(kind, among, as_scale(scale))
+        if self.noise is not None:
+            with self.guard("gradient noise"):
+                self.noise.observe_gradients(among, as_scale(scale))
+
+    def count_samples(self, number: float | Tensor) -> None:
+        """The micro-batch that runs has so many samples."""
+        if self.noise is not None:
+            self.noise.count_samples(number)
 
     def observe_parameters(self, parameters: Iterable[Tensor] | None) -> None:
         """Observe some parameters, or all, before the optimizer moves them."""
@@ -82,11 +94,13 @@ class StepContext:
             with self.guard("parameters"):
                 self.parameters.observe_parameters(_identities(parameters))
 
-    def observe_updates(self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool = False) -> None:
-        """Observe the updates of some parameters, or of all."""
+    def observe_updates(
+        self, parameters: Iterable[Tensor] | None = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()
+    ) -> None:
+        """Observe the updates of some parameters, or of all, and what optimizers keep of them."""
         if self.parameters is not None:
             with self.guard("updates"):
-                self.parameters.observe_updates(_identities(parameters), is_skipped=is_skipped)
+                self.parameters.observe_updates(_identities(parameters), is_skipped=is_skipped, optimizers=optimizers)
 
     def attention_by_hand(self) -> AttentionProbe:
         """The probe to which a model reports calls of attention; without hooks where no rule is about attention."""
@@ -163,7 +177,7 @@ class OpenSteps:
         """Innermost last; ``None`` for a step that is not monitored."""
 
     def go_on_with(self, context: StepContext | None) -> None:
-        """From now on this step observes what happens, or none does."""
+        """Continue with this step, or with none: hooks give their tensors to its accumulator."""
         self.current = context
         self._gate.enter(None if context is None else context.accumulator)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.model.hooks import is_tracing
-from lightning_module_monitor.record import CONTEXT_KIND, STEP_SKIPPED, TRAIN, Key, Record
+from lightning_module_monitor.record import BATCH_SIZE, CONTEXT_KIND, STEP_SKIPPED, TRAIN, Key, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 
 
@@ -48,6 +48,8 @@ class ValueMethods:
         """
         if self.engine.observing_step is not None:
             self.engine.add(self.engine.observing_step, CONTEXT_KIND, name, value, aggregate)
+            if name == BATCH_SIZE:
+                self.engine.observing_step.count_samples(value)
 
     def log_scalar(
         self, key: str, value: float | Tensor, aggregation_fn: Callable[[Tensor], Any] | None = None, force: bool = False

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_module_monitor.config.plain import PlainFields, any_hints
 from lightning_module_monitor.config.rules import Rule, as_tuple, check_choice, options_of, parse_patterns
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching
+from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching, naming
 from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.statistics.registry import saturated_sigmoid, saturated_softmax, saturated_tanh
 
@@ -57,7 +57,8 @@ class Alert(PlainFields):
     """A rule on recorded values: limits, and actions when a value crosses them.
 
     Attributes:
-        keys: Pattern or patterns (``re.fullmatch``) of keys; each key is judged by itself. Required.
+        keys: Pattern or patterns (``re.fullmatch``) of keys; each key is judged by itself. Those of ``per_module`` only if a pattern names
+            their site: ``gradient/_root_/norm``. Required.
         above: Fires if a value is larger than this limit.
         below: Fires if a value is smaller than this limit.
         relative_to_median: Whether the limits are multiples of the median of the key's last 50 values (at least 10).
@@ -81,6 +82,8 @@ class ParsedHealth:
     """The checked options."""
 
     nonfinite: str
+    named: tuple[str, ...]
+    """The detectors that the user named one by one."""
     recorded: tuple[str, ...]
     """The detectors that record the values they need."""
     is_off: bool
@@ -137,7 +140,8 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
     alert_rules = tuple(_parse_alert(alert, label) for label, alert in parsed.items())
     patterns = [(f"{label}.keys", pattern) for label, alert in parsed.items() for pattern in parse_patterns(alert.keys, f"{label}.keys")]
     capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
-    return ParsedHealth(health.nonfinite, recorded, is_off, then, alert_rules, tuple(patterns), capture_steps)
+    by_name = () if ALL in watches else named
+    return ParsedHealth(health.nonfinite, by_name, recorded, is_off, then, alert_rules, tuple(patterns), capture_steps)
 
 
 _SATURATION = ((nn.Sigmoid, saturated_sigmoid), (nn.Tanh, saturated_tanh), (nn.Softmax, saturated_softmax))
@@ -186,6 +190,7 @@ def _parse_alert(alert: Alert, label: str) -> AlertRule:
     return AlertRule(
         name=str(alert.name or patterns[0].pattern),
         concerns=matching(patterns),
+        concerns_total=naming(patterns),
         above=alert.above,
         below=alert.below,
         relative_to="median" if alert.relative_to_median else "",

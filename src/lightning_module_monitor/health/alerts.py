@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key, Severity, Training, is_undefined
+from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Finding, Key, Severity, Training, is_undefined
 
 if TYPE_CHECKING:  # imports torch, which a command that reads a store does without
     from lightning_module_monitor.statistics.stream import Stream
@@ -52,6 +52,11 @@ class Figures(NamedTuple):
     """Parameters without a gradient in this record; ``None``: none."""
 
 
+def nothing(_parts: Key, _key: str) -> bool:
+    """No key."""
+    return False
+
+
 def each(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
     """Every value is a figure."""
     return Figures(keys, values, keys)
@@ -64,6 +69,8 @@ class AlertRule:
     name: str
     concerns: Callable[[Key, str], bool]
     """Whether the rule judges a key (its parts, and the whole key). Callables here are named functions, so a callback can be pickled."""
+    concerns_total: Callable[[Key, str], bool] = nothing
+    """Whether the rule judges a key of all parameters inside a module together."""
     above: float | None = None
     below: float | None = None
     relative_to: Literal["", "median", "first"] = ""
@@ -92,8 +99,8 @@ class AlertRule:
     """State of the parameters that the rule judges; ``None``: all."""
     severity: Severity = "warning"
     phrase: str = ""
-    """The finding in words, a format of ``value``, ``times`` (the value over its base), ``sites``, ``kind`` and ``statistic``. Default:
-    the keys with their values, and the condition."""
+    """The finding in words, a format of ``value``, ``times`` (the value over its base), ``sites``, ``kind``, ``statistic`` and ``most``
+    (where the largest part of a total is). Default: the keys with their values, and the condition."""
 
     @property
     def base_records(self) -> int:
@@ -258,15 +265,36 @@ def _matches(patterns: Sequence[re.Pattern[str]], _parts: Key, key: str) -> bool
     return any(pattern.fullmatch(key) for pattern in patterns)
 
 
+def naming(patterns: Iterable[re.Pattern[str]]) -> Callable[[Key, str], bool]:
+    """Whether any pattern matches a key as a whole and names its site, unlike ``.*``, which matches any other site as well."""
+    return functools.partial(_names, tuple(patterns))
+
+
+def _names(patterns: Sequence[re.Pattern[str]], parts: Key, key: str) -> bool:
+    others = [parts._replace(site=site).format() for site in (_UNLIKELY, f"{parts.site}.{_UNLIKELY}")]
+    name = re.compile(rf"(?<!\w){re.escape(parts.site)}(?!\w)")
+    for pattern in [pattern for pattern in patterns if pattern.fullmatch(key)]:
+        text = pattern.pattern.replace("\\", "").split("/")
+        if name.search(text[-2] if len(text) > 2 else "/".join(text)) or not any(map(pattern.fullmatch, others)):
+            return True
+    return False
+
+
+_UNLIKELY = "qjxzkvwq"
+"""No name of a module or parameter."""
+
+
 def words_of(rule: AlertRule, fired: Sequence[Fired], step: int) -> str:
     """The finding of a rule in a record, in a sentence."""
     since = min(figure.since for figure in fired)
     if rule.phrase:
         first, num_sites = fired[0], len({Key.parse(figure.key).site for figure in fired})
         parts = Key.parse(first.key)
+        most = "" if parts.site == ROOT_SITE else f", most of it in {parts.site}"
         times = abs(first.value) / first.base if first.base else math.inf
         sites = parts.site + (f" and {num_sites - 1} more" if num_sites > 1 else "")
-        text = rule.phrase.format(value=first.value, times=times, sites=sites, kind=parts.kind.replace("_", " "), statistic=parts.statistic)
+        words = {"sites": sites, "kind": parts.kind.replace("_", " "), "statistic": parts.statistic, "most": most}
+        text = rule.phrase.format(value=first.value, times=times, **words)
         return f"{text}, since step {since}{' at the latest' if since else ''}."
     when = f"in {rule.for_steps} records from step {since} to {step}" if rule.for_steps > 1 else f"in step {step}"
     more = f"; and {len(fired) - MAX_NAMED} more" if len(fired) > MAX_NAMED else ""

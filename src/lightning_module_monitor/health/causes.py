@@ -15,8 +15,8 @@ from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Findin
 MAX_DIAGNOSES = MAX_EVIDENCE = 3
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Described):
     """A likely cause of findings, and what to try.
 
     Attributes:
@@ -53,6 +53,14 @@ class Diagnosis:
     def title(self) -> str:
         """The cause with its first step and site."""
         return f"{self.headline}, {self.begin}{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
+
+    def _describe(self) -> Description:
+        rows = [("from step", str(self.first_step)), ("where", self.site), *(("evidence", words) for words in self.evidence)]
+        consequences = [("explains", ", ".join(dict.fromkeys(self.consequences)))] if self.consequences else []
+        return Description(self.headline, ("", ""), [*rows, *consequences, ("try", self.advice)])
+
+    def __repr__(self) -> str:
+        return f"Diagnosis({self})"
 
     def __str__(self) -> str:
         num = self.num_consequences

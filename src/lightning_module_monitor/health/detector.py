@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_module_monitor.health.alerts import Action, AlertRule
-from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, OWN_KIND, TRAIN, Key, Severity
+from lightning_module_monitor.health.figures import totals
+from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, OWN_KIND, ROOT_SITE, TRAIN, Key, Severity
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Detector:
     def alert(self, then: tuple[Action, ...] = ("warn",)) -> AlertRule:
         """The detector as a rule on the values that are recorded for it."""
         assert self.rule is not None, f"{self.name} needs the whole run"
-        return replace(self.rule, name=self.name, concerns=self.concerns, then=then, severity=self.severity)
+        concerns, concerns_total = self.concerns, self.concerns_total
+        return replace(self.rule, name=self.name, concerns=concerns, concerns_total=concerns_total, then=then, severity=self.severity)
 
     @property
     def num_needed(self) -> int:
@@ -48,6 +50,11 @@ class Detector:
         """Whether it judges a value of training."""
         return parts.stage == TRAIN and any(parts.kind in kinds and parts.statistic in statistics for kinds, statistics in self.sources)
 
+    def concerns_total(self, parts: Key, key: str = "") -> bool:
+        """Whether it judges a value of all parameters inside a module together: the norm of all that are monitored, where it has a use."""
+        is_of_all = self.rule is not None and self.rule.figures is totals
+        return is_of_all and parts.site == ROOT_SITE and self.concerns(parts, key)
+
     @property
     def needs_rate(self) -> bool:
         """Whether it judges parameters only while their learning rate is not 0."""
@@ -55,7 +62,7 @@ class Detector:
 
     @property
     def judges_facts(self) -> bool:
-        """Whether it judges facts of a Trainer's run besides numbers."""
+        """Whether it judges facts about a Trainer's run, and not only numbers."""
         return FACT_KIND in self.sources[0][0] or (self.rule is not None and self.rule.is_of_facts)
 
     @property

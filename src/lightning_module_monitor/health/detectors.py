@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from lightning_module_monitor.health.alerts import AlertRule
+from lightning_module_monitor.health.alerts import AlertRule, nothing
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.figures import (
     FINITE_STATISTICS,
@@ -24,15 +24,9 @@ from lightning_module_monitor.health.figures import (
     zeros,
     zeros_of_weights,
 )
-from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, Key
+from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED
 
-
-def _nothing(_parts: Key, _key: str) -> bool:
-    """Placeholder for the keys that a detector concerns."""
-    return False
-
-
-_rule = functools.partial(AlertRule, "", _nothing)
+_rule = functools.partial(AlertRule, "", nothing)
 _SIZES = ("rms", "norm", "abs_max", "abs_mean")
 _OF_PARAMETERS = ((("parameter",), ("norm",)), (("gradient",), ("norm",)))
 _HEURISTIC = "a heuristic"
@@ -171,7 +165,7 @@ DETECTORS = {
                 needs_step=True,
                 unless_loss_falls=0.1,
                 parameters="trained",
-                phrase="Total {kind} {statistic}: {times:.3g} times its start, most of it in {sites}",
+                phrase="Total {kind} {statistic}: {times:.3g} times its start{most}",
             ),
         ),
         Detector(
@@ -190,7 +184,7 @@ DETECTORS = {
                 needs_step=True,
                 unless_loss_falls=0.5,
                 parameters="trained",
-                phrase="Total {kind} {statistic}: {times:.3g} times its start, most of it in {sites}",
+                phrase="Total {kind} {statistic}: {times:.3g} times its start{most}",
             ),
         ),
         Detector(
@@ -334,7 +328,7 @@ DETECTORS = {
                 num_base=9,
                 needs_step=True,
                 unless_loss_falls=0.1,
-                phrase="Total {kind} {statistic}: {times:.3g} times its median, most of it in {sites}",
+                phrase="Total {kind} {statistic}: {times:.3g} times its median{most}",
             ),
         ),
         Detector(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Figures
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.record import ROOT_SITE, Key
 
 FINITE_STATISTICS = ("nonfinite_count", "norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
 """Statistics that show a non-finite element: the number of such elements, and statistics that are finite for every finite tensor, unlike
@@ -45,17 +45,30 @@ def relative_to_largest(keys: tuple[str, ...], values: NDArray[np.float64]) -> F
 
 @functools.lru_cache(maxsize=64)
 def _indices_by_kind(keys: tuple[str, ...]) -> dict[str, NDArray[np.intp]]:
-    """Indices of the keys, by kind."""
-    kinds = np.array([Key.parse(key).kind for key in keys])
-    return {kind: np.flatnonzero(kinds == kind) for kind in sorted({*kinds.tolist()})}
+    """Indices of the keys of tensors, by kind."""
+    parsed = [Key.parse(key) for key in keys]
+    kinds = np.array([key.kind if key.site != ROOT_SITE else "" for key in parsed])
+    return {kind: np.flatnonzero(kinds == kind) for kind in sorted({*kinds.tolist()} - {""})}
+
+
+@functools.lru_cache(maxsize=64)
+def _roots(keys: tuple[str, ...]) -> dict[str, int]:
+    """Index of the key of all tensors together, by kind."""
+    return {key.kind: index for index, key in enumerate(map(Key.parse, keys)) if key.site == ROOT_SITE}
 
 
 def totals(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """The norm of all tensors of a kind together, where it is finite and not 0, shown by the largest tensor."""
-    by_kind = _indices_by_kind(keys)
-    norms = np.array([math.hypot(*values[indices]) for indices in by_kind.values()])
-    largest = [keys[indices[values[indices].argmax()]] for indices in by_kind.values()]
-    return Figures(tuple(by_kind), norms, largest, is_there=np.isfinite(norms) & (norms > 0))
+    """The norm of all tensors of a kind together, where it is finite and not 0, shown by the largest tensor.
+
+    The recorded one, of ``_root_``, where there is one: those of single tensors may be of a part of the model.
+    """
+    by_kind, roots = _indices_by_kind(keys), _roots(keys)
+    kinds = sorted({*by_kind, *roots})
+    norms = np.array([values[roots[kind]] if kind in roots else math.hypot(*values[by_kind[kind]]) for kind in kinds])
+    largest = [keys[by_kind[kind][values[by_kind[kind]].argmax()] if kind in by_kind else roots[kind]] for kind in kinds]
+    # Two names: if rules have schedules of their own, some records have one of the two.
+    names = tuple(f"{kind} {ROOT_SITE}" if kind in roots else kind for kind in kinds)
+    return Figures(names, norms, largest, is_there=np.isfinite(norms) & (norms > 0))
 
 
 NEGLIGIBLE = 1e-4

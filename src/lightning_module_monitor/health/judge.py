@@ -10,9 +10,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
+from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.detectors import DIVERGING, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.run_history import NO_FACTS, History, is_kept
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, Finding, Key, ParameterFacts, Record, Severity
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    LOSS,
+    OWN_KIND,
+    ROOT_SITE,
+    STEP_SKIPPED,
+    Finding,
+    Key,
+    ParameterFacts,
+    Record,
+    Severity,
+    is_total,
+)
 
 UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
 """Without facts every parameter counts as trained."""
@@ -33,12 +46,14 @@ class Judge:
     Args:
         rules: The rules.
         sites: The names of all sites in the order of the model. Rules get their values in this order; a record groups keys by kind.
+        modules: The names of all modules. Values of all parameters inside a module together are for few rules.
     """
 
-    def __init__(self, rules: Sequence[AlertRule], sites: Iterable[str] = ()) -> None:
+    def __init__(self, rules: Sequence[AlertRule], sites: Iterable[str] = (), modules: Iterable[str] = ()) -> None:
         self.states = [RuleState(rule) for rule in rules]
         self.history = History()
         self._order = {site: rank for rank, site in enumerate(dict.fromkeys(sites))}
+        self._modules = frozenset(modules)
         self._rank_by_key: dict[str, int] = {}
         """Position of the key's site in the order of the model."""
         self._parts: dict[str, Key] = {}
@@ -62,7 +77,7 @@ class Judge:
             if parts is None:
                 parts = self._parts[key] = Key.parse(key)
                 self._rank_by_key[key] = self._order.get(parts.site, -1)
-                self._kept[key] = parts._replace(prefix="") if is_kept(parts) else None
+                self._kept[key] = parts._replace(prefix="") if is_kept(parts) and not self._is_of_part(parts) else None
             if key not in self._rules_by_key:
                 self._rules_by_key[key] = self._rules_of(parts, key)
             for rule in self._rules_by_key[key]:
@@ -114,17 +129,33 @@ class Judge:
 
     def _rules_of(self, parts: Key, key: str) -> list[int]:
         """Indices of the rules that judge a key."""
+        rules = [*enumerate(state.rule for state in self.states)]
+        if is_total(parts, self._modules):
+            known = {facts.training for facts in self.history.facts.parameters.values()}
+            counted = known - ({"frozen"} if parts.kind.startswith("gradient") else set()) or {UNKNOWN_PARAMETER.training}
+            # A total is of the trained parameters only where all are trained.
+            states = (None, *counted) if len(counted) == 1 else (None,)
+            return [index for index, rule in rules if rule.parameters in states and rule.concerns_total(parts, key)]
         accepted = (None, self._parameter(parts.site).training)
-        rules = (state.rule for state in self.states)
-        return [index for index, rule in enumerate(rules) if rule.parameters in accepted and rule.concerns(parts, key)]
+        return [index for index, rule in rules if rule.parameters in accepted and rule.concerns(parts, key)]
+
+    def _is_of_part(self, parts: Key) -> bool:
+        """Whether a key is of all parameters inside a module together, and the module is a part of what is monitored."""
+        return parts.site != ROOT_SITE and is_total(parts, self._modules)
 
     def finish(self) -> list[Alarm]:
         """The alarms that need the whole run."""
         return [*self._zero_rates(), *self._not_learning()]
 
-    def series(self) -> list[tuple[Key, bool]]:
-        """The series of the records, and whether each has a value."""
-        return [(self._parts[key], has_value) for key, has_value in self._has_value.items()]
+    def series_of(self, detector: Detector) -> list[bool]:
+        """The series of the records that a detector judges, without those of other kinds that it uses besides: whether each has a value."""
+        series = []
+        for key, has_value in self._has_value.items():
+            parts = self._parts[key]
+            concerns = detector.concerns_total if is_total(parts, self._modules) else detector.concerns
+            if concerns(parts) and parts.kind in detector.sources[0][0]:
+                series.append(has_value)
+        return series
 
     def _zero_rates(self) -> list[Alarm]:
         history, alarms = self.history, []

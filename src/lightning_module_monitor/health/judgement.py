@@ -174,12 +174,12 @@ def verdict_of(
             fired.setdefault(alarm.finding.name, {}).setdefault(figure.key, figure)
     states = {state.rule.name: state for state in judge.states}
     num_losses = len(judge.history.losses)
-    names, series = {finding.name for finding in findings}, judge.series()
+    names = {finding.name for finding in findings}
     checks = [Check(NONFINITE, FOUND if NONFINITE in names else NOT_FOUND, 0, num_losses, 1)] if NONFINITE in watched else []
     for name, detector in DETECTORS.items():
         if name == NONFINITE and checks:
             continue
-        have_values = [has_value for key, has_value in series if detector.concerns(key) and key.kind in detector.sources[0][0]]
+        have_values = judge.series_of(detector)
         num_series, state = sum(have_values), states.get(name)
         num_records = num_losses if state is None else state.num_records
         if name in names:

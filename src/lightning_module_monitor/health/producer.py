@@ -20,7 +20,7 @@ class Producer:
     is_forward: bool
     micro_batch: int
     """The number of the micro-batch in the step; ``UNKNOWN`` if the step is known and no more."""
-    place: int
+    position: int
     """Position of the call in the micro-batch. Among ranks, the earliest position is the cause."""
     words: str
     """The evidence, in a sentence."""
@@ -30,8 +30,8 @@ class Producer:
     """``NaN`` or ``infinity``."""
     cause: str = ""
     """The name of the diagnosis that the evidence itself shows; empty where there is none."""
-    place_in_words: str = ""
-    """The source in words, where it is not ``site``."""
+    location: str = ""
+    """The source in words, such as ``the batch``; of a module its name."""
 
 
 HUGE = 1e5
@@ -181,7 +181,7 @@ class _MicroBatchSearch:
             before = self._last_output(len(self._calls))
             words = f"The loss is finite, and its gradient that arrives at {name} has {kind}{before.words}."
             source = self._producer(ROOT, index, kind, words, before, is_forward=False)
-            return replace(source, place_in_words="the backward pass of the loss")
+            return replace(source, location="the backward pass of the loss")
         owner = after.site if after.entered != NO_CALL else after.caller
         where = ROOT if owner == NO_CALL else self._sites[owner].name
         words = f"Its own code between its modules receives a finite gradient, and passes {kind} back to {name}."
@@ -200,7 +200,7 @@ class _MicroBatchSearch:
         elif not is_forward:
             cause = cause or "infinite_slope"
         in_words = "the batch or training_step" if site == ROOT else site
-        return Producer(site, is_forward, self._micro_batch, index, words, value=kind, cause=cause, place_in_words=in_words)
+        return Producer(site, is_forward, self._micro_batch, index, words, value=kind, cause=cause, location=in_words)
 
     def _recurrent(self, site: int) -> str:
         """The cause that a recurrent module shows: it multiplies by one matrix for every token."""

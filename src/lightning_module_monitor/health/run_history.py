@@ -10,7 +10,20 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_module_monitor.health.alerts import has_fallen
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, OWN_KIND, STEP_SKIPPED, TRAIN, Facts, Key, ParameterFacts
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    LOSS,
+    OWN_KIND,
+    ROOT_SITE,
+    STEP_SKIPPED,
+    TRAIN,
+    Facts,
+    Key,
+    ParameterFacts,
+    is_rate,
+    is_total,
+    name_of_rate,
+)
 
 MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""
@@ -36,7 +49,7 @@ _ADAM_LIKE = ("Adam", "Lion", "RMSprop", "Adagrad")
 """Parts of the names of optimizers that move an element by the learning rate at most."""
 
 NO_FACTS = Facts()
-"""Facts of a run of which only numbers are known."""
+"""The facts of a run of which only numbers are known: none."""
 
 Learning = Literal["falls", "stalled", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
 
@@ -91,19 +104,20 @@ class History:
             self.steps.append(step)
             self.losses.append(self._context[LOSS])
         for name, value in self._context.items():
-            if name == "lr" or (name.startswith("lr_") and name[3:].isdigit()):
+            if is_rate(name):
                 num_records, largest, first = self.rates.get(name, (0, 0.0, value))
                 self.rates[name] = num_records + 1, max(largest, value), first
-        norms = [value for key, value in values.items() if key.kind == "gradient"]
-        if norms or any(key.kind == "parameter" for key in values):
-            self.last = values
+        norms = [value for key, value in values.items() if key.kind == "gradient" and key.site != ROOT_SITE]
+        norm = values.get(Key("gradient", ROOT_SITE, "norm"), math.hypot(*norms))
+        if norms or norm > 0 or any(key.kind == "parameter" for key in values):
+            self.last = {key: value for key, value in values.items() if not is_total(key)}
             self._add_movement(step)
-            self.num_gradients += bool(norms)
-            self.num_clipped += 0 < self._least_clipped() <= math.hypot(*norms)
+            self.num_gradients += bool(norms) or norm > 0
+            self.num_clipped += 0 < self._least_clipped() <= norm
             if not self.first:
                 outputs = [value for key, value in values.items() if key.kind == "activation"]
                 self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
-                self.first |= {"gradient": math.hypot(*norms), **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
+                self.first |= {"gradient": norm, **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
 
     @property
     def has_no_rate(self) -> bool:
@@ -162,7 +176,7 @@ class History:
         return None if is_low or not excludes_fall(before, after, A_LITTLE) else records[-2 * num][0]
 
     def _unjudged(self) -> Learning | None:
-        """What is known of the loss without the rank test, or the reason why it is not tested."""
+        """The result for the loss that needs no rank test, or the reason why there is no test; ``None`` if it is to be tested."""
         before, after = self.ends
         is_enough = len(self.losses) >= MIN_LOSSES and len(before) > 0
         if is_enough and self.reach < NO_REACH and not has_fallen(float(np.median(before)), float(np.median(after)), A_LITTLE):
@@ -309,8 +323,3 @@ class History:
         self.rates, self.first = dict(content.get("rates", {})), dict(content.get("first", {}))
         self._moved = content.get("moved", self._moved)
         self.num_gradients, self.num_clipped = content.get("clipped", (0, 0))
-
-
-def name_of_rate(number: int) -> str:
-    """The name of a learning rate under ``context``."""
-    return f"lr_{number}" if number else "lr"

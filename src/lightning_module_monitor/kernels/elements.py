@@ -148,3 +148,13 @@ def transfer(tensor: Tensor) -> Tensor:
 def is_on_host(tensor: Tensor) -> bool:
     """Whether a value is read without a transfer."""
     return tensor.is_cpu
+
+
+def in_words(value: object) -> str:
+    """Type or shape of a value for messages; not every kind of tensor has a shape."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    try:
+        return f"tensor of shape {tuple(value.shape)}"
+    except RuntimeError:
+        return f"a {type(value).__name__} without a shape"

@@ -97,8 +97,8 @@ class Moments(NamedTuple):
         """Select rows by ``index``, int64 of shape ``(selected,)``, in its order."""
         return Moments(*(field[index] for field in self))
 
-    def about(self, center: Tensor) -> Moments:
-        """Sums about a center, shape ``(rows,)``, which can be added: ``mean`` becomes the sum of ``x - center``."""
+    def about(self, center: Tensor | Array) -> Moments:
+        """Sums about a center, of shape ``(rows,)``, which can be added: ``mean`` becomes the sum of ``x - center``."""
         n, d = self.elements, self.mean - center
         return self._replace(
             mean=n * d,
@@ -160,6 +160,27 @@ def merged(shares: list[Tensor], num_rows: int) -> Tensor:
         return shares[0]
     parts = [*(Moments(*share) for share in shares), Moments.empty(num_rows)]
     return torch.stack(Moments.joined(parts).merge(torch.arange(num_rows, device="cpu").repeat(len(parts)), num_rows))
+
+
+def merged_groups(fields: Array, first: npt.NDArray[np.int64]) -> Array:
+    """Merge groups of consecutive rows on the host: as :meth:`Moments.merge`, in a tenth of its time for few rows.
+
+    Args:
+        fields: Moments, float64, shape ``(fields, rows)``.
+        first: First row of each group, ascending from 0, int64, shape ``(groups,)``.
+
+    Returns:
+        Moments of shape ``(fields, groups)``.
+    """
+    sizes = np.diff(first, append=fields.shape[1])
+    parts = Moments(*fields)
+    with np.errstate(all="ignore"):
+        elements = np.add.reduceat(parts.elements, first)
+        mean = np.add.reduceat(parts.mean * (parts.elements / np.maximum(elements, 1.0).repeat(sizes)), first)
+        merged = Moments(*np.add.reduceat(np.stack(parts.about(mean.repeat(sizes))), first, axis=1))
+    return np.stack(
+        merged._replace(mean=mean, maximum=np.maximum.reduceat(parts.maximum, first), minimum=np.minimum.reduceat(parts.minimum, first))
+    )
 
 
 def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:

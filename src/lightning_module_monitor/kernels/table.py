@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_module_monitor.kernels import numba_kernel, triton_kernel
 from lightning_module_monitor.kernels.bins_of_floats import Bins
 from lightning_module_monitor.kernels.elements import strided
-from lightning_module_monitor.kernels.moments import Moments
+from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
-from lightning_module_monitor.kernels.torch_kernel import TorchKernel
+from lightning_module_monitor.kernels.torch_kernel import TorchKernel, has_float64
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
 _HOST = torch.device("cpu")
@@ -113,6 +113,14 @@ class MomentTable:
             except Exception as error:
                 self._fallback(kernel, members[0][1].device, error).add_all(*zip(*members, strict=True))
         return failed
+
+    def add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
+        """Measure the sum of squares of a tensor, and the mean of its product with another of its shape (or of minus the product)."""
+        self.add((row,), tensor, Need.SQUARES)
+        # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
+        wide = torch.float64 if has_float64(tensor.device) else torch.float32
+        product = tensor.to(wide, copy=True).mul_(other)
+        self.add((row_of_product,), product.neg_() if is_opposite else product, Need.MEAN)
 
     def add_moments(self, rows: list[int], moments: Moments) -> None:
         """Merge moments that were computed elsewhere, float64, shape ``(rows,)``."""

@@ -143,7 +143,7 @@ class CallHook:
             self._after()
 
     def remove(self) -> None:
-        """Remove it, or have it removed with those that were added later."""
+        """Remove it at once if it was added last, else together with the last of the hooks that were added later."""
         self._is_removed = True
         attributes = vars(self._module)
         while isinstance(call := attributes.get("_compiled_call_impl"), CallHook) and call._is_removed:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples, shortened
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts
 from lightning_module_monitor.model.outputs import Path, suffix
-from lightning_module_monitor.record import MAX_SITE_LENGTH, ROOT_SITE, fit_for_loggers
+from lightning_module_monitor.record import KINDS, MAX_SITE_LENGTH, ROOT_SITE, fit_for_loggers
 
 ROOT = ROOT_SITE
 _WRAPPED = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -74,9 +74,10 @@ class ParameterSite:
         return self.owner._parameters.get(self.attribute) is None
 
     def has(self, kind: str) -> bool:
-        """Whether there can be values of a kind: of floating parameters, and gradients of trained ones; true before the first batch."""
+        """Whether a parameter can have values of a kind: it is floating-point and, for gradients, trained. True before it has a shape."""
         parameter = self.tensor()
-        return parameter is None or (parameter.is_floating_point() and (parameter.requires_grad or not kind.startswith("gradient")))
+        is_of_trained = kind.startswith("gradient") or KINDS[kind].of_states
+        return parameter is None or (parameter.is_floating_point() and (parameter.requires_grad or not is_of_trained))
 
 
 def without_wrappers(name: str) -> str:
@@ -195,10 +196,12 @@ class ModelIndex:
         """The names including those inside of compiled code."""
         self.namer = Namer(format_name)
         self._format_name = format_name
+        self.exclude = exclude
         modules, parameters = self.namer.module_sites(root), self.namer.parameter_sites(root)
         outermost = root if within is None else next((site.module for site in modules if within in (*site.aliases, site.name)), None)
         if outermost is None:
-            near = nearest(str(within), [site.name for site in modules])
+            known = [site.name for site in modules]
+            near = or_examples(nearest(str(within), known), known)
             raise ConfigError(f"module {within!r} is none of the model's {len(modules)} modules{near}")
         self.within = outermost
         """The only module that is observed, with the modules inside."""
@@ -264,11 +267,11 @@ class ModelIndex:
             self._names_of_parts[key] = self.namer.name(f"{site}.{suffix(path, of)}")
         return self._names_of_parts[key]
 
-    def head_name(self, site: str, head: str) -> str:
-        """The name of an attention head (``head_0``) or of its tensor (``head_0.query``), the same in every call."""
-        key = (site, head)
+    def part_name(self, site: str, part: str) -> str:
+        """The name of an attention head (``head_0``), of its tensor (``head_0.query``) or of a parameter's state, always the same."""
+        key = (site, part)
         if key not in self._names_of_parts:
-            self._names_of_parts[key] = self.namer.name(f"{site}.{head}")
+            self._names_of_parts[key] = self.namer.name(f"{site}.{part}")
         return self._names_of_parts[key]
 
     def module_site(self, module: nn.Module | str) -> ModuleSite | None:
@@ -308,7 +311,8 @@ def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module]) -
         names = list(blocks)
         for name in names:
             if name not in by_name:
-                raise ConfigError(f"gradient_flow.blocks {name!r} is none of the {len(by_name)} module names{nearest(name, by_name)}")
+                near = or_examples(nearest(name, by_name), by_name)
+                raise ConfigError(f"gradient_flow.blocks {name!r} is none of the {len(by_name)} module names{near}")
     if len(names) < 2:
         listed = ", ".join(map(repr, names)) or "none"
         raise ConfigError(
@@ -326,7 +330,7 @@ def _matching(blocks: str, by_name: Mapping[str, nn.Module]) -> list[str]:
         raise ConfigError(f"{wrong}; expected 'model.blocks' or the like{nearest(blocks, by_name)}") from error
     if not names:
         message = f"gradient_flow.blocks {blocks!r} is none of the {len(by_name)} module names, and as a pattern matches none"
-        raise ConfigError(message + nearest_pattern(blocks, by_name))
+        raise ConfigError(message + or_examples(nearest_pattern(blocks, by_name), by_name))
     return names
 
 
@@ -337,4 +341,19 @@ def _children(name: str, by_name: Mapping[str, nn.Module]) -> list[str]:
         containers = [other for other, candidate in by_name.items() if isinstance(candidate, _HOLDS_BLOCKS)]
         expected = "expected a ModuleList, Sequential or ModuleDict of blocks, a list of names, or a pattern"
         raise ConfigError(f"gradient_flow.blocks {name!r} is a {type(module).__name__}; {expected}{nearest(name, containers)}")
-    return [child for child in by_name if child != ROOT and (child.rpartition(".")[0] or ROOT) == name]
+    return children_of_containers(by_name, *_HOLDS_BLOCKS)[name]
+
+
+def children_of_containers(by_name: Mapping[str, nn.Module], *types: type[nn.Module]) -> dict[str, list[str]]:
+    """The names of the children of each container of some types, in the model's order.
+
+    Args:
+        by_name: Every module by each of its names, in the model's order.
+        types: Classes of containers.
+    """
+    children: dict[str, list[str]] = {name: [] for name, module in by_name.items() if isinstance(module, types)}
+    for name in by_name:
+        container = name.rpartition(".")[0] or ROOT
+        if name != ROOT and container in children:
+            children[container].append(name)
+    return children

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lightning_module_monitor.config.rules import ParsedRule
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, shortened
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples, shortened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, names_used
 from lightning_module_monitor.model.names import (
@@ -21,11 +24,15 @@ from lightning_module_monitor.model.names import (
     unwrapped_class,
     without_wrappers,
 )
-from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.registry import Statistic
+
+if TYPE_CHECKING:  # a plan has rules about states, which match sites
+    from lightning_module_monitor.plan.plan import Plan
+
+_ANY = (re.compile("(?s).*"),)
 
 OF_WATCHES = "health.watch"
 """The label of rules that record what the built-in detectors judge."""
@@ -34,6 +41,8 @@ OF_WATCHES = "health.watch"
 def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[Site]:
     """The sites that a rule picks for a kind."""
     if KINDS[kind].site == "parameter":
+        # The name of a state is not known yet, and any pattern may match it.
+        rule = replace(rule, sites=_ANY) if KINDS[kind].of_states else rule
         return [site for site in index.parameters if is_picked(site, site.owner, rule)]
     there = [site for site in index.modules if not KINDS[kind].of_layers or layer_sites(site, kind)]
     return [site for site in there if is_picked(site, site.module, rule)]
@@ -66,9 +75,9 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
         raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
     what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
     sites: Sequence[Site] = index.modules if what == "module" else index.parameters
-    if not any(matches(site.aliases, rule.sites) for site in sites):
+    if not (any(KINDS[kind].of_states for kind in rule.kinds) or any(matches(site.aliases, rule.sites) for site in sites)):
         patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in sites]
-        near = next((end for end in (nearest_pattern(pattern, names) for pattern in patterns) if end != "."), ".")
+        near = next((end for end in (nearest_pattern(pattern, names) for pattern in patterns) if end != "."), or_examples(".", names))
         raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(sites)} {what} names{near}")
     types = [kind if isinstance(kind, str) else kind.__name__ for kind in rule.types or ()]
     options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": types}
@@ -82,11 +91,14 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
 
 
 def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
-    """For each pattern of a rule's sites that matches no name the end of a sentence, with the nearest name."""
+    """For each pattern of a rule's sites that matches no name, not even of a state, the end of a sentence, with the nearest name."""
+    if any(KINDS[kind].of_states for kind in rule.kinds):
+        return []  # names of states come later
     sites: list[Site] = [*index.modules, *index.parameters]
     idle = [pattern for pattern in rule.sites if not any(matches(site.aliases, (pattern,)) for site in sites)]
     names = [site.name for site in sites]
-    return [f"{pattern.pattern!r} matches none of {len(names)} names{nearest_pattern(pattern.pattern, names)}" for pattern in idle]
+    ends = {pattern.pattern: or_examples(nearest_pattern(pattern.pattern, names), names) for pattern in idle}
+    return [f"{pattern!r} matches none of {len(names)} names{end}" for pattern, end in ends.items()]
 
 
 def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:

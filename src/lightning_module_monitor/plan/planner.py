@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from lightning_module_monitor.config.rules import ParsedRule, Rule, parse_rule
+from lightning_module_monitor.distributed.ranks import num_processes
+from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
 from lightning_module_monitor.plan.matching import check_rule, compiled_in_words, idle_kinds, layer_sites, matching
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
+from lightning_module_monitor.plan.states import StateRules
+from lightning_module_monitor.plan.totals import Totals, check_per_module, joined, parameters_by_module
 from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
+from lightning_module_monitor.probes.gradient_noise import NoiseSites
+from lightning_module_monitor.probes.optimizer_states import STATE
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
 from lightning_module_monitor.statistics.stream import Output, Stream
@@ -32,6 +38,8 @@ class Planner:
     """The names of the model."""
     chain: Chain | None
     """The blocks whose gradient flow is recorded."""
+    noise: NoiseSites | None
+    """The modules whose gradient noise is recorded."""
     reporter: ErrorReporter
     has_ranks: bool = False
     """Whether the values of several ranks are merged."""
@@ -55,9 +63,14 @@ class Planner:
         index = _index_of(recipe, module, compiled_parts(module) if recipe.keeps_compiled else NOT_COMPILED)
         for rule in recipe.rules:
             check_rule(rule, index, reporter, shares_input=shares_input)
+            if not rule.is_optional:
+                check_per_module(rule, index)
         for capture in recipe.captures:
             idle_kinds(capture, index)
-        planner = cls(recipe, index, _chain_of(recipe, index, shares_input), reporter, has_ranks, shares_input)
+        if recipe.gradient_noise is not None:
+            check_per_module(recipe.gradient_noise, index)
+            _check_ranks_of_noise(index, has_ranks=has_ranks, shares_input=shares_input)
+        planner = cls(recipe, index, _chain_of(recipe, index, shares_input), _noise_of(recipe, index), reporter, has_ranks, shares_input)
         planner.plan()  # in which no two outputs may have one name
         planner.report_renamed()
         planner.report_compiled()
@@ -70,6 +83,8 @@ class Planner:
             ConfigError: If the rule matches nothing in the model, or another rule records something else by a name that it has.
         """
         check_rule(rule, self.index, self.reporter, shares_input=self.shares_input)
+        if not rule.is_optional:
+            check_per_module(rule, self.index)
         planner = replace(self, recipe=self.recipe.with_rule(rule))
         planner.report_renamed()
         return planner
@@ -81,18 +96,19 @@ class Planner:
             chain = _chain_of(self.recipe, index, self.shares_input)
         except ConfigError as error:
             self.reporter.log_once(str(error), logging.WARNING)
-        planner = replace(self, index=index, chain=chain)
+        planner = replace(self, index=index, chain=chain, noise=_noise_of(self.recipe, index))
         if compiled.inside != self.index.compiled.inside:
             planner.report_compiled()
         return planner
 
     def one_by_one(self) -> list[str]:
         """Every recorded output and its schedule. All ranks that monitor the model together must have the same."""
-        recorded = [f"gradient_flow {self.recipe.schedule}"]
+        recorded = [f"gradient_flow, gradient_noise {self.recipe.schedule}"]
         for rule in (*self.recipe.rules, *self.recipe.captures):
             steps = rule.schedule.value
             when = f"at steps {sorted(steps)}" if isinstance(steps, frozenset) else str(rule.schedule)
             recorded += [f"{_path(stream)} {when}" for stream in self._plan([rule]).streams()]
+        recorded += [] if self.noise is None else self.noise.keys()
         return recorded + [_path(stream) for stream in (self.chain.streams if self.chain is not None else ())]
 
     def plan(self, due: ActiveRules | None = None, stage: str = TRAIN) -> Plan:
@@ -100,7 +116,8 @@ class Planner:
         due = self.recipe.everything() if due is None else due
         if (stage, due) not in self._plans:
             chain = self.chain if due.gradient_flow and stage == TRAIN else None
-            self._plans[stage, due] = self._plan([self.recipe.rules[number] for number in due.rules], stage, chain)
+            plan = self._plan([self.recipe.rules[number] for number in due.rules], stage, chain)
+            self._plans[stage, due] = replace(plan, noise=self.noise if due.gradient_noise and stage == TRAIN else None)
         return self._plans[stage, due]
 
     def capture_plan(self, step: int | None = None) -> Plan | None:
@@ -128,50 +145,47 @@ class Planner:
         self, rules: Iterable[ParsedRule], stage: str = TRAIN, chain: Chain | None = None, *, index: ModelIndex | None = None
     ) -> Plan:
         """What some rules record together. Outside of training there are only activations."""
-        index = index or self.index
+        index, rules = index or self.index, [*rules]
         by_site: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
         """Rules by site and kind: a module and a parameter never have one name."""
+        totals = Totals()
         for rule in rules:
             for kind in [kind for kind in rule.kinds if self._is_recorded(kind, stage)]:
-                for site in matching(rule, kind, index):
+                if rule.per_module:
+                    totals.add(rule, kind, index)
+                for site in () if rule.per_module else matching(rule, kind, index):
                     by_site[site.name][kind].append(rule)
+        shared = totals.shared()
 
         def watched(site: SiteT) -> Watched[SiteT]:
-            streams = {kind: self._stream(site, kind, rules, stage) for kind, rules in by_site[site.name].items()}
+            rules, of_totals = by_site[site.name], shared.get(site.name, {})
+            streams = {kind: self._stream(site, kind, rules[kind], stage, of_totals.get(kind, {})) for kind in {**rules, **of_totals}}
             layers = {kind: {name: stream.at(name) for name in layer_sites(site, kind)} for kind, stream in streams.items()}
             return Watched(
                 site, {kind: stream for kind, stream in streams.items() if not layers[kind]}, {k: v for k, v in layers.items() if v}
             )
 
-        return Plan(
-            [watched(site) for site in index.modules if site.name in by_site],
-            [watched(site) for site in index.parameters if site.name in by_site],
-            chain,
-        )
+        modules = [watched(site) for site in index.modules if site.name in by_site]
+        parameters = [watched(site) for site in index.parameters if site.name in by_site or site.name in shared]
+        totals.plan(parameters, stage, self.recipe.prefix)
+        states = StateRules.of([rule for rule in rules if self._is_recorded(STATE, stage)], totals, parameters, index, self.reporter)
+        return Plan(modules, parameters, chain, [*totals.rules], states)
 
     def _is_recorded(self, kind: str, stage: str) -> bool:
         return kind not in self.recipe.left_out and (stage == TRAIN or KINDS[kind].in_every_stage)
 
-    def _stream(self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str) -> Stream:
-        """What rules record of a kind at a site, together.
-
-        Raises:
-            ConfigError: If two different things have one name.
-        """
-        outputs: dict[str, Output] = {}
-        for rule in rules:
-            for name, output in rule.outputs.items():
-                if outputs.setdefault(name, output) != output:
-                    why = f"another rule records something else as {name!r} of kind {kind!r} at {site.name!r}"
-                    raise ConfigError(f"{rule.label}: {why}; expected names that differ.")
+    def _stream(
+        self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str, shared: Mapping[str, Output]
+    ) -> Stream:
         return Stream(
             kind,
             site.name,
-            outputs,
+            joined(rules, kind, site.name),
             stage,
             self.recipe.prefix,
             is_compared=self.shares_input and isinstance(site, ModuleSite),
             is_replicated=self.has_ranks and isinstance(site, ParameterSite),
+            shared=shared,
         )
 
     # Keys
@@ -235,6 +249,29 @@ def _index_of(recipe: Recipe, module: nn.Module, compiled: CompiledParts) -> Mod
 def _chain_of(recipe: Recipe, index: ModelIndex, shares_input: bool) -> Chain | None:
     flow = recipe.gradient_flow
     return None if flow is None else Chain.of(flow, index, recipe.prefix, is_compared=shares_input)
+
+
+def _check_ranks_of_noise(index: ModelIndex, *, has_ranks: bool, shares_input: bool) -> None:
+    """Refuse gradient noise where a rank has no gradient of its own micro-batch, or does not know those of other ranks.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if shares_input or any(is_laid_out(site.owner) for site in index.parameters):
+        why = "parameters are laid out over ranks (FSDP or tensor parallel), and no rank has the whole gradient of its own micro-batch"
+        raise ConfigError(f"gradient_noise: {why}; expected one device or DDP.")
+    if num_processes() > 1 and not has_ranks:
+        why = f"the gradients of {num_processes()} ranks are compared, and each rank is monitored by itself"
+        raise ConfigError(f"gradient_noise: {why}; expected ModuleMonitor(distributed=True).")
+
+
+def _noise_of(recipe: Recipe, index: ModelIndex) -> NoiseSites | None:
+    if recipe.gradient_noise is None:
+        return None
+    indices = {site.name: number for number, site in enumerate(index.parameters)}
+    names_by_module = parameters_by_module(recipe.gradient_noise, "gradient", index)
+    members = {module: [indices[name] for name in names] for module, names in names_by_module.items()}
+    return NoiseSites(index.parameters, members, recipe.prefix)
 
 
 def _path(stream: Stream) -> str:

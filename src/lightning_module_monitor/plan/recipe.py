@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_module_monitor.config.rules import ParsedGradientFlow, ParsedRule, Rule, parse_rule
+from lightning_module_monitor.config.flow_option import ParsedGradientFlow
+from lightning_module_monitor.config.rules import ParsedRule, Rule, parse_rule
 from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.names import NameFormat
@@ -23,6 +24,7 @@ class ActiveRules(NamedTuple):
     rules: tuple[int, ...]
     """Numbers of the rules."""
     gradient_flow: bool
+    gradient_noise: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,7 @@ class Recipe:
     schedule: ParsedSchedule
     rules: tuple[ParsedRule, ...]
     gradient_flow: ParsedGradientFlow | None
+    gradient_noise: ParsedRule | None
     captures: tuple[ParsedRule, ...]
     within: str | None
     exclude: Sequence[re.Pattern[str]]
@@ -69,7 +72,7 @@ class Recipe:
 
     def has_any(self) -> bool:
         """Whether anything is recorded."""
-        return bool(self.rules) or self.gradient_flow is not None or bool(self.captures)
+        return bool(self.rules or self.captures) or self.gradient_flow is not None or self.gradient_noise is not None
 
     def first_of_reference(self, *, running: bool = False) -> str | None:
         """The first rule with a kind that needs a reference, and that kind; ``None`` if no rule has one.
@@ -97,11 +100,12 @@ class Recipe:
 
         A step is monitored if the monitor's own schedule picks it, a rule is due in it, or its raw tensors are captured.
         """
-        is_picked = self.schedule(step)
-        rules = tuple(number for number, rule in enumerate(self.rules) if rule.schedule(step))
+        own = self.schedule
+        is_picked = own(step)
+        rules = tuple([number for number, rule in enumerate(self.rules) if (is_picked if rule.schedule is own else rule.schedule(step))])
         if not (is_picked or rules or self.is_captured(step)):
             return None
-        return ActiveRules(rules, self.gradient_flow is not None and is_picked)
+        return ActiveRules(rules, self.gradient_flow is not None and is_picked, self.gradient_noise is not None and is_picked)
 
     def clock(self, step: int) -> MinutesSchedule | None:
         """The schedule that picks a step by the clock; ``None`` if none does."""
@@ -111,7 +115,7 @@ class Recipe:
     def everything(self) -> ActiveRules:
         """All rules except those that are added for a few steps after a finding."""
         rules = tuple(number for number, rule in enumerate(self.rules) if rule.label != DETAIL)
-        return ActiveRules(rules, self.gradient_flow is not None)
+        return ActiveRules(rules, self.gradient_flow is not None, self.gradient_noise is not None)
 
     def is_captured(self, step: int) -> bool:
         """Whether the record of a step holds raw tensors."""

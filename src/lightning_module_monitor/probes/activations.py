@@ -29,7 +29,7 @@ _Measured = tuple[str, Stream | None, Stream | None]
 """Name of a module, and what is recorded of its output, and of the gradient."""
 
 _Compared = tuple[Stream, nn.Module]
-"""What is recorded of the difference of a module's output, and the module's sibling in the reference."""
+"""The stream of the difference of a module's output, and the module's sibling in the reference."""
 
 
 class ActivationProbe(Consumer[_Measured]):
@@ -113,7 +113,7 @@ class DifferenceProbe(Consumer[_Compared]):
             elements = unwrapped(tensor).detach()
             if path not in references or not elements.is_floating_point():
                 continue
-            if elements.shape != references[path].shape:  # as of routed experts
+            if elements.shape != references[path].shape:  # for example, routed experts
                 self._reference.not_compared[OTHER_SHAPE].add(sibling)
                 continue
             name = self._tools.output_name(stream.site, path)
@@ -127,12 +127,12 @@ def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTe
 
 
 class ModuleTable:
-    """What is known of the modules of a model."""
+    """Collects type, size and first output of the modules of a model."""
 
     def __init__(self, sites: Iterable[ModuleSite] = (), observed: Iterable[ModuleSite] = ()) -> None:
         self._sites = list(sites)
         self._waiting = [site for site in observed if site.runs]
-        """Those that have not run yet."""
+        """The modules that have not run yet."""
         self._outputs: dict[str, tuple[tuple[int, ...], str]] = {}
         """Shape and dtype, by name."""
         self._modules: tuple[ModuleInfo, ...] = ()

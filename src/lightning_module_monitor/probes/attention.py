@@ -207,7 +207,7 @@ class AttentionProbe(Probe):
         figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
         values = torch.stack([getattr(figures, FIGURES[kind]) for kind in kinds])
         counts = torch.stack([figures.visible >= NEEDED_KEYS.get(kind, 1) for kind in kinds])
-        names = [self._tools.names.head_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
+        names = [self._tools.names.part_name(watched.site.name, f"head_{head}") for head in range(query.shape[1])]
         streams = [watched.streams[kind].at(name) for kind in kinds for name in names]
         # From (kinds, batch, heads, queries) to a row for each kind and head.
         rows, counting = (tensor.transpose(1, 2).reshape(len(streams), -1) for tensor in (values, counts))
@@ -230,7 +230,7 @@ class AttentionProbe(Probe):
         tensors = {"query": call.query, "key": call.key, "value": call.value, "activation": call.output}
         for name, tensor in tensors.items():
             for head, head_tensor in enumerate(() if tensor is None else tensor.detach().unbind(1)):
-                yield self._tools.names.head_name(watched.site.name, f"head_{head}.{name}"), head_tensor
+                yield self._tools.names.part_name(watched.site.name, f"head_{head}.{name}"), head_tensor
 
     def _enter(self, hooked: _HookedModule, *_call: object) -> None:
         """The forward of a module begins."""

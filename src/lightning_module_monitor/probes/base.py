@@ -27,10 +27,10 @@ class Watched(Generic[SiteT]):
     site: SiteT
     streams: Mapping[str, Stream]
     layers: Mapping[str, Mapping[str, Stream]] = field(default_factory=dict)
-    """What is recorded of the linear maps of a module by kind and by the name of the map's site."""
+    """Streams of the linear maps of a module, by kind and by the name of the map's site."""
 
     def all_streams(self) -> list[Stream]:
-        """What is recorded of every kind, linear maps included."""
+        """The streams of every kind, linear maps included."""
         return [*self.streams.values(), *(stream for by_site in self.layers.values() for stream in by_site.values())]
 
 
@@ -90,7 +90,7 @@ class Gate:
 
 
 class StepTools(NamedTuple):
-    """What the probes of a step have in common."""
+    """The objects that all probes of a step share."""
 
     accumulator: StepAccumulator
     names: ModelIndex

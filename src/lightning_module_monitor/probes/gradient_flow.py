@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from lightning_module_monitor.config.rules import ParsedGradientFlow
+from lightning_module_monitor.config.flow_option import ParsedGradientFlow
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModelIndex, Namer

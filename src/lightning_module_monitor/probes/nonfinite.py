@@ -112,7 +112,7 @@ class FiniteStep:
         self.micro_batch = 0
         """The running micro-batch."""
         self._vectors: list[list[nn.Parameter]] | None = None
-        """The biases and gains to observe lightly, in groups; ``None`` before :meth:`observe_gradients`."""
+        """The biases and normalization weights to observe lightly, in groups; ``None`` before :meth:`observe_gradients`."""
         self._since: Tensor | None = None
         """The first marked step with a non-finite value, shape ``()``, on the device of the loss; -1 without one."""
 
@@ -124,7 +124,7 @@ class FiniteStep:
 
     @torch.no_grad()
     def observe_gradients(self, *, lightly: bool = False) -> None:
-        """Observe the gradients of a backward pass; ``lightly`` only those of some biases and gains, by a few operations."""
+        """Observe the gradients of a backward pass; ``lightly``: only of some biases and normalization weights, by a few operations."""
         if is_tracing():
             return
         if not lightly or self._vectors is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.shards import (
@@ -25,6 +26,8 @@ from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter
 from lightning_module_monitor.probes.capture import CaptureProbe
+from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
+from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -130,7 +133,10 @@ def expected_tensors(
 ) -> dict[str, FlatShard | None]:
     """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name."""
     named = [
-        (name_of(kind, target.site.name), target.site) for target in watched for kind, stream in target.streams.items() if stream.functions
+        (name_of(kind, target.site.name), target.site)
+        for target in watched
+        for kind, stream in target.streams.items()
+        if stream.functions and kind != STATE
     ]
     named += [(name_of(kind, target.site.name), target.site) for target in captured for kind in target.streams]
     parameters = [(name, site.name, site.tensor()) for name, site in named]
@@ -141,12 +147,14 @@ def fail_removed(watched: Sequence[WatchedParameter], accumulator: StepAccumulat
     """Record NaN for parameters that were removed from their modules: an absent value would go unnoticed."""
     for target in watched:
         for stream in target.streams.values() if target.site.is_removed() else ():
+            if stream.kind == STATE:
+                continue  # its keys are not known
             accumulator.fail(stream, target.site.owner, LookupError("the module has no parameter of this name any more"))
 
 
 _Tensors = Sequence[tuple[WatchedParameter, Tensor]]
 
-PARAMETER, DIFFERENCE, UPDATE = "parameter", "parameter_difference", "update"
+PARAMETER, DIFFERENCE, GRADIENT, UPDATE = "parameter", "parameter_difference", "gradient", "update"
 
 
 @dataclass
@@ -168,6 +176,9 @@ class ParameterTap(Probe):
     flat: Mapping[str, FlatShard]
     """The parameters of FSDP1 that are laid out over ranks, by site."""
     reference: Reference | None
+    states: StateReader | None
+    """Finds the states of optimizers; ``None`` where no rule is about them."""
+    previous: PreviousUpdates
     _before: dict[str, tuple[WatchedParameter, int, Tensor]] = field(default_factory=dict)
     """By site the ``id`` of a parameter, and its copy from before the optimizer moves it until its update is observed."""
     _unsupported: defaultdict[torch.dtype | type, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -177,6 +188,7 @@ class ParameterTap(Probe):
         expected = expected_tensors(self.watched, self.captured, self.flat)
         self._whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
         self._accumulator = self.tools.accumulator
+        self._cosines = Cosines(self.tools, self.access.gradient, self._own_part, self.previous)
         self._captured = {(kind, target.site.name) for target in self.captured for kind in target.streams}
         known = {target.site.name for target in self.watched} if self.captured else ()
         self._sites = [*self.watched, *(Watched(target.site, {}) for target in self.captured if target.site.name not in known)]
@@ -199,9 +211,16 @@ class ParameterTap(Probe):
         read = self.access.gradient if scale is None else functools.partial(self.access.unscaled_gradient, scale=scale)
         for gradients in self._read({kind}, among, read, makes_copies=scale is not None):
             self._observe(kind, "gradients", gradients)
+        if kind == GRADIENT:
+            self._cosines.note_gradients(self.watched)
 
-    def observe_updates(self, among: Among = None, *, is_skipped: bool = False) -> None:
-        """Observe parameters minus their copies, and release the copies. The update of a skipped step is 0, whatever else moved them."""
+    def observe_updates(self, among: Among = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Observe parameters minus their copies, release the copies, and observe what optimizers keep of the parameters.
+
+        The update of a skipped step is 0, whatever else moved them. It is not known here whether a tensor is not 0.
+        """
+        optimizers = [*optimizers]
+        self._observe_states(among, optimizers, is_skipped)
         before = [(target, copy) for target, identity, copy in self._before.values() if among is None or identity in among]
         if not before:
             return
@@ -210,18 +229,29 @@ class ParameterTap(Probe):
         relative_to = [(target.streams[UPDATE], copy) for target, copy in before if UPDATE in target.streams and copy.is_floating_point()]
         self._accumulator.observe_base(self._own(relative_to))
         updates: list[tuple[WatchedParameter, Tensor]] = []
+        dtypes: dict[str, torch.dtype] = {}
+        """Those of the parameters, by site: the update of a parameter in half precision is in float32."""
         for target, copy in before:
             parameter = target.site.tensor()
             if parameter is not None:
                 with self._failing({UPDATE}, target, copy):
-                    after = None if is_skipped else self.access.parameter(parameter)
-                    if is_skipped or after is not None:
+                    after = None if is_skipped is True else self.access.parameter(parameter)
+                    if is_skipped is True or after is not None:
+                        dtypes[target.site.name] = copy.dtype
                         updates.append((target, copy.zero_() if after is None else update(copy, after)))
         self._observe(UPDATE, "updates", updates)
+        for target, tensor in updates:
+            stream = target.streams.get(UPDATE)
+            if stream is not None and stream.compared_with and tensor.is_floating_point():
+                with self._failing({UPDATE}, target, tensor):
+                    self._cosines.compare_with_gradient(stream, target, tensor, optimizers, is_opposite=True)
+                    self._cosines.compare_with_previous(stream, tensor, dtypes[target.site.name], is_skipped)
 
     def finish(self) -> None:
         """Log which parameters are not recorded."""
         self.tools.log_unsupported("parameters", self._unsupported)
+        if self.states is not None:
+            self.states.finish()
 
     def assemble(self) -> None:
         """Assemble the tensors that are laid out over ranks, at the end of the step, on every rank."""
@@ -297,6 +327,24 @@ class ParameterTap(Probe):
             call = functools.partial(self._accumulator.call_functions, stream)
             self._whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference.to(parameter.device)), call)
 
+    def _observe_states(self, among: Among, optimizers: Sequence[Optimizer], is_skipped: bool | Tensor) -> None:
+        """Measure the states that optimizers keep of some parameters, and call the user's functions with them."""
+        if self.states is None:
+            return
+        watched = [target for target in self._sites if STATE in target.streams and (among is None or id(target.site.tensor()) in among)]
+        with self.tools.reporter.guard("optimizer states", self._accumulator):
+            read = [*self.states.states(optimizers, watched, has_stepped=is_skipped is False)]
+            self._accumulator.measure_all(self._own([(stream, tensor) for _target, stream, tensor in read]))
+            self._accumulator.totals = self.states.totals()
+            for target, stream, tensor in read:
+                with failing_alone(functools.partial(self._accumulator.fail, stream, tensor)):
+                    self._cosines.compare_with_gradient(stream, target, tensor, optimizers)
+                    if stream.functions and (is_sharded(tensor) or target.site.name in self.flat):
+                        raise ValueError("it is laid out over ranks, and functions get whole tensors; expected a rule without functions")
+                    if stream.functions:
+                        call = functools.partial(self._accumulator.call_functions, stream)
+                        self._whole_tensors.give(name_of(STATE, stream.site), [tensor], call)
+
     def _own(self, pairs: Iterable[tuple[Stream, Tensor]]) -> list[tuple[Stream, Tensor]]:
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
         parts = []
@@ -318,11 +366,11 @@ class ParameterTap(Probe):
         Raises:
             ValueError: If the tensor is laid out over ranks.
         """
-        if stream.site in self.flat or is_sharded(tensor):
+        if self._shard_of(stream) is not None or is_sharded(tensor):
             raise ValueError("it is laid out over ranks, and token_norm and token_rms are of whole tokens; expected a rule without them")
 
     def _own_part(self, stream: Stream, tensor: Tensor) -> Tensor | None:
-        shard, part = self.flat.get(stream.site), None
+        shard, part = self._shard_of(stream), None
         if shard is not None:
             part = None if shard.is_copy else tensor
         elif is_sharded(tensor):
@@ -332,6 +380,10 @@ class ParameterTap(Probe):
         if part is not None:
             self._accumulator.parts.add(stream)
         return part
+
+    def _shard_of(self, stream: Stream) -> FlatShard | None:
+        """The layout of a parameter of FSDP1, which its states share."""
+        return self.flat.get(stream.site if stream.origin is None else stream.origin.site)
 
     def _failing(self, kinds: Set[str], target: WatchedParameter, tensor: Tensor) -> AbstractContextManager[None]:
         return failing_alone(functools.partial(self._fail, kinds, target, tensor))

@@ -67,7 +67,7 @@ class LayerType:
         features: The dimension of an input or output that holds the features.
         matrices: The weight as a linear map: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
         normalizes: Whether the weight is applied to the normalized input, which ``function`` returns without weight and bias.
-        vectors: From the tensor to which the weight is applied, a tensor whose norm is that of all vectors that ``matrices`` multiplies;
+        vectors: Converts the input of the weight to a tensor whose norm is that of all vectors that ``matrices`` multiplies;
             it returns ``None`` if the product of both norms does not bound the term. A type without ``vectors`` has no alignment.
     """
 

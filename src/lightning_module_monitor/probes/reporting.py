@@ -115,3 +115,7 @@ class ErrorReporter:
         if (level >= logging.WARNING or self.is_first()) and (once or message) not in self._reported:
             self._reported.add(once or message)
             self._logger.log(level, message, exc_info=error)
+
+    def settle(self, once: str) -> None:
+        """Log no message of this name any more, in all runs of the model: its cause is known not to exist."""
+        self._reported.add(once)

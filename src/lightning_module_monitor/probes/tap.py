@@ -89,7 +89,7 @@ class ModuleTap(Probe):
     def __init__(self, consumers: Iterable[Consumer[Any]], gate: Gate, step: object) -> None:
         self.gate = gate
         self.step = step
-        """What the gate's observer is while this tap observes."""
+        """The step; the gate has it as its observer while this tap observes."""
         self._by_module: defaultdict[nn.Module, Consumers] = defaultdict(tuple)
         for consumer in consumers:
             for module, target in consumer.targets:

@@ -140,10 +140,11 @@ def _module_rows(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
 
 
 def _kinds(run: StoredRun) -> str:
-    rows = []
+    rows, totals = [], {id(table) for table in run.totals}
     for table in (*run.tables, *run.figures):
         medians = (f"{typical(typical(part(table.values))):.4g}" for part in (early, late))
-        rows.append((table.kind, table.statistic, str(len(table.sites)), str(len(table.steps)), *medians))
+        kind = f"{table.kind}/{table.sites[0]}" if id(table) in totals else table.kind
+        rows.append((kind, table.statistic, str(len(table.sites)), str(len(table.steps)), *medians))
     return _table(["kind", "statistic", "sites", "records", "median of all sites, first quarter", "last quarter"], rows)
 
 

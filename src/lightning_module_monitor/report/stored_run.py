@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.judgement import Verdict
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, SUMMARY_SITE, Facts, Finding, Key, ModuleInfo
+from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, ROOT_SITE, SUMMARY_SITE, Facts, Finding, Key, ModuleInfo, is_total
 from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Matrix, Table
 from lightning_module_monitor.sinks.store.reader import StoreReader
@@ -30,7 +30,7 @@ class StoredRun:
     tables: list[Table]
     """Tables of sites, kind by kind."""
     figures: list[Table]
-    """Series without a site, a table of one row each: the monitor's own figures, summaries over sites, logged values."""
+    """Tables of one row: series without a site, as the monitor's own figures, summaries over sites, logged values, and totals."""
     findings: list[Finding]
     """The findings of training."""
     facts: list[tuple[int, Facts]]
@@ -55,6 +55,13 @@ class StoredRun:
     def context(self) -> list[Table]:
         """Figures of the training loop: the loss, learning rates, logged values."""
         return [table for table in self.figures if table.name.kind == CONTEXT_KIND]
+
+    @property
+    def totals(self) -> list[Table]:
+        """Values of all parameters inside a module together, those of ``_root_`` first, a table of one row for each."""
+        names = [module.name for module in self.modules]
+        totals = [table for table in self.figures if is_total(table.name._replace(site=table.sites[0]), names)]
+        return sorted(totals, key=lambda table: table.sites[0] != ROOT_SITE)
 
     @property
     def series(self) -> dict[str, tuple[Table, int]]:
@@ -82,9 +89,14 @@ def read_run(store: StoreReader) -> StoredRun:
     tables: list[Table] = []
     figures: list[Table] = []
     modules = store.modules()
+    names = [module.name for module in modules]
     for kind in store.kinds():
         for table in _tables_of(store.matrix(kind), modules):
-            (figures if table.sites[0] in ("", SUMMARY_SITE) or table.name.kind == OWN_KIND else tables).append(table)
+            site = table.sites[0]
+            if site not in ("", SUMMARY_SITE) and table.name.kind != OWN_KIND and not is_total(table.name._replace(site=site), names):
+                tables.append(table)
+            elif table.is_recorded.any():  # a ratio of zero to zero in every record has no value
+                figures.append(table)
     histograms = [Key.parse(key) for key in store.histogram_keys()]
     attributes: dict[str, Any] = store.attributes
     configurations = attributes["configurations"]
@@ -93,11 +105,13 @@ def read_run(store: StoreReader) -> StoredRun:
 
 
 def _tables_of(matrix: Matrix, modules: Sequence[ModuleInfo]) -> Iterator[Table]:
-    """A table for each statistic of a kind, with the sites in the model's order, and a table for each figure."""
-    columns: dict[tuple[Key, bool], list[int]] = {}
+    """A table for each statistic of a kind, with the sites in the model's order, and a table for each figure and total."""
+    columns: dict[tuple[Key, str], list[int]] = {}
+    names = [module.name for module in modules]
     for column in _columns_in_order(matrix.keys, modules):
         key = matrix.keys[column]
-        columns.setdefault((key._replace(site=""), key.site == SUMMARY_SITE), []).append(column)
+        by_itself = key.site if key.site == SUMMARY_SITE or is_total(key, names) else ""
+        columns.setdefault((key._replace(site=""), by_itself), []).append(column)
     yield from map(matrix.table, columns.values())
 
 

@@ -22,24 +22,22 @@ from lightning_module_monitor.lightning_packages import LightningModule, Logger,
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     OWN_KIND,
-    ROLL_UP_SITES,
     SUMMARY_SITE,
     TRAIN,
     Finding,
     Key,
     Record,
     is_context,
-    is_undefined,
+    is_total,
 )
+from lightning_module_monitor.sinks.roll_ups import NONFINITE_COUNT, RollUps, ZeroCounts, logged_values, summed
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 
-*_SITES, ALL = ROLL_UP_SITES
-"""The sites of roll-ups: minimum, median and maximum; and the sum of all histograms."""
+FINDINGS, DIAGNOSES = f"{OWN_KIND}/findings", f"{OWN_KIND}/diagnoses"
+"""Tags of findings and of their causes in loggers that log texts."""
 
-FINDINGS = f"{OWN_KIND}/findings"
-"""Tag of findings in loggers that log texts."""
-
-NONFINITE_COUNT = "nonfinite_count"
+TOTALS = "totals"
+"""TensorBoard's first category of charts."""
 
 
 class LoggerSink:
@@ -54,6 +52,8 @@ class LoggerSink:
         always: Patterns of keys that are always logged.
         messages: Logs the failure of a logger, once.
         keys: Expected keys, for TensorBoard's layout of charts.
+        modules: Names of the modules of the model, by which totals are known: they are always logged, and first.
+        blocks: Names of the modules whose values are logged beside roll-ups.
     """
 
     def __init__(
@@ -62,26 +62,31 @@ class LoggerSink:
         roll_up: bool,
         always: Sequence[re.Pattern[str]],
         messages: Log,
-        keys: Iterable[str],
+        keys: Collection[str],
+        *,
+        modules: Collection[str] = (),
+        blocks: Collection[str] = (),
     ) -> None:
         self._loggers = list(loggers)
-        self._roll_up = RollUps(always) if roll_up else None
+        self._modules = frozenset(modules)
+        self._roll_up = RollUps(always, self._modules, frozenset(blocks)) if roll_up else None
         self._zero_counts = ZeroCounts(always)
         self._messages = messages
         self._failed: set[int] = set()
+        self._diagnoses: list[str] = []
+        """Those that the loggers have."""
         self._without_histograms = [type(logger).__name__ for logger in loggers if not takes_histograms(logger)]
-        charts = charts_of(keys)
         for logger in loggers:
             with self._reporting(logger):
-                lay_out(logger, charts)
+                lay_out(logger, keys, self._modules)
 
     def write(self, record: Record) -> None:
         """Log a record. The failure of a logger is reported once; the next record is logged again."""
         if not self._loggers:
             return
-        values, histograms = without_context(record.values), record.histograms
+        values, histograms = logged_values(record.values), record.histograms
         if self._roll_up is not None:
-            values, histograms = self._roll_up(values), summed(histograms)
+            values, histograms = self._roll_up(values), summed(histograms, self._modules)
         self._zero_counts.drop_from(values)
         if histograms and self._without_histograms:
             names, self._without_histograms = ", ".join(self._without_histograms), []
@@ -91,6 +96,16 @@ class LoggerSink:
                 if values or histograms:
                     log(logger, values, histograms, record.step)
                 log_findings(logger, record.findings)
+
+    def write_diagnoses(self, diagnoses: Sequence[object], step: int) -> None:
+        """Log the causes of the findings until now, unless the loggers have them."""
+        texts = [*map(str, diagnoses)]
+        if texts == self._diagnoses:
+            return
+        self._diagnoses = texts
+        for logger in self._loggers:
+            with self._reporting(logger):
+                log_diagnoses(logger, texts, step)
 
     @contextmanager
     def _reporting(self, logger: Logger) -> Iterator[None]:
@@ -102,11 +117,6 @@ class LoggerSink:
                 self._failed.add(id(logger))
                 name = type(logger).__name__
                 self._messages.warning("%s did not take the monitor's values (%s: %s). Logged once.", name, type(error).__name__, error)
-
-
-def without_context(values: Mapping[str, float]) -> dict[str, float]:
-    """The values without the context of training, which Lightning logs."""
-    return {key: value for key, value in values.items() if not is_context(key)}
 
 
 def _is_tensorboard(logger: object) -> TypeGuard[Logger]:
@@ -181,26 +191,38 @@ class Chart(NamedTuple):
     """With prefix and stage."""
     statistic: str
 
-    def pattern(self, prefix: str) -> str:
-        """A regular expression for the keys, after the prefix of a logger."""
-        return f"^{re.escape(f'{prefix}{self.kind}')}/[^/]+/{re.escape(self.statistic)}$"
+    def pattern(self, prefix: str, sites: Collection[str] = (), *, without: Collection[str] = ()) -> str:
+        """A regular expression for the keys, after the prefix of a logger: of some sites, or of all but some."""
+        names, others = ("|".join(map(re.escape, group)) for group in (sites, without))
+        site = f"({names})" if sites else f"(?!({others})/)[^/]+" if without else "[^/]+"
+        return f"^{re.escape(f'{prefix}{self.kind}')}/{site}/{re.escape(self.statistic)}$"
 
 
-def charts_of(keys: Iterable[str]) -> Counter[Chart]:
-    """The charts of keys with their numbers of sites, without counts of non-finite elements, which are rarely logged."""
+def charts_of(keys: Iterable[str], modules: Collection[str] = ()) -> Counter[Chart]:
+    """The charts of keys with their numbers of sites, without counts of non-finite elements, which are rarely logged, and totals."""
+    return Counter(Chart(key.full_kind, key.statistic) for key in _drawn(keys) if not is_total(key, modules))
+
+
+def _drawn(keys: Iterable[str]) -> list[Key]:
     parsed = map(Key.parse, keys)
-    drawn = (key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT)
-    return Counter(Chart(key.full_kind, key.statistic) for key in drawn)
+    return [key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT]
 
 
-def lay_out(logger: object, charts: Collection[Chart]) -> None:
-    """Add a chart for each kind and statistic, with a line for each site, to TensorBoard's tab CUSTOM SCALARS."""
-    if _is_tensorboard(logger) and charts:
-        prefix = _key_prefix(logger)
-        layout: dict[str, dict[str, list[Any]]] = {}
-        for chart in charts:
-            layout.setdefault(chart.kind, {})[f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix)]]
-        logger.experiment.add_custom_scalars(layout)
+def lay_out(logger: object, keys: Collection[str], modules: Collection[str] = ()) -> None:
+    """Add a chart for each kind and statistic to TensorBoard's tab CUSTOM SCALARS: first those of totals, then those of sites."""
+    drawn = _drawn(keys)
+    if not _is_tensorboard(logger) or not drawn:
+        return
+    prefix, layout = _key_prefix(logger), defaultdict[str, dict[str, list[Any]]](dict)
+    totals: defaultdict[Chart, dict[str, None]] = defaultdict(dict)
+    for key in drawn:
+        if is_total(key, modules):
+            totals[Chart(key.full_kind, key.statistic)][key.site] = None
+    for chart, sites in totals.items():
+        layout[TOTALS][f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix, sites)]]
+    for chart in charts_of(keys, modules):
+        layout[chart.kind][f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix, without=totals[chart])]]
+    logger.experiment.add_custom_scalars(dict(layout))
 
 
 def log_findings(logger: object, findings: Sequence[Finding]) -> None:
@@ -214,79 +236,13 @@ def log_findings(logger: object, findings: Sequence[Finding]) -> None:
             logger.experiment.add_text(f"{FINDINGS}/{finding.name}", text, finding.step)
 
 
-def summed(histograms: Mapping[str, Histogram]) -> dict[str, Histogram]:
-    """The sum of the histograms of all sites, for each kind, under the site ``_all_``."""
-    sums: dict[str, Histogram] = {}
-    for text, histogram in histograms.items():
-        key = Key.parse(text)._replace(site=ALL).format()
-        sums[key] = sums[key] + histogram if key in sums else histogram
-    return sums
-
-
-class ZeroCounts:
-    """Drops counts of non-finite elements while they are zero, unless a pattern of ``always`` matches the key.
-
-    They are a third of the activations' values under the default rules, and the store has them. After its first non-zero value a key is
-    kept, so that its chart returns to zero.
-    """
-
-    def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
-        self._always = list(always)
-        self._kept: set[str] = set()
-
-    def drop_from(self, values: dict[str, float]) -> None:
-        """Drop such values."""
-        for key in [key for key in values if key.endswith(f"/{NONFINITE_COUNT}")]:
-            if values[key] != 0 or (self._always and any(pattern.fullmatch(key) for pattern in self._always)):
-                self._kept.add(key)
-            elif key not in self._kept:
-                del values[key]
-
-
-class RollUps:
-    """Minimum, median and maximum over the sites, for each kind and statistic. Keys are parsed once for all records with the same keys.
-
-    A NaN among the values makes all three NaN, so that it is not hidden; an undefined statistic of a finite tensor is left out.
-    Keys that match a pattern of ``always``, keys without a site, and summaries are kept.
-    """
-
-    def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
-        self._always = list(always)
-        self._keys: list[str] = []
-        self._kept: list[int] = []
-        """Indices of the keys that are kept."""
-        self._groups: list[tuple[list[str], NDArray[np.int64]]] = []
-        """The three keys of a group, and the indices of its members."""
-
-    def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Value by key, with the sites ``_min_``, ``_median_`` and ``_max_``."""
-        keys = list(values)
-        if keys != self._keys:
-            self._read(keys)
-        numbers = np.fromiter(values.values(), np.float64, len(keys))
-        rolled = {keys[index]: float(numbers[index]) for index in self._kept}
-        for names, indices in self._groups:
-            members = numbers[indices]
-            if np.isnan(members).any():
-                members = members[~is_undefined(members)]
-            if not len(members) or np.isnan(members).any():
-                rolled.update(dict.fromkeys(names, math.nan))
-            else:
-                rolled.update(zip(names, (float(members.min()), float(np.median(members)), float(members.max())), strict=True))
-        return rolled
-
-    def _read(self, keys: list[str]) -> None:
-        self._keys, self._kept = keys, []
-        indices_by_group: defaultdict[Key, list[int]] = defaultdict(list)
-        for index, text in enumerate(keys):
-            key = Key.parse(text)
-            if key.site in ("", SUMMARY_SITE) or key.kind == OWN_KIND or any(pattern.fullmatch(text) for pattern in self._always):
-                self._kept.append(index)
-            if key.site not in ("", SUMMARY_SITE):
-                indices_by_group[key._replace(site="")].append(index)
-        self._groups = [
-            ([group._replace(site=site).format() for site in _SITES], np.array(indices)) for group, indices in indices_by_group.items()
-        ]
+def log_diagnoses(logger: object, texts: Sequence[str], step: int) -> None:
+    """Log diagnoses, if the logger logs texts."""
+    if _is_wandb(logger):
+        logger.log_text(DIAGNOSES, columns=["step", "diagnosis"], data=[[str(step), text] for text in texts])
+    elif _is_tensorboard(logger):
+        lines = [f"{number}. {text}" for number, text in enumerate(texts, 1)]  # a numbered list in Markdown
+        logger.experiment.add_text(DIAGNOSES, "\n".join(lines), step)
 
 
 def names_context(pattern: re.Pattern[str]) -> bool:
@@ -317,9 +273,9 @@ _MAX_ROWS = 10_000
 _PIXELS_PER_INCH = 80
 
 
-def drawn_charts(keys: Iterable[str]) -> list[Chart]:
+def drawn_charts(keys: Iterable[str], modules: Collection[str] = ()) -> list[Chart]:
     """The chart with the most sites of each kind: pictures of all statistics would take too long."""
-    charts = charts_of(keys)
+    charts = charts_of(keys, modules)
 
     def preference(chart: Chart) -> tuple[int, int]:
         return -charts[chart], _FIRST_CHOICE.index(chart.statistic) if chart.statistic in _FIRST_CHOICE else len(_FIRST_CHOICE)
@@ -343,7 +299,8 @@ def picture(store: StoreReader, chart: Chart) -> NDArray[np.uint8]:
 def lines(store: StoreReader, chart: Chart) -> dict[str, tuple[list[int], list[float]]]:
     """Steps and finite values by site, at most so many as W&B takes, evenly spaced."""
     matrix = store.matrix(chart.kind)
-    columns = [column for column, key in enumerate(matrix.keys) if key.statistic == chart.statistic]
+    modules = {module.name for module in store.modules()}
+    columns = [column for column, key in enumerate(matrix.keys) if key.statistic == chart.statistic and not is_total(key, modules)]
     rows = slice(None, None, 1 + len(matrix.steps) * len(columns) // _MAX_ROWS)
     line_by_site = {}
     for column in columns:
@@ -395,7 +352,7 @@ class HeatMaps:
         self._drawn_step = step
         try:
             reader = load_store(store)
-            charts = drawn_charts(reader)
+            charts = drawn_charts(reader, [module.name for module in reader.modules()])
             for logger in self._loggers:
                 draw(logger, reader, charts, step)
         except Exception as error:

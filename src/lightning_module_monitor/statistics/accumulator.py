@@ -19,10 +19,9 @@ from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins
-from lightning_module_monitor.kernels.elements import parts_of, strided, to_host
+from lightning_module_monitor.kernels.elements import in_words, parts_of, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.kernels.torch_kernel import has_float64
 from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSums, channel_sums, in_both, outlier_channels, padded
 from lightning_module_monitor.statistics.functions import (
     Aggregate,
@@ -39,7 +38,7 @@ from lightning_module_monitor.statistics.functions import (
 from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Finisher, Flags, Layout, Numbers, Observed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Recent, dead_fraction, in_either, is_alive, memory
-from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
+from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream
 
 OnError = Callable[[Stream, str, str, Exception], None]
 """Receives what could not be computed: stream, statistic or function, of what, cause."""
@@ -86,7 +85,10 @@ class StepAccumulator:
         """Sums of a site's channels, on their device."""
         self.parts: set[Stream] = set()
         """Streams of which this rank holds its own shard."""
+        self.totals: Iterable[Stream] = ()
+        """Totals that were not planned, of streams that were observed."""
         self._failed: set[str] = set()
+        self._failed_streams: set[Identity] = set()
         self._uncounted: set[str] = set()
         """Keys of histograms that some elements are missing from, among those."""
         self.num_errors = 0
@@ -153,17 +155,32 @@ class StepAccumulator:
         """:meth:`observe_pair` without the functions: of tensors that are parts of what a function receives."""
         current, reference = strided(current), strided(reference)
         difference = Difference(current, reference)
-        if stream.statistics or stream.histograms:
+        if stream.statistics or stream.histograms or stream.shared:
             row = self._row(stream)
             if stream.needs:
                 self._table.add((row + OWN,), difference.tensor, stream.needs, difference.other)
             if stream.base_needs:
                 self._table.add((row + BASE,), reference, stream.base_needs)
-            if stream.is_paired:
-                self._table.add((row + CURRENT,), current, Need.SQUARES)
-                # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-                wide = torch.float64 if has_float64(current.device) else torch.float32
-                self._table.add((row + PRODUCT,), current.to(wide) * reference, Need.MEAN)
+            if "reference" in stream.compared_with:
+                self._table.add_product(row + OTHER, row + PRODUCT, current, reference)
+
+    def measure_comparison(self, stream: Stream, name: str, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
+        """Take what statistics need that compare a tensor with another, besides the moments of the tensor itself.
+
+        Args:
+            stream: What is recorded of it.
+            name: What the other one is: ``gradient`` or ``previous``.
+            tensor: The tensor, or this rank's part of it.
+            other: Of the same shape, on any device.
+            is_opposite: Whether minus the tensor is compared.
+
+        Raises:
+            ValueError: If their shapes differ.
+        """
+        tensor, other = strided(tensor).detach(), strided(other).detach()
+        Difference(tensor, other)  # checks the shapes
+        row, (_tensor, of_other, of_product) = self._row(stream), COMPARED_ROWS[name]
+        self._table.add_product(row + of_other, row + of_product, other.to(tensor.device), tensor, is_opposite=is_opposite)
 
     def observe_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""
@@ -229,7 +246,7 @@ class StepAccumulator:
                     else:
                         self.add_result(stream, name, function.function(*copies), tensors[0].numel())
             except Exception as error:
-                self._fail(stream, name, _describe(tensors[0]), error)
+                self._fail(stream, name, in_words(tensors[0]), error)
 
     def add_result(self, stream: Stream, name: str, result: object, num_elements: int) -> None:
         """Take a result of a function or a value: a real tensor of any shape or a number, computed from so many elements.
@@ -255,7 +272,7 @@ class StepAccumulator:
         """Record NaN for all outputs of a stream."""
         self.num_errors += 1
         self._give_up(stream)
-        self._on_error(stream, ", ".join(stream.outputs), _describe(observed), error)
+        self._on_error(stream, ", ".join({**stream.outputs, **stream.shared}), in_words(observed), error)
 
     # The end of the step
 
@@ -278,6 +295,7 @@ class StepAccumulator:
         if self.is_lost:
             # No rank goes on: the one that lost the step may have nothing to go on with.
             return {}
+        layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
             self._failed.update(stream.moment_keys)
         self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
@@ -349,6 +367,7 @@ class StepAccumulator:
                 *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())),
                 *self._units,
                 *self._channels,
+                *self.totals,
             ],
             rows=self._rows,
             moments=np.concatenate([moments, NO_MOMENTS], 1),
@@ -360,6 +379,7 @@ class StepAccumulator:
             metrics={key: metric for key, (_stream, _name, metric) in self._metrics.items()},
             parts=frozenset(stream.identity for stream in self.parts),
             failed=frozenset(self._failed),
+            failed_streams=frozenset(self._failed_streams),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
         )
@@ -421,6 +441,7 @@ class StepAccumulator:
         return {stream.part_key(name, part) if part else stream.keys[name]: value for part, value in parts.items()}
 
     def _give_up(self, stream: Stream) -> None:
+        self._failed_streams.add(stream.identity)
         self._failed.update(stream.keys.values())
         self._uncounted.update(stream.histogram_keys)
 
@@ -433,13 +454,3 @@ class StepAccumulator:
         self.num_errors += 1
         self._failed.add(stream.keys[name])
         self._on_error(stream, name, source, error)
-
-
-def _describe(value: object) -> str:
-    """Type or shape of a value for messages; not every kind of tensor has a shape."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    try:
-        return f"tensor of shape {tuple(value.shape)}"
-    except RuntimeError:
-        return f"a {type(value).__name__} without a shape"

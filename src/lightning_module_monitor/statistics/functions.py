@@ -1,4 +1,4 @@
-"""Functions and torchmetrics objects of the user's, and values that are computed elsewhere: their results are joined within a step."""
+"""Joins the results of user functions, of torchmetrics objects and of logged values within a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_module_monitor.model.unchanged import unchanged_random_states
 Aggregate = str | Callable[[Tensor], Any]
 
 AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
-"""How the elements of a result are joined when it arrives, and the results of a step on the host; for a mean these have weights then."""
+"""Joins the elements of a result when it arrives, and the results of a step on the host, where those of a mean have weights."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Function(Value):
 
     @property
     def is_number(self) -> bool:
-        """As of a :class:`Value`; a torchmetrics object is finished once, too."""
+        """As for :class:`Value`, but false for a torchmetrics object, which is finished once."""
         return super().is_number and not isinstance(self.function, Metric)
 
     def __eq__(self, other: object) -> bool:
-        """Whether it is the same; two torchmetrics objects cannot be compared (``==`` makes a third one of them): of one class they are."""
+        """Whether it is the same function. Torchmetrics objects are compared by class, as their ``==`` returns a third object."""
         return isinstance(other, Function) and self._same == other._same
 
     def __hash__(self) -> int:
@@ -73,9 +73,9 @@ class Results:
 
     aggregate: Aggregate
     values: list[Tensor] = field(default_factory=list)
-    """Scalars in float64, or, for an aggregate of the user's, flat results as they came."""
+    """Scalars in float64; for an aggregate function of the user, the results as flat tensors."""
     weights: list[float] = field(default_factory=list)
-    """Of scalars."""
+    """The weight of each scalar."""
 
     def add(self, result: object, num_elements: int) -> None:
         """Keep a result, a real tensor of any shape or a number.
@@ -111,7 +111,7 @@ def as_tensor(result: object) -> Tensor:
 
 
 def joined(tensor: Tensor, aggregate: str) -> Tensor:
-    """The elements of a tensor as one, shape ``()``, in float64 where its device has it."""
+    """The elements of a tensor joined to a scalar, shape ``()``, in float64 if the device has it."""
     wide = wide_of(tensor)
     return wide if wide.dim() == 0 else AGGREGATES[aggregate](wide)
 
@@ -140,7 +140,7 @@ def copy_of(value: Value) -> Metric:
 
 
 def aggregated(aggregate: Aggregate, results: Sequence[Tensor]) -> object:
-    """What an aggregate of the user's makes of results of all ranks, on the host."""
+    """The result of a user's aggregate function for the results of all ranks, on the host."""
     assert callable(aggregate)
     with undisturbed(torch.device("cpu")):
         return aggregate(torch.cat(list(results)))
@@ -158,7 +158,7 @@ def computed(metric: Metric) -> object:
 
 
 def synchronized(metric: Metric, ranks: Ranks) -> object:
-    """What a torchmetrics object computes over all ranks, whose states it exchanges itself."""
+    """The result of a torchmetrics object over all ranks; it exchanges its states itself."""
     metric.process_group = ranks.group  # where its collectives meet none of training's
     metric.to("cpu")  # the group is one of the host
     return computed(metric)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,18 +17,21 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, Bins
-from lightning_module_monitor.kernels.moments import Array, Moments, Need
+from lightning_module_monitor.kernels.moments import Array, Moments, Need, merged_groups
 from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSums
 from lightning_module_monitor.statistics.fine_counts import FineCounts
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.registry import MAX_UNITS
-from lightning_module_monitor.statistics.stream import BASE, CURRENT, OWN, PRODUCT, Identity, Stream
+from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OWN, Identity, Stream
 
 ABSENT = -1.0
 """Stands for a unit that a rank does not have: less than 0, dead, and 1, alive."""
 
 Flags: TypeAlias = NDArray[np.float64]
 """0 or 1 for each item."""
+
+Rows: TypeAlias = NDArray[np.int64]
+"""Rows or places in a layout."""
 
 NO_MOMENTS: Array = torch.stack(tuple(Moments.empty(1))).numpy()
 """The moments of an empty tensor, shape ``(fields, 1)``."""
@@ -44,6 +49,7 @@ class Layout:
         with_units: Those with statistics of units.
         replicated: Those that every rank is expected to have alike.
         values: Functions and values, each with its stream and name.
+        totals: Those with members, which are merged when the numbers of all ranks are known.
     """
 
     def __init__(self, streams: Iterable[Stream] = ()) -> None:
@@ -55,6 +61,7 @@ class Layout:
         self.with_units: list[Stream] = []
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
+        self.totals: list[Stream] = []
         self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] = {}, np.zeros(0), np.full(0, -1)
         self.add(streams)
 
@@ -68,6 +75,8 @@ class Layout:
             self.first_rows.append(self.num_rows)
             self.num_rows += stream.num_rows
             self.summed += [(stream, sort) for sort in stream.rows_of_sums]
+            self.totals += [stream] if stream.members else []
+            self.__dict__.pop("_merged", None)  # computed again
             self.with_units += [stream] if stream.units else []
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
@@ -96,6 +105,67 @@ class Layout:
                     order[first : first + stream.num_rows] = range(row, row + stream.num_rows)
             self._order = dict(rows), observed, order
         return self._order[1], self._order[2]
+
+    def merge_totals(self, numbers: Numbers) -> None:
+        """Fill in the numbers of streams with members, from those of their members, which all ranks have reduced before."""
+        if not self.totals:
+            return
+        merged = self._merged
+        numbers.moments[:, merged.rows] = merged_groups(numbers.moments[:, merged.sources], merged.first_sources)
+        flags = np.stack([numbers.observed, numbers.failed])
+        flags[:, merged.places] = np.maximum.reduceat(flags[:, merged.members], merged.first_members, axis=1)
+        numbers.observed, numbers.failed = flags
+        for total, members in merged.counted:
+            numbers.counts[total] = sum(numbers.counts[member] for member in members)
+
+    @functools.cached_property
+    def _merged(self) -> _Merged:
+        # States of optimizers that no rank has observed are not here.
+        present = [(total, [member for member in total.members if member.identity in self.places]) for total in self.totals]
+        totals = [(total, members) for total, members in present if members]
+        parts = [(total, members, part) for total, members in totals for part in range(total.num_rows)]
+        places = [[self.places[member.identity] for member in members] for _total, members in totals]
+        ends = [*itertools.accumulate(sort.num_counts for _stream, sort in self.summed)]
+        counts = {(stream.identity, sort): slice(end - sort.num_counts, end) for (stream, sort), end in zip(self.summed, ends, strict=True)}
+        return _Merged(
+            rows=np.array([self.first_rows[self.places[total.identity]] + part for total, _members, part in parts]),
+            sources=np.array(
+                [self.first_rows[self.places[member.identity]] + part for _total, members, part in parts for member in members]
+            ),
+            first_sources=_starts([len(members) for _total, members, _part in parts]),
+            places=np.array([self.places[total.identity] for total, _members in totals]),
+            members=np.concatenate(places),
+            first_members=_starts([*map(len, places)]),
+            counted=[
+                (counts[total.identity, bins], [counts[member.identity, bins] for member in members])
+                for total, members in totals
+                for bins in total.counted_bins
+            ],
+        )
+
+
+def _starts(sizes: Sequence[int]) -> Rows:
+    """The first index of each group, in groups of these sizes one after the other."""
+    return np.cumsum([0, *sizes[:-1]])
+
+
+class _Merged(NamedTuple):
+    """The rows and flags that totals are merged from."""
+
+    rows: Rows
+    """Rows of totals."""
+    sources: Rows
+    """Rows of members, group by group for these."""
+    first_sources: Rows
+    """Where each group begins."""
+    places: Rows
+    """Places of totals."""
+    members: Rows
+    """Places of members, group by group for these."""
+    first_members: Rows
+    """Where each group begins."""
+    counted: Sequence[tuple[slice, Sequence[slice]]]
+    """Rows of counts of totals and of their members."""
 
 
 @dataclass
@@ -175,6 +245,8 @@ class Observed:
     """Streams of which this rank holds its own shard."""
     failed: frozenset[str] = frozenset()
     """Keys of outputs that could not be computed."""
+    failed_streams: frozenset[Identity] = frozenset()
+    """Streams of which a tensor could not be measured."""
     num_errors: int = 0
     is_lost: bool = False
 
@@ -190,7 +262,7 @@ class Observed:
         return Numbers(
             moments=self.moments[:, rows],
             observed=observed,
-            failed=_flags(bool(self.failed) and not self.failed.isdisjoint(stream.moment_keys) for stream in layout.streams),
+            failed=_flags(stream.identity in self.failed_streams for stream in layout.streams),
             called=_flags(key in self.results or key in self.whole_results or key in self.metrics for key in keys),
             raised=_flags(key in self.failed for key in keys),
             units=units,
@@ -265,7 +337,7 @@ class Finisher:
                 parts = [Moments(*fields[:, index]) for index in group.parts]
                 counted = [FineCounts([counts[stream] for stream in group.streams])] if first.needs & Need.FINE_COUNTS else []
                 for column, (name, statistic) in enumerate(first.statistics.items()):
-                    taken = (CURRENT, BASE, PRODUCT) if statistic.paired else (OWN, BASE) if statistic.relative else (OWN,)
+                    taken = COMPARED_ROWS.get(statistic.compared_with) or ((OWN, BASE) if statistic.relative else (OWN,))
                     further = counted if statistic.needs & Need.FINE_COUNTS else []
                     try:
                         numbers[:, column] = statistic.finish(*[parts[part] for part in taken], *further)

@@ -34,17 +34,18 @@ class Statistic:
     Attributes:
         needs: Bits of :class:`~lightning_module_monitor.kernels.moments.Need`.
         finish: Takes moments, numpy arrays of shape ``(sites,)``, float64, and returns the statistic, float64, of the same
-            shape. A relative statistic also takes the moments of its base; a paired one takes the moments of the
-            model's tensor, of the reference's tensor, and of their elementwise product. A statistic that needs ``FINE_COUNTS``
-            also takes :class:`~lightning_module_monitor.statistics.fine_counts.FineCounts`.
+            shape. A relative statistic also takes the moments of its base; one that compares two tensors takes the moments of
+            either, and of their elementwise product. A statistic that needs ``FINE_COUNTS`` also takes
+            :class:`~lightning_module_monitor.statistics.fine_counts.FineCounts`.
         relative: Whether it is relative to another tensor: the parameter of an update, the reference of a difference.
-        paired: Whether it compares the two tensors of a difference.
+        compared_with: The name of the tensor that it compares with: ``reference`` (the model's tensor of a difference is compared),
+            ``gradient``, or ``previous`` (the tensor of the monitored step before); empty for a statistic of one tensor.
     """
 
     needs: int
     finish: Callable[..., Array]
     relative: bool = False
-    paired: bool = False
+    compared_with: str = ""
 
     @property
     def formula(self) -> str:
@@ -177,12 +178,28 @@ def _ratio(moments: Moments, base: Moments) -> Array:
     return _over(_norm(moments), _norm(base))
 
 
-def _cosine(current: Moments, reference: Moments, product: Moments) -> Array:
+def _cosine(tensor: Moments, other: Moments, product: Moments) -> Array:
     """``sum(x * y) / (norm(x) * norm(y))``, from -1 to 1; undefined where a norm is 0."""
     # Rounding could leave the range.
-    norms = _norm(current) * _norm(reference)
+    norms = _norm(tensor) * _norm(other)
     cosine = np.clip(product.mean * product.elements / norms, -1.0, 1.0)
     return np.where(norms == 0, UNDEFINED, cosine)
+
+
+def _cosine_to_gradient(tensor: Moments, gradient: Moments, product: Moments) -> Array:
+    """``sum(x * g) / (norm(x) * norm(g))`` with the gradient ``g``, from -1 to 1; undefined where a norm is 0.
+
+    Of an update with the opposite sign: 1 for plain gradient descent.
+    """
+    return _cosine(tensor, gradient, product)
+
+
+def _cosine_to_previous(tensor: Moments, previous: Moments, product: Moments) -> Array:
+    """``sum(x * p) / (norm(x) * norm(p))`` with the update ``p`` of the monitored step before, from -1 to 1.
+
+    Undefined in the first monitored step, and where a norm is 0. Steps that were skipped do not count.
+    """
+    return _cosine(tensor, previous, product)
 
 
 def _over(numerator: Array, denominator: Array) -> Array:
@@ -224,7 +241,9 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | ChannelSt
         for name, number_format in NUMBER_FORMATS.items()
     },
     "ratio": Statistic(Need.SQUARES, _ratio, relative=True),
-    "cosine": Statistic(Need.NOTHING, _cosine, paired=True),
+    "cosine": Statistic(Need.NOTHING, _cosine, compared_with="reference"),
+    "cosine_to_gradient": Statistic(Need.SQUARES, _cosine_to_gradient, compared_with="gradient"),
+    "cosine_to_previous": Statistic(Need.SQUARES, _cosine_to_previous, compared_with="previous"),
     "hist": HistogramStatistic(),
     "dead_fraction": UnitStatistic(),
     "outlier_channels": ChannelStatistic(),

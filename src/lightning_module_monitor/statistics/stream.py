@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -15,9 +15,12 @@ from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSu
 from lightning_module_monitor.statistics.functions import Function, Value
 from lightning_module_monitor.statistics.registry import ChannelStatistic, HistogramStatistic, Statistic, UnitStatistic
 
-OWN, BASE, CURRENT, PRODUCT = range(4)
-"""Row offsets of a stream in the table: the tensor, what it is relative to (the reference, of a difference), the model's tensor of a
-difference, the product of both tensors."""
+OWN, BASE, OTHER, PRODUCT, PREVIOUS, PREVIOUS_PRODUCT = range(6)
+"""Row offsets of a stream in the table: the tensor, what it is relative to (the reference, of a difference), the gradient (of a difference
+the model's tensor), the product with it; the tensor of the monitored step before, and the product with that."""
+
+COMPARED_ROWS = {"reference": (OTHER, BASE, PRODUCT), "gradient": (OWN, OTHER, PRODUCT), "previous": (OWN, PREVIOUS, PREVIOUS_PRODUCT)}
+"""The rows of two tensors and of their product, by what a statistic compares with."""
 
 Output: TypeAlias = Statistic | HistogramStatistic | UnitStatistic | ChannelStatistic | Value
 """What a stream records: a number made of moments, counts of bins, of units or of channels; the result of a function, or a value."""
@@ -38,6 +41,8 @@ class Stream:
         is_compared: Whether ranks that share their input find out whether they have the same of it, which then counts once.
         is_replicated: Whether every rank is expected to have the same of it, which then counts once.
         origin: The stream that this one is a further site of.
+        members: The streams whose tensors together count as its tensor. No probe observes it; its moments are merged from theirs.
+        shared: The outputs of streams that it is a member of: they need its moments, and have no keys here.
     """
 
     kind: str
@@ -48,6 +53,8 @@ class Stream:
     is_compared: bool = False
     is_replicated: bool = False
     origin: Stream | None = None
+    members: tuple[Stream, ...] = ()
+    shared: Mapping[str, Output] = field(default_factory=dict)
 
     @functools.cached_property
     def identity(self) -> Identity:
@@ -87,10 +94,10 @@ class Stream:
     @functools.cached_property
     def needs(self) -> int:
         """What its statistics are finished from, bits of ``Need``."""
-        needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values()), Need.NOTHING)
+        needs = functools.reduce(operator.or_, (output.needs for output in self._finished()), Need.NOTHING)
         # These distinguish parts of a tensor, which may well have the same histogram, or the same result of a function.
         compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
-        return needs | (Need.HISTOGRAM if self.histograms else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
+        return needs | (Need.HISTOGRAM if self.is_counted else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
 
     @functools.cached_property
     def counted_bins(self) -> tuple[Bins, ...]:
@@ -105,13 +112,22 @@ class Stream:
     @functools.cached_property
     def base_needs(self) -> int:
         """The moments of the base that relative statistics need; 0 without such a statistic."""
-        needs = functools.reduce(operator.or_, (output.needs for output in self.statistics.values() if output.relative), 0)
-        return needs | (Need.SQUARES if self.is_paired else 0)
+        needs = functools.reduce(operator.or_, (output.needs for output in self._finished() if output.relative), 0)
+        return needs | (Need.SQUARES if "reference" in self.compared_with else 0)
 
     @functools.cached_property
-    def is_paired(self) -> bool:
-        """Whether any statistic is of two tensors."""
-        return any(output.paired for output in self.statistics.values())
+    def compared_with(self) -> frozenset[str]:
+        """The names of the tensors that statistics compare with."""
+        return frozenset(output.compared_with for output in self._finished() if output.compared_with)
+
+    @functools.cached_property
+    def is_counted(self) -> bool:
+        """Whether the elements of its tensors are counted by bins."""
+        return any(isinstance(output, HistogramStatistic) for output in (*self.outputs.values(), *self.shared.values()))
+
+    def _finished(self) -> Iterator[Statistic]:
+        """The statistics that its moments are needed for."""
+        return (output for output in (*self.outputs.values(), *self.shared.values()) if isinstance(output, Statistic))
 
     @functools.cached_property
     def looks_at_features(self) -> bool:
@@ -121,7 +137,8 @@ class Stream:
     @functools.cached_property
     def num_rows(self) -> int:
         """How many rows it has in the table."""
-        return 4 if self.is_paired else 2 if self.base_needs else 1
+        last = max((row for name in self.compared_with for row in COMPARED_ROWS[name]), default=OWN)
+        return max(last, BASE if self.base_needs else OWN) + 1
 
     @functools.cached_property
     def keys(self) -> dict[str, str]:
@@ -154,9 +171,15 @@ class Stream:
         """The key of one part of an output that is a dict."""
         return Key(self.kind, self.site, fit_for_loggers(f"{name}.{part}", MAX_STATISTIC_LENGTH), self.stage, self.prefix).format()
 
-    def at(self, site: str) -> Stream:
-        """The same for a further site, as a further output of the module; for one site always the same object."""
-        return self.derive(site, site=site, origin=self)
+    def at(self, site: str, names: Iterable[str] | None = None) -> Stream:
+        """The same for a further site, as a further output of the module; with ``names`` only these of its outputs.
+
+        For one site and the same names always the same object.
+        """
+        chosen = (*self.outputs,) if names is None else (*names,)
+        if len(chosen) == len(self.outputs):
+            return self.derive(site, site=site, origin=self)
+        return self.derive((site, chosen), site=site, outputs={name: self.outputs[name] for name in chosen}, origin=self)
 
     def derive(self, name: object, **changes: Any) -> Stream:  # values of fields
         """The stream with other values of some fields: for one name always the same object."""

@@ -10,15 +10,15 @@ from collections.abc import Collection, Sequence
 import torch
 
 from lightning_module_monitor.distributed.ranks import is_first_process
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern
+from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples
+from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, is_overridden, messages
 from lightning_module_monitor.model.compiled import compiled_parts
 from lightning_module_monitor.model.names import ROOT, without_wrappers
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
-from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Record
+from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key, Record
 
 
 def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_every_step: bool) -> None:
@@ -60,6 +60,11 @@ def check_manual_optimization(pl_module: LightningModule, recipe: Recipe, refere
     if rule is not None:
         reason = f"{model} uses manual optimization, and when it clips, if it does, is not known"
         raise ConfigError(f"{rule}: {reason}; expected 'gradient', what the optimizer uses.")
+
+
+def clips(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Whether the Trainer clips gradients: under manual optimization the module does, at a time that is not known."""
+    return bool(trainer.gradient_clip_val) and pl_module.automatic_optimization
 
 
 def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], reporter: ErrorReporter) -> None:
@@ -106,8 +111,43 @@ def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Seq
             f"{problem} no key that is recorded: the site {roll_up} is made for loggers, where there are many keys; {expected}"
         )
     if not _may_come(planner, text):
-        raise ConfigError(f"{problem} none of the {len(keys)} keys{nearest_pattern(text, keys)}")
+        raise ConfigError(f"{problem} none of the {len(keys)} keys{or_examples(nearest_pattern(text, keys), keys)}")
     return False
+
+
+def check_validation(trainer: Trainer, pl_module: LightningModule, reporter: ErrorReporter) -> None:
+    """Warn of a fit without the validation loop that ``stages`` names."""
+    every, max_epochs = trainer.check_val_every_n_epoch, trainer.max_epochs
+    if not is_overridden(pl_module, "validation_step"):
+        own_methods = [name for name in vars(type(pl_module)) if not hasattr(LightningModule, name)]
+        reason = f"{type(pl_module).__name__} has no validation_step{nearest('validation_step', own_methods).removesuffix('.')}"
+    elif trainer.limit_val_batches == 0:
+        reason = "limit_val_batches is 0"
+    elif not trainer.enable_validation:
+        reason = "it has no dataloader for validation"
+    elif every is not None and max_epochs is not None and 0 <= max_epochs < every:
+        reason = f"check_val_every_n_epoch is {every}, and max_epochs is {max_epochs}"
+    else:
+        return
+    message = f"stages has 'validate', and this fit runs no validation loop: {reason}. Nothing is recorded under validation/."
+    reporter.log_once(message, logging.WARNING)
+
+
+def check_detectors(planner: Planner, names: Collection[str], record: Record, reporter: ErrorReporter) -> None:
+    """Warn of detectors that the user named, and that have nothing to judge: neither planned keys nor keys of the first record."""
+    keys = [Key.parse(key) for key in (*planner.planned_keys(), *record.values)]
+    types = {type(site.module).__name__ for site in planner.index.whole.modules}
+    for detector in map(BUILT_IN.__getitem__, names):
+        if detector.is_always_recorded or any(map(detector.concerns, keys)):
+            continue
+        if detector.recorded_by:
+            reason = f"expected {detector.recorded_by}."
+        elif detector.types and types.isdisjoint(detector.types):
+            wanted = " or ".join(filter(None, (", ".join(detector.types[:-1]), detector.types[-1])))
+            reason = f"the model has no {wanted}{nearest(detector.types[0], types)}"
+        else:
+            reason = f"{detector.without}."
+        reporter.log_once(f"health.watch {detector.name!r} has nothing to judge: {reason}", logging.WARNING)
 
 
 class AwaitedKeys:
@@ -126,17 +166,18 @@ class AwaitedKeys:
         for label, pattern in [option for option, was_compared in self._was_compared.items() if not was_compared]:
             self._was_compared[label, pattern] = True
             if is_first_process() and not any(map(pattern.fullmatch, record.values)):
-                first = f"nor of the {len(record.values)} in the first record, of step {record.step}"
-                messages.warning("%s %r matches none of the keys that are planned, %s: it waits for others.", label, pattern.pattern, first)
+                keys, wrong = [*record.values], f"{label} {pattern.pattern!r} matches none of the"
+                near = or_examples(nearest_pattern(pattern.pattern, keys), keys).removesuffix(".")
+                messages.warning("%s %d keys of the first record%s. It waits for keys that come later.", wrong, len(keys), near)
 
 
 def _may_come(planner: Planner, pattern: str) -> bool:
-    """Whether a pattern without a planned key may match a later key: of a further output, of a head, or of a value that the user logs."""
+    """Whether a pattern without a planned key may match a later key: that of a further output, of a head, or of a logged value."""
     start = f"{planner.recipe.prefix}/" if planner.recipe.prefix else ""
     stage, *rest = pattern.removeprefix(start).split("/", 1)
     kind, *_more = rest[0].split("/") if stage in STAGES and rest else [stage]
     is_plain = re.fullmatch(r"\w+", kind) is not None and pattern.startswith(start)
-    known_kinds = (*KINDS, GRADIENT_FLOW, OWN_KIND, *STAGES)
+    known_kinds = (*KINDS, OWN_KIND, *STAGES)
     if is_plain and kind not in known_kinds:
         return not difflib.get_close_matches(kind, known_kinds, n=1, cutoff=0.75)
     without_output = re.sub(r"\\?\.output_[\w.-]+", "", pattern)

@@ -13,14 +13,12 @@ from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.probes.gradient_flow import KIND as GRADIENT_FLOW
-from lightning_module_monitor.record import KINDS, LOSS, OWN_KIND, Facts, Key
+from lightning_module_monitor.record import BATCH_SIZE, KINDS, LEARNING_RATE, LOSS, OWN_KIND, Facts, Key, name_of_rate
 from lightning_module_monitor.trainer.facts import LossFacts, facts_of, first_gradient
-from lightning_module_monitor.trainer.optimizers import EngineTracker, OptimizerTracker
+from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.strategy import scaler_of
 
-LEARNING_RATE, BATCH_SIZE = "lr", "batch_size"
 CONTEXT = {
     LOSS: "mean",
     LEARNING_RATE: "max",
@@ -41,7 +39,7 @@ class ContextNames:
         self._names: dict[str, str] = {}
         """Name in keys, by name of the module's metric."""
         num_rates = sum(len(optimizer.param_groups) for optimizer in optimizers)
-        rates = [_name_of_rate(number) for number in range(num_rates)]
+        rates = [name_of_rate(number) for number in range(num_rates)]
         expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
         model.expect_context(expected)
         for name in expected:
@@ -52,6 +50,15 @@ class ContextNames:
         if name not in self._names:
             self._names[name] = self._namer.name(name)
         return self._names[name]
+
+
+def note_accumulation(run: Run) -> None:
+    """Before a step: note what its losses are divided by, and which parameters an optimizer has, for the gradient noise."""
+    if run.recipe.gradient_noise is not None:
+        optimizers = run.trainer.optimizers
+        are_known = all(isinstance(optimizer, Optimizer) for optimizer in optimizers)
+        run.model.noise.loss_divisor = run.trainer.accumulate_grad_batches
+        run.model.noise.trained = parameter_ids(optimizers) if are_known else None
 
 
 class MonitoredStep:
@@ -74,9 +81,9 @@ class MonitoredStep:
         """Whether the gradients of an optimizer were not zero at the begin of every backward pass."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers used."""
-        self._tracker: OptimizerTracker | EngineTracker
+        self._tracker: OptimizerTracker | DeepSpeedTracker
         if is_a(run.trainer.strategy, "DeepSpeedStrategy"):
-            self._tracker = EngineTracker(run.monitor, run.trainer.strategy.model)
+            self._tracker = DeepSpeedTracker(run.monitor, run.trainer.strategy.model)
         else:
             is_automatic, scaler = run.module.automatic_optimization, scaler_of(run.trainer)
             self._tracker = OptimizerTracker(run.monitor, run.module, self._optimizers, is_automatic=is_automatic, scaler=scaler, fail=fail)
@@ -141,7 +148,7 @@ class MonitoredStep:
         rates = [rate for optimizer in self._trainer.optimizers for rate in self._rates[optimizer]]
         for number, rate in enumerate(rates):
             if isinstance(rate, Tensor | float | int):
-                self._run.monitor.monitor_context(_name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
+                self._run.monitor.monitor_context(name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
         # Reading the metrics converts those of the progress bar to numbers, as Lightning itself does right afterwards.
         metrics = self._trainer.callback_metrics
         for name, value in metrics.items():
@@ -157,11 +164,7 @@ class MonitoredStep:
         self._run.monitor.monitor_context(name, value, CONTEXT[name])
 
 
-def _name_of_rate(number: int) -> str:
-    return f"{LEARNING_RATE}_{number}" if number else LEARNING_RATE
-
-
 def _is_ours(name: str) -> bool:
     """Whether a logged name is a key of a monitor, which ``callback_metrics`` passes to Lightning."""
     key = Key.parse(name)
-    return key.kind == OWN_KIND or (key.kind in (*KINDS, GRADIENT_FLOW) and key.site != "")
+    return key.kind == OWN_KIND or (key.kind in KINDS and key.site != "")

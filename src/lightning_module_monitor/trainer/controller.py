@@ -15,10 +15,11 @@ from lightning_module_monitor.kernels.table import warm_up
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.compiled import UNCOMPILED
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.plan.blocks import block_rules, blocks_of
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import Record, is_context
+from lightning_module_monitor.record import ROOT_SITE, Record, is_context
 from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.health import HealthController
@@ -46,7 +47,7 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
     """
     options = Options.parse(**arguments)
     parsed = options.arguments
-    names = ("gradient_flow", "capture", "exclude", "module", "prefix", "on_error", "compiled")
+    names = ("gradient_flow", "gradient_noise", "capture", "exclude", "module", "prefix", "on_error", "compiled")
     monitor = ModuleMonitor(
         parsed["every_n_steps"], logger=messages, rules=as_tuple(parsed["rules"]), history=1, **{name: parsed[name] for name in names}
     )
@@ -74,7 +75,7 @@ class Observed(NamedTuple):
 
 
 class RunController:
-    """Owns the controllers of a run: of its sinks, and from when its model exists, of its health, its steps and its reference.
+    """Owns the controllers of a run: of its sinks and, once its model exists, of its health, its steps and its reference.
 
     Args:
         run: The run.
@@ -108,6 +109,8 @@ class RunController:
         requested_by = ("rcc" if options.arguments["reference"] is None else "reference") if runs_training_step else ""
         checks.check_manual_optimization(run.module, run.recipe, "" if options.dry_run else requested_by)
         strategy.check_strategy(run.trainer, options.health, run.recipe)
+        if run.is_fit and run.recipe.gradient_noise is not None:
+            strategy.check_gradient_noise(run.trainer)
         self._check_compiled()
         if not checks.makes_layers_late(run.module):
             self._set_module()
@@ -124,9 +127,12 @@ class RunController:
             self._set_module()
         health = HealthController(run, self._sinks)
         health.load(self._resumed.get("health", {}))
+        run.model.noise.load(self._resumed.get("gradient_noise", {}))
         reference = None
         if run.is_fit:
             run.model.wrapper = run.trainer.strategy.model
+            if options.observes("validate") and run.trainer.is_global_zero:
+                checks.check_validation(run.trainer, run.module, run.reporter)
             if self._origin is not None:
                 reference, self._origin = self._origin.make(), None
             if not options.dry_run:
@@ -154,11 +160,23 @@ class RunController:
         if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
             run.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
         monitor.set_module(run.module)
+        if run.options.arguments["rules"] is None and (checks.clips(trainer, run.module) or "gradient" in left_out):
+            before = Rule(kinds="gradient_before_clip", per_module=ROOT_SITE, statistics="norm")
+            run.model.add_rule(run.recipe.parsed(before, "rules", is_optional=True))
+        if self._sinks.rolls_up():
+            self._add_values_by_block()
         warm_up(trainer.strategy.root_device)
         if not run.recipe.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
         self._check_coordinate_check()
         self._check_keys()
+
+    def _add_values_by_block(self) -> None:
+        """Record the values that loggers get beside roll-ups."""
+        run, blocks = self._run, blocks_of(self._run.index)
+        rules = block_rules(run.recipe.rules, run.index, blocks)
+        for rule in rules if len(rules) * len(blocks) <= run.options.max_logged_keys else ():
+            run.model.add_rule(rule)
 
     def _check_coordinate_check(self) -> None:
         """Check that the model has a layer that the coordinate check knows."""
@@ -181,7 +199,8 @@ class RunController:
         for planned_keys in self._keys_of_others:
             common = {*keys, *histograms} & {*planned_keys()}
             if common:
-                raise ConfigError(f"Two callbacks have the key {min(common)!r}; expected keys that differ. Give each a prefix of its own.")
+                remedy = "Give each callback a prefix of its own, e.g. prefix: second."
+                raise ConfigError(f"Two callbacks have the key {min(common)!r}; expected keys that differ. {remedy}")
         if run.is_fit:
             checks.check_monitored_keys(run.trainer, {*keys}, options.callback_metrics, run.reporter)
 
@@ -190,13 +209,14 @@ class RunController:
         return [] if self._run.monitor.module is None else [*self._sinks.planned_keys(), *self._sinks.planned_histograms()]
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint: path of the store with the steps until now, state of the health, and the reference."""
-        state: dict[str, Any] = {"format": 1, "health": self._resumed.get("health", {})}
+        """The state for a checkpoint: path of the store with the steps until now, state of health and gradient noise, and the reference."""
+        state: dict[str, Any] = {"format": 1, **{name: self._resumed.get(name, {}) for name in ("health", "gradient_noise")}}
         reference: dict[str, Any] = {}
         if not self._run.is_fit:
             state |= self._run.results.state
         elif self.observed is not None:
             state["health"] = self.observed.health.state()
+            state["gradient_noise"] = self._run.model.noise.state()
             reference = {} if self.observed.reference is None else self.observed.reference.state()
         return state | self._sinks.state() | reference
 
@@ -210,6 +230,7 @@ class RunController:
             self._origin.load(state)
         if self.observed is not None:
             self.observed.health.load(state.get("health", {}))
+            self._run.model.noise.load(state.get("gradient_noise", {}))
             if self.observed.reference is not None:
                 self.observed.reference.load(state)
 

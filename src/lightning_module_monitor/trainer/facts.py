@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ def facts_of(run: Run, optimizers: Sequence[Optimizer], loss_facts: LossFacts) -
     parameters = _parameters(run, optimizers)
     return Facts(
         parameters,
-        tuple(GroupFacts(name, float(group.get("momentum") or 0.0), float(group.get("weight_decay") or 0.0)) for name, group in groups),
+        tuple(_group(name, group) for name, group in groups),
         tuple(_in_eval(run, parameters)),
         loss_facts.softmax_twice,
         loss_facts.is_classification,
@@ -52,6 +52,12 @@ def facts_of(run: Run, optimizers: Sequence[Optimizer], loss_facts: LossFacts) -
         float(run.trainer.gradient_clip_val or 0.0),
         run.trainer.gradient_clip_algorithm == "value",
     )
+
+
+def _group(optimizer: str, group: Mapping[str, Any]) -> GroupFacts:
+    name = group.get("name")
+    momentum, weight_decay = (float(group.get(option) or 0.0) for option in ("momentum", "weight_decay"))
+    return GroupFacts(optimizer, momentum, weight_decay, name if isinstance(name, str) else "")
 
 
 def _in_eval(run: Run, parameters: dict[str, ParameterFacts]) -> Iterable[str]:

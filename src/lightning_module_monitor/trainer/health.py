@@ -33,7 +33,8 @@ class HealthController:
         self._trainer = run.trainer
         self.options = run.options.health
         index = run.index
-        self._judge = Judge(self.options.rules, [*(site.name for site in index.modules), *(site.name for site in index.parameters)])
+        modules = [site.name for site in index.whole.modules]
+        self._judge = Judge(self.options.rules, [*modules, *(site.name for site in index.parameters)], modules)
         run.results.history = self._judge.history
         self.nonfinite = None if self.options.nonfinite == IGNORE else NonfiniteSearch(run)
         self._details: dict[str, list[int]] = {}
@@ -66,6 +67,7 @@ class HealthController:
             self._log(findings)
             for number, diagnosis in enumerate(self._run.results.diagnoses(), 1):
                 messages.warning("[monitor] Diagnosis %d: %s", number, diagnosis)
+            self._sinks.write_diagnoses()
             if self._judge.history.steps and not self.options.is_off:
                 types = {type(site.module).__name__ for site in self._run.index.modules}
                 verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)
@@ -156,7 +158,7 @@ class HealthController:
         statistics = [
             name
             for name, entry in STATISTICS.items()
-            if isinstance(entry, Statistic) and not (entry.relative or entry.paired or name.startswith("token"))
+            if isinstance(entry, Statistic) and not (entry.relative or entry.compared_with or name.startswith("token"))
         ]
         rule = Rule(kinds=kinds, sites=pattern, statistics=statistics, every_n_steps=list(steps))
         self._run.model.add_detail(rule, Capture(sites=pattern, steps=list(steps), kinds=kinds))

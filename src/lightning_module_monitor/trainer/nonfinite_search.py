@@ -38,7 +38,7 @@ class _StepSearch:
     """The search in one step."""
 
     is_light: bool
-    """Whether the flag covers only the loss and the gradients of some biases and gains."""
+    """Whether the flag covers only the loss and the gradients of some biases and normalization weights."""
     has_probe: bool
     """Whether the probe observes the step itself."""
     rerun: StepRerun | None
@@ -85,7 +85,7 @@ class NonfiniteSearch:
 
     @cached_property
     def _weights(self) -> list[nn.Parameter]:
-        """The weights when the first step begins that can be run again with all that it depends on."""
+        """The model's weights when the first step begins that can be repeated exactly, without lazy parameters and inference tensors."""
         return [weight for weight in self._module.parameters() if not (nn.parameter.is_lazy(weight) or weight.is_inference())]
 
     def close(self) -> None:
@@ -235,12 +235,12 @@ class NonfiniteSearch:
             source = replace(source, words=f"{source.words} {words}", cause=source.cause if source.cause == "data" else "overflow")
         where = f"micro-batch {source.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
         direction = f"the {'forward' if source.is_forward else 'backward'} pass of "
-        direction = "" if direction in source.place_in_words else f"in {direction}"
+        direction = "" if direction in source.location else f"in {direction}"
         indices = [] if self._search is None else self._search.batch_indices
         batch_idx = indices[source.micro_batch] if 0 <= source.micro_batch < len(indices) else ""
         when = f"epoch {self._trainer.current_epoch}, batch_idx {batch_idx}"
         kind = "NaN" if source.value == "NaN" else "Infinity"
-        words = f"{kind} in {source.place_in_words}, {direction}{where} ({when}). " if source.value else ""
+        words = f"{kind} in {source.location}, {direction}{where} ({when}). " if source.value else ""
         if not source.is_known:
             words = f"The first non-finite value occurred in {where}, and the module that made it is not known: "
         return Finding(step, "nonfinite", source.site, "", f"{words}{source.words}", "error", cause=source.cause)
@@ -264,7 +264,7 @@ def _first_of_all_ranks(micro_batch: int | None, ranks: Ranks | None) -> int | N
 def _earliest(source: Producer | None, ranks: Ranks | None) -> tuple[int, Producer | None]:
     """The rank whose producer came first, and that producer: the same on every rank."""
     sources: list[Producer | None] = [source] if ranks is None else ranks.gather(source)
-    order = [(item.micro_batch, not item.is_forward, item.place, rank) for rank, item in enumerate(sources) if item is not None]
+    order = [(item.micro_batch, not item.is_forward, item.position, rank) for rank, item in enumerate(sources) if item is not None]
     rank = min(order)[-1] if order else 0
     return rank, sources[rank]
 

@@ -31,6 +31,10 @@ class _FirstStep:
     """Whether the gradients that the optimizer uses were observed."""
     is_decided: bool = False
     """Whether it is known if the optimizer steps, or a scaler skips its step."""
+    is_skipped: bool | Tensor = False
+    """Whether a scaler skips it: a tensor is not 0 then."""
+    is_over: bool = False
+    """Whether the optimizer has stepped, or its step was skipped."""
 
 
 class OptimizerTracker:
@@ -93,7 +97,7 @@ class OptimizerTracker:
         first = self._first_steps.get(optimizer)
         if first is not None:
             # A second step. If no event of the first step has followed, the scaler has skipped the first step.
-            self._decide(first, is_skipped=True)
+            self._decide(optimizer, first, is_skipped=True)
             return
         first = self._first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
         scale = self.scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
@@ -147,21 +151,24 @@ class OptimizerTracker:
             self._monitor.monitor_parameters(first.parameters)
         # A GradScaler sets these two on an optimizer that unscales and skips by itself.
         self._observe_gradients(first, getattr(optimizer, "grad_scale", None))
-        self._decide(first, is_skipped=getattr(optimizer, "found_inf", False))
+        self._decide(optimizer, first, is_skipped=getattr(optimizer, "found_inf", False))
         self._monitor.engine.gate.close(self)
 
     def _after_update(self, optimizer: Optimizer) -> None:
         """An optimizer has moved its parameters; other code has not changed them yet."""
         self._monitor.engine.gate.open(self)
+        first = self._first_steps[optimizer]
         # A further step has no update: no copy of the parameters was made before it.
-        self._monitor.monitor_updates(self._first_steps[optimizer].parameters)
+        if not first.is_over:
+            first.is_over = True
+            self._monitor.monitor_updates(first.parameters, is_skipped=first.is_skipped, optimizers=optimizer)
 
     def finish(self) -> None:
         """End the step: observe the parameters that no optimizer has moved."""
         self.close()
-        for first in self._first_steps.values():
+        for optimizer, first in self._first_steps.items():
             self._observe_gradients(first, None)
-            self._decide(first, is_skipped=True)
+            self._decide(optimizer, first, is_skipped=True)
         if self._scaler is not None and not self._first_steps:
             self._monitor.monitor_skipped_step(is_skipped=False)
         rest = self._parameters_with(None)
@@ -169,6 +176,8 @@ class OptimizerTracker:
             self._monitor.monitor_parameters(rest)
             if self._is_automatic:
                 self._monitor.monitor_gradients(parameters=rest)
+            resting = [optimizer for optimizer in self._optimizers if optimizer not in self._first_steps]
+            self._monitor.monitor_updates(rest, is_skipped=True, optimizers=resting)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -180,15 +189,15 @@ class OptimizerTracker:
             first.has_gradients = True
             self._monitor.monitor_gradients(parameters=first.parameters, scale=scale)
 
-    def _decide(self, first: _FirstStep, *, is_skipped: bool | Tensor) -> None:
+    def _decide(self, optimizer: Optimizer, first: _FirstStep, *, is_skipped: bool | Tensor) -> None:
         """Record whether the step is skipped. A tensor is not read here: if it is not 0, the parameters do not move."""
         if first.is_decided:
             return
-        first.is_decided = True
+        first.is_decided, first.is_skipped, first.is_over = True, is_skipped, is_skipped is True
         if self._scaler is not None:
             self._monitor.monitor_skipped_step(is_skipped)
         if is_skipped is True:
-            self._monitor.monitor_updates(first.parameters, is_skipped=True)
+            self._monitor.monitor_updates(first.parameters, is_skipped=True, optimizers=optimizer)
 
     def _parameters_with(self, optimizer: Optimizer | None) -> list[Tensor] | None:
         """The parameters to observe with an optimizer; without an optimizer, the parameters not observed yet. ``None`` for all."""
@@ -205,7 +214,7 @@ def parameter_ids(optimizers: Iterable[Optimizer]) -> set[int]:
     return {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
 
 
-class EngineTracker:
+class DeepSpeedTracker:
     """Notifies a monitor of parameters, gradients and updates of DeepSpeed's engine.
 
     The engine has no hooks, and a single optimizer with all parameters, whose step ends with the micro-batch.

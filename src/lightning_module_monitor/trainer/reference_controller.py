@@ -36,7 +36,7 @@ class ReferenceController:
     is_restored: bool
     """Whether the checkpoint of the resumed run held it."""
     is_laid_out: bool = False
-    """Whether each rank has parts of it, as of the model."""
+    """Whether each rank has a part of it, as it has a part of the model."""
     wrapper: nn.Module | None = None
     """The unit that runs it under FSDP1."""
 
@@ -132,7 +132,7 @@ class ReferenceOrigin:
             if values:
                 copies.set_tensors(reference, values)
             if trainer.world_size > 1 and not has_shards:
-                # A module of the user's, or a new initialization, may have another seed on each rank.
+                # The user's module or a new initialization may differ between ranks, which may have different seeds.
                 share_values_of_first(copies.tensors_of(reference).values())
             run.monitor.set_reference_module(reference, follows=self._within is not None, wrapper=wrapper)
         except ValueError as error:
@@ -140,7 +140,7 @@ class ReferenceOrigin:
         return ReferenceController(run, self._name, reference, bool(self._saved), has_shards, wrapper)
 
     def _copied(self) -> nn.Module:
-        """A copy of the model, of the user's module, or of the weights of a file."""
+        """A frozen copy of the model or of the user's module; with the weights of the file, if there is one."""
         # The user's module is copied too, and stays as it is.
         live = self._source if isinstance(self._source, nn.Module) else self._run.index.within
         if self._within is None and not callable(getattr(live, "training_step", None)):

@@ -113,11 +113,11 @@ class StepRerun:
             kinds = _nonfinite_in(kept.batch)
             batch = f"The batch has {' and '.join(kinds)}{_samples_in(kept.batch)}." if kinds else "The batch is finite."
             location, cause = ("the batch", "data") if kinds else ("training_step", source.cause)
-            source = replace(source, words=f"{source.words} {batch}", cause=cause, place_in_words=location)
+            source = replace(source, words=f"{source.words} {batch}", cause=cause, location=location)
         if not obstacle:
             return None if source is None else replace(source, micro_batch=number)
         prefix = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
-        words = f"{obstacle}. {prefix}, {'all was finite.' if source is None else f'it was in {source.place_in_words}: {source.words}'}"
+        words = f"{obstacle}. {prefix}, {'all was finite.' if source is None else f'it was in {source.location}: {source.words}'}"
         # If two ranks have the same micro-batch, the rank that knows the module comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if source is None else source.cause)
 

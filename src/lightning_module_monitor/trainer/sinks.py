@@ -5,22 +5,25 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from lightning_module_monitor.lightning_packages import messages
+from lightning_module_monitor.plan.blocks import blocks_of
 from lightning_module_monitor.record import (
     OVERHEAD_FRACTION,
     RANK_DISAGREEMENT,
     SECONDS_PER_STEP,
     STEP_SKIPPED,
     STEPS_SINCE_NONFINITE,
+    Key,
     Record,
 )
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.files import is_numbered_path_of
-from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics, without_context
+from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics
+from lightning_module_monitor.sinks.roll_ups import without_context
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.trainer import strategy
 from lightning_module_monitor.trainer.context import CONTEXT
@@ -47,9 +50,9 @@ class SinksController:
         self._patterns = run.options.callback_metrics
         self._stages = [name for stage, name in STAGES.items() if run.options.observes(stage)]
         self._store_path = run.results.store_of(run.trainer)
-        """The store of this run if it has one; before, the store that it continues: of the resumed run, or of the Trainer's last run."""
+        """The store of this run; before it exists, the store that the run may continue: of the resumed run or the Trainer's last one."""
         self._open: _OpenSinks | None = None
-        """From the first record to :meth:`close`."""
+        """The open sinks, from the first record to :meth:`close`."""
         self._runs_steps_again = False
         self._first_step = sys.maxsize
         self._last_step = 0
@@ -116,9 +119,9 @@ class SinksController:
 
     def roll_ups_in_words(self) -> str:
         """A sentence about roll-ups, if loggers get any."""
-        return f" Loggers get roll-ups, as these are more than max_logged_keys={self._options.max_logged_keys}." if self._rolls_up() else ""
+        return f" Loggers get roll-ups, as these are more than max_logged_keys={self._options.max_logged_keys}." if self.rolls_up() else ""
 
-    def _rolls_up(self) -> bool:
+    def rolls_up(self) -> bool:
         """Whether loggers get roll-ups; by the plan and not by the record, so that a logger has the same columns at every step."""
         return any(
             len(self._run.planner.planned_keys([stage])) + len(self._run.planner.planned_histograms([stage]))
@@ -149,16 +152,31 @@ class SinksController:
             self._store_path = str(files.path)
             self._run.results.note_store(self._trainer, self._store_path)
         self._open.loggers.write(record)
+        if record.findings:
+            self.write_diagnoses()
         if files is not None and files.has_begun:
             self._open.heat_maps.draw_if_due(files.path, self._last_step)
 
+    def write_diagnoses(self) -> None:
+        """Give the causes of the findings until now to the loggers, if they are open."""
+        if self._open is not None:
+            self._open.loggers.write_diagnoses(self._run.results.diagnoses(), self._last_step)
+
     def _opened(self, record: Record) -> _OpenSinks:
         # Keys of attention's heads are not planned; the first record has as many as any later record.
-        rolls_up = self._rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
-        loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, [*self.planned_keys(), *record.values])
+        rolls_up = self.rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
+        keys, modules = [*self.planned_keys(), *record.values], [module.name for module in record.modules]
+        blocks = self._logged_blocks(keys) if rolls_up else []
+        loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, keys, modules=modules, blocks=blocks)
         path = self._new_store_path() if self._options.store else None
         files = None if path is None else self._open_files(path.resolve())
         return _OpenSinks(files, loggers, HeatMaps(self._trainer.loggers, messages))
+
+    def _logged_blocks(self, keys: Iterable[str]) -> list[str]:
+        """The blocks whose values loggers get beside roll-ups; none if these are many, too."""
+        blocks = blocks_of(self._run.index)
+        sites = [Key.parse(key).site for key in {*keys}]
+        return blocks if sum(site in blocks for site in sites) <= self._options.max_logged_keys else []
 
     def _open_files(self, path: Path) -> RunFiles:
         """The store of this run, and the file of raw tensors beside it.

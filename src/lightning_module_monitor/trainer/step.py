@@ -15,7 +15,8 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.alert_options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION, Record
-from lightning_module_monitor.trainer.context import ContextNames, MonitoredStep
+from lightning_module_monitor.trainer.checks import check_detectors
+from lightning_module_monitor.trainer.context import ContextNames, MonitoredStep, note_accumulation
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
@@ -41,6 +42,8 @@ class StepController:
         self._overhead = None if limit is None else Overhead(limit, clock_of(run.module.device))
         self.is_idle = True
         """Whether nothing is left to do in this step."""
+        self._has_record = False
+        """Whether training has a record."""
         self._step: int | None = None
         """The open step, monitored or not; ``None`` between two steps."""
         self._monitored: MonitoredStep | None = None
@@ -185,6 +188,7 @@ class StepController:
     def _begin_step(self, step: int) -> bool:
         """Begin a step; returns whether any event of it matters: a step that is not monitored may be timed or searched."""
         names, overhead = self._names, self._overhead
+        note_accumulation(self._run)
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
             self._monitored = MonitoredStep(self._run, names, self.fail)
             self._monitored.attach()
@@ -235,6 +239,13 @@ class StepController:
             record = replace(record, facts=monitored.facts())
         self._emit(record)
 
+    def _check_detectors(self, record: Record) -> None:
+        """Compare the detectors that the user named with the first record of training."""
+        run = self._run
+        if not self._has_record and self._trainer.is_global_zero and run.is_fit and run.recipe.figure_key("errors") in record.values:
+            self._has_record = True
+            check_detectors(run.planner, run.options.health.named, record, run.reporter)
+
     def _emit(self, record: Record | None) -> None:
         """Give a record, and the findings since the last record, to every sink, and act on the findings."""
         record = self._health.examined(step_of(self._trainer), record)
@@ -242,6 +253,7 @@ class StepController:
             return
         if record.values:  # a step that was not monitored has only findings
             self._run.results.awaited.compare(record)
+            self._check_detectors(record)
             # Raw tensors are for the file, and may be large.
             self._run.results.last_record = replace(record, tensors=())
         self._sinks.emit(record)

@@ -16,6 +16,8 @@ from lightning_module_monitor.plan.matching import token_statistics
 from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import KINDS
+from lightning_module_monitor.statistics.functions import Function
+from lightning_module_monitor.statistics.registry import Statistic
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,7 +120,8 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, recipe: Recipe) -> No
 
     Raises:
         ConfigError: If under an unknown strategy a finding of one rank would stop the run or save a checkpoint, which needs all ranks;
-            or if a rule requests token norms of parameters that are laid out over ranks.
+            or if a rule requests token norms of parameters that are laid out over ranks, functions of their states, or under DeepSpeed
+            states, or gradients after a step.
     """
     strategy: Any = trainer.strategy
     name = type(strategy).__name__
@@ -129,6 +132,8 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, recipe: Recipe) -> No
         if together:
             reason = f"under {name} each rank judges its own values, and the others would wait for it"
             raise ConfigError(f"{together[0]}: {reason}; expected 'warn' or 'capture', or nonfinite: {ALWAYS}.")
+    if is_a(strategy, "DeepSpeedStrategy"):
+        _check_deepspeed(name, recipe)
     is_fsdp1 = is_a(strategy, "FSDPStrategy") and strategy.sharding_strategy is not ShardingStrategy.NO_SHARD
     if is_fsdp1 or is_a(strategy, "ModelParallelStrategy"):
         for rule in recipe.rules:
@@ -137,6 +142,45 @@ def check_strategy(trainer: Trainer, health: ParsedHealth, recipe: Recipe) -> No
             if statistics and kinds:
                 reason = f"under {name} a rank has parts of the tokens of parameters"
                 raise ConfigError(f"{rule.label}.statistics {statistics[0]!r}: {reason}; expected a rule without {', '.join(kinds)}.")
+            functions = [output for output, value in rule.outputs.items() if isinstance(value, Function)]
+            states = [kind for kind in rule.kinds if KINDS[kind].of_states]
+            if functions and states:
+                reason = f"under {name} a rank has parts of the states, and functions get whole tensors"
+                raise ConfigError(f"{rule.label}.functions {functions[0]!r}: {reason}; expected a rule without {states[0]}.")
+
+
+def _check_deepspeed(name: str, recipe: Recipe) -> None:
+    """Refuse what DeepSpeed's engine does not show: it keeps the states itself, and clears the gradients in its step."""
+    for rule in recipe.rules:
+        states = [kind for kind in rule.kinds if KINDS[kind].of_states]
+        if states:
+            reason = f"{name} keeps the states of the optimizer in parts of its own"
+            raise ConfigError(f"{rule.label}.kinds {states[0]!r}: {reason}; expected another kind.")
+        cosines = [known for known, value in rule.outputs.items() if isinstance(value, Statistic) and value.compared_with == "gradient"]
+        if cosines:
+            reason = f"{name} clears gradients in its step"
+            raise ConfigError(f"{rule.label}.statistics {cosines[0]!r}: {reason}; expected another statistic.")
+
+
+def check_gradient_noise(trainer: Trainer) -> None:
+    """Refuse gradient noise where there is one gradient a step, or where gradients of micro-batches cannot be observed.
+
+    Raises:
+        ConfigError: If so.
+    """
+    name = type(trainer.strategy).__name__
+    if not is_known(trainer) or is_a(trainer.strategy, "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+        why = f"{name} shows no rank the whole gradient of its own micro-batch"
+        raise ConfigError(f"gradient_noise: {why}; expected one device, or DDPStrategy.")
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        why = f"{type(module).__name__} uses manual optimization, and which gradients add up is not known"
+        raise ConfigError(f"gradient_noise: {why}; expected automatic optimization.")
+    callbacks = trainer.callbacks  # type: ignore[union-attr]  # set by a connector, where mypy does not look
+    changes = any(is_a(callback, "GradientAccumulationScheduler") for callback in callbacks)
+    if trainer.accumulate_grad_batches == 1 and trainer.world_size == 1 and not changes:
+        why = "it compares the gradients of a step, and accumulate_grad_batches is 1 on one device: there is one"
+        raise ConfigError(f"gradient_noise: {why}; expected Trainer(accumulate_grad_batches=2) or more, or DDP on several devices.")
 
 
 def left_out_in_words(trainer: Trainer, kinds: list[str]) -> str:

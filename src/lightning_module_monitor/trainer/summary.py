@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
+from lightning_module_monitor.config.rules import ParsedRule, as_tuple
 from lightning_module_monitor.config.schedule import ParsedSchedule
 from lightning_module_monitor.display import Description, counted
-from lightning_module_monitor.errors import in_bytes
+from lightning_module_monitor.errors import in_bytes, shortened
+from lightning_module_monitor.health.alert_options import ParsedHealth
+from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.plan.planner import Planner
+from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.base import WatchedParameter
+from lightning_module_monitor.probes.gradient_noise import VALUES as NOISE_VALUES
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.run import RunResults
@@ -23,11 +29,15 @@ def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
     """One line about a monitored step; ``roll_ups`` is a sentence about the keys of loggers, or empty."""
     plan, captured = planner.plan(), planner.capture_plan()
     num_keys = len(planner.planned_keys()) + len(planner.planned_histograms())
-    keys = f"{num_keys} keys a step" + (", more if attention runs" if plan.has_heads() else "")
+    later = (", more if attention runs" if plan.has_heads() else "") + (
+        ", more for states of optimizers" if plan.states is not None else ""
+    )
+    keys = f"{num_keys} keys a step{later}"
     blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
+    noise = f", gradient noise of {counted(len(plan.noise.members), 'module')}" if plan.noise is not None else ""
     num_modules = sum(module.site.runs for module in plan.modules)
     raw = "" if captured is None else f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters."
-    watched = f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}"
+    watched = f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}{noise}"
     return f"{watched}: {keys}, {schedule}.{roll_ups}{raw}"
 
 
@@ -35,24 +45,36 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     """The contents and the cost of a monitored step, as text: sites x statistics by kind, keys, bytes of the table and of the store."""
     plan, captured = planner.plan(), planner.capture_plan()
     keys, histograms = planner.planned_keys(), planner.planned_histograms()
-    streams = plan.expected()
+    expected = plan.expected()
+    totals, streams = [stream for stream in expected if stream.members], [stream for stream in expected if not stream.members]
     lines = ["Dry run: nothing is recorded. With these rules a monitored step has"]
-    for kind in dict.fromkeys(stream.kind for stream in streams):
-        streams_of_kind = [stream for stream in streams if stream.kind == kind]
+    for kind in dict.fromkeys(stream.kind for stream in streams if stream.outputs):
+        streams_of_kind = [stream for stream in streams if stream.kind == kind and stream.outputs]
         names = dict.fromkeys(name for stream in streams_of_kind for name in stream.outputs)
-        sites = (
-            f"heads of attention within {len(streams_of_kind)} modules, known when it runs,"
-            if KINDS[kind].of_heads
-            else f"{len(streams_of_kind)} sites"
-        )
+        sites = f"{len(streams_of_kind)} sites"
+        if KINDS[kind].of_heads:
+            sites = f"heads of attention within {len(streams_of_kind)} modules, known when it runs,"
+        if KINDS[kind].of_states:
+            sites = f"states of up to {len(streams_of_kind)} parameters, known after the first step,"
         lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
+    for kind in dict.fromkeys(total.kind for total in totals):
+        modules = [total.site for total in totals if total.kind == kind]
+        names = dict.fromkeys(name for total in totals if total.kind == kind for name in total.outputs)
+        lines.append(f"  {kind} of all parameters of a module: {shortened(modules)} x {len(names)} ({', '.join(names)})")
     num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
     if num_blocks:
         lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
+    if plan.noise is not None:
+        lines.append(f"  gradient_noise: {counted(len(plan.noise.members), 'module')} x {len(NOISE_VALUES)} ({', '.join(NOISE_VALUES)})")
     copies = sum(_num_bytes(parameter) for parameter in plan.parameters if "update" in parameter.streams)
     if copies:
         lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")
-    measured = [stream for stream in streams if not KINDS[stream.kind].of_heads]
+    kept = sum(_num_bytes(parameter) for parameter in plan.parameters if _compares_with_previous(parameter))
+    if kept:
+        lines.append(f"  the last update for cosine_to_previous, in the dtype of the parameters: {in_bytes(kept)} from step to step")
+    waiting = [] if plan.states is None else plan.states.waiting()
+    lines += [f"  {label}.sites {pattern!r} matches no parameter, and waits for names of states" for label, pattern in waiting]
+    measured = [stream for stream in streams if not KINDS[stream.kind].has_late_sites]
     num_counts = sum(sort.num_counts for stream in measured for sort in stream.rows_of_sums)
     num_moments = (len(measured) + num_blocks) * len(Moments._fields)
     table = (num_moments + num_counts) * BYTES_PER_VALUE
@@ -73,17 +95,39 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
 
 
 def described(options: Options, monitor: ModuleMonitor, results: RunResults) -> Description:
-    """The rules, the store and the findings of a callback, for the prompt and a notebook."""
-    rules, findings, store, record = monitor.engine.recipe.rules, results.findings, results.store_path, results.last_record
+    """The rules, the health, the store and the findings of a callback, for the prompt and a notebook."""
+    rules = [rule for rule in monitor.engine.own_recipe.rules if rule.label != OF_WATCHES]
+    findings, store, record = results.findings, results.store_path, results.last_record
     last = "none" if record is None else f"of step {record.step}: {counted(len(record.values), 'value')}"
+    is_default = options.arguments["rules"] is None
+    defaults = [rule for rule in rules if is_default and rule.is_optional and rule.label.startswith("rules")]
     rows = [
-        *(("watched", f"{', '.join(rule.kinds)}: {', '.join(rule.outputs)}, {rule.schedule}") for rule in rules),
+        *(("watched by default" if rule in defaults else "watched", _rule_in_words(rule)) for rule in rules),
+        ("health", _health_in_words(options.health)),
         ("last record", last),
         ("store", store or "none"),
         *(("finding", f"step {finding.step}, {finding.name} {finding.site}: {finding.words}") for finding in findings),
     ]
-    title = f"{options.every_n_steps}, {counted(len(rules), 'rule')}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
+    rule_count = "default rules" if is_default else counted(len(as_tuple(options.arguments["rules"])), "rule")
+    title = f"{options.every_n_steps}, {rule_count}, store: {store or 'none'}, {counted(len(findings), 'finding')}"
     return Description(title, ("", ""), rows)
+
+
+def _rule_in_words(rule: ParsedRule) -> str:
+    sites = " or ".join(pattern.pattern for pattern in rule.sites)
+    where = (f" of {sites}" if sites != ".*" else "") + of_modules(rule)
+    return f"{', '.join(rule.kinds)}{where}: {', '.join(rule.outputs)}, {rule.schedule}"
+
+
+def _health_in_words(health: ParsedHealth) -> str:
+    detectors = "no detectors" if health.is_off else counted(len(BUILT_IN), "detector")
+    named = f" ({', '.join(health.named)} named)" if health.named and not health.is_off else ""
+    return f"nonfinite: {health.nonfinite}, {detectors}{named}, {counted(len(health.alerts), 'alert')}"
+
+
+def _compares_with_previous(watched: WatchedParameter) -> bool:
+    stream = watched.streams.get("update")
+    return stream is not None and "previous" in stream.compared_with
 
 
 def _num_bytes(watched: WatchedParameter) -> int:

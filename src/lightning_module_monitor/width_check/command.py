@@ -43,7 +43,7 @@ exit status:
 """
 
 COMMAND_KEYS = ("model", "width_argument", "data")
-PASSED_ON = ("widths", "seeds", "steps", "parametrization", "terms", "confidence", "tolerance", "trainer")
+CHECK_OPTIONS = ("widths", "seeds", "steps", "parametrization", "terms", "confidence", "tolerance", "trainer")
 REQUIRED = ("model", "width_argument", "widths")
 
 
@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
             if not path.parent.is_dir():
                 raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
     make_module = _factory(config["model"], config["width_argument"])
-    data = None if config.get("data") is None else _maker("LightningDataModule", config["data"], "data")()
-    check = coordinate_check(make_module, data=data, **{name: config[name] for name in PASSED_ON if name in config})
+    data = None if config.get("data") is None else _constructor("LightningDataModule", config["data"], "data")()
+    check = coordinate_check(make_module, data=data, **{name: config[name] for name in CHECK_OPTIONS if name in config})
     check.show()
     if arguments.table is not None:
         check.to_frame().to_csv(arguments.table, index=False)
@@ -98,7 +98,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"CONFIG {str(path)!r} is no YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(config, dict):
         raise ConfigError(f"CONFIG {str(path)!r} holds {config!r}; expected keys {', '.join(REQUIRED)}, ...")
-    known = (*COMMAND_KEYS, *PASSED_ON)
+    known = (*COMMAND_KEYS, *CHECK_OPTIONS)
     for name in config:
         check_choice(name, known, f"CONFIG has the key {name!r}", f"some of {', '.join(known)}")
     for name in REQUIRED:
@@ -118,11 +118,11 @@ def _factory(model: object, width_argument: object) -> Callable[[int], Lightning
     if not isinstance(init_args, Mapping):
         raise ConfigError(f"model.init_args is {init_args!r}; expected arguments by name.")
 
-    def maker(width: int) -> Callable[[], LightningModule]:
-        return _maker("LightningModule", {**definition, "init_args": {**init_args, width_argument: width}}, "model")
+    def constructor(width: int) -> Callable[[], LightningModule]:
+        return _constructor("LightningModule", {**definition, "init_args": {**init_args, width_argument: width}}, "model")
 
-    maker(1)  # reports a wrong model before the first training
-    return lambda width: maker(width)()
+    constructor(1)  # reports a wrong model before the first training
+    return lambda width: constructor(width)()
 
 
 def _base_class(name: str, definition: object) -> type:
@@ -137,8 +137,11 @@ def _base_class(name: str, definition: object) -> type:
     return next((base for base in bases if isinstance(configured, type) and issubclass(configured, base)), bases[0])
 
 
-def _maker(base: str, definition: object, label: str) -> Callable[[], Any]:
-    """A function that makes an object of a class of Lightning, in either package, from its class_path and init_args, like LightningCLI."""
+def _constructor(base: str, definition: object, label: str) -> Callable[[], Any]:
+    """A function that creates the object that class_path and init_args describe, as LightningCLI does.
+
+    ``base`` is the name of the class of Lightning that the object's class extends; ``label`` is the key in CONFIG.
+    """
     jsonargparse = require("jsonargparse", "cli")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{label}", type=_base_class(base, definition))
@@ -147,7 +150,7 @@ def _maker(base: str, definition: object, label: str) -> Callable[[], Any]:
     except jsonargparse.ArgumentError as error:
         message = " ".join(str(error).split()).removeprefix(f'Parser key "{label}": ')
         raise ConfigError(f"{label} is wrong: {message}") from error
-    # Called so before version 4.49.
+    # Before jsonargparse 4.49 the method is called ``instantiate_classes``.
     instantiate = parser.instantiate if hasattr(parser, "instantiate") else parser.instantiate_classes
 
     return lambda: instantiate(parsed)[label]

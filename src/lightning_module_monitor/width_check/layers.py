@@ -18,8 +18,8 @@ from lightning_module_monitor.model.names import UNWATCHED, Namer
 from lightning_module_monitor.probes.rcc_layers import has_own_weights, layer_parts
 
 Role = Literal["input", "hidden", "output", "fixed", "unknown"]
-"""``input``: only the fan-out grows with the width (embeddings, biases and gains of norms too); ``hidden``: fan-in and fan-out;
-``output``: only the fan-in; ``fixed``: neither; ``unknown``: the shapes do not show it."""
+"""``input``: only the fan-out grows with the width (embeddings, biases and weights of normalization layers too); ``hidden``: fan-in
+and fan-out; ``output``: only the fan-in; ``fixed``: neither; ``unknown``: the shapes do not show it."""
 
 ROLES: Mapping[tuple[bool | None, ...], Role] = {
     (False, True): "input",

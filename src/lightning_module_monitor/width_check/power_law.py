@@ -20,7 +20,7 @@ OFFENDING: tuple[RowVerdict, ...] = ("nonfinite", "grows", "vanishes")
 
 @dataclass(frozen=True)
 class Row:
-    """How one term of one module depends on the width."""
+    """The dependence of one term of one module on the width."""
 
     module: str
     role: Role

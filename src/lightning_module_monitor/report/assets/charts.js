@@ -6,7 +6,6 @@ const LINES = { no: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e6
 const NARROW = 560; // pixels of a chart that is on a phone
 const NOT_FINITE = "#e4003a";
 const CONFIG = {
-  responsive: true,
   displaylogo: false,
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud"], // a run's data stay private
   plotlyServerURL: "",
@@ -43,6 +42,14 @@ function labelOf(base, statistic) {
   const unit = UNITS[`${base}/${statistic}`] ?? UNITS[statistic];
   return unit ? `${statistic} (${unit})` : `${statistic} of ${base.replaceAll("_", " ")}`;
 }
+
+/** Draw a chart at once, as wide as its place: plotly's own fitting is too late for printing. */
+function plot(div, traces, layout) {
+  Plotly.react(div, traces, { ...layout, width: div.clientWidth || undefined }, CONFIG);
+}
+
+/** A chart without data. */
+const empty = (div, title) => plot(div, [], layoutOf({ title, height: 120 }));
 
 /** The layout that all charts share. */
 function layoutOf(options) {
@@ -115,8 +122,8 @@ function stepAxis(steps) {
 
 const ABOVE = 120; // pixels of the lines above a heat map
 
-/** Lines above a heat map over the same steps, their axis, and their share of the chart's height. */
-function linesAbove(above, columns, height) {
+/** Lines above a heat map over the same steps, their axis, and their share of the chart's height. `scale`: of all maps side by side. */
+function linesAbove(above, scale, columns, height) {
   const traces = above.flatMap(({ name, loaded }, index) => lineOverSteps(name, loaded, 0, { color: lineColor(index), width: 1.8 }));
   const isCategory = typeof columns[0] === "string";
   for (const trace of traces) {
@@ -125,10 +132,9 @@ function linesAbove(above, columns, height) {
     Object.assign(trace, { x: pick(trace.x).map(isCategory ? String : Number), y: pick(trace.y), text: pick(trace.text), type: "scatter", yaxis: "y2", showlegend: false });
   }
   const share = ABOVE / height;
-  const log = wantsLog(traces.flatMap((trace) => trace.y)) ? logAxis(traces) : {};
   const names = above.map(({ name }, index) => `<span style="color:${lineColor(index)}">${escapeText(name)}</span>`);
   const title = { text: names.join(", "), standoff: 4, font: { size: 11 } };
-  const axis = { gridcolor: color("grid"), zeroline: false, automargin: true, nticks: 4, domain: [1 - share + 0.02, 1], title, exponentformat: "e", ...log };
+  const axis = { gridcolor: color("grid"), zeroline: false, automargin: true, nticks: 4, domain: [1 - share + 0.02, 1], title, exponentformat: "e", ...scale };
   return { traces, axis, share };
 }
 
@@ -149,9 +155,9 @@ function logTicks(low, high) {
  *
  * rows: names; columns: names or numbers; value(row, column): a number, or undefined where nothing was recorded.
  * scale: "log", "linear" or "signed" (around zero); range: [low, high] of the colours.
- * hover(row, column, text): text of a cell. above: names and loaded tables of the lines above the map.
+ * hover(row, column, text): text of a cell. above: names and loaded tables of the lines above the map; aboveScale: their axis.
  */
-function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis, label, uirevision, height, above }) {
+function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis, label, uirevision, height, above, aboveScale }) {
   const isNarrow = div.clientWidth < NARROW;
   const short = isNarrow ? cutNames(shortNames(rows).short) : shortNames(rows).short;
   const numbers = rows.map((_, row) => columns.map((_, column) => value(row, column)));
@@ -180,7 +186,7 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
   if (any(isZero)) traces.push({ ...common, ...plain(color("zero")), z: marks(isZero) });
   if (any(isBroken)) traces.push({ ...common, ...plain(scale === "signed" ? color("ink") : NOT_FINITE), z: marks(isBroken) }); // red means a positive number there
   const total = (height || Math.min(820, Math.max(190, 86 + 17 * rows.length))) + (above?.length ? ABOVE : 0);
-  const { traces: extra, axis, share } = above?.length ? linesAbove(above, columns, total - 90) : { traces: [], share: 0 };
+  const { traces: extra, axis, share } = above?.length ? linesAbove(above, aboveScale, columns, total - 90) : { traces: [], share: 0 };
   Object.assign(traces[0].colorbar, { len: 1 - share, y: 0, yanchor: "bottom" });
   traces.push(...extra);
   const layout = layoutOf({
@@ -194,9 +200,9 @@ function heatmap(div, { rows, columns, value, hover, scale, range, title, xaxis,
   if (axis) layout.yaxis2 = axis;
   div.describe = (row, column) => hover(row, column, numbers[row][column] === undefined ? "not recorded" : format(numbers[row][column]));
   div.cells = { rows: rows.length, columns: columns.length, names: rows };
-  const drawn = Plotly.react(div, traces, layout, CONFIG).then(() => followPointer(div));
+  plot(div, traces, layout);
+  followPointer(div);
   makeCursor(div, short, columns);
-  return drawn;
 }
 
 /** Show the text of the cell under the pointer. */
@@ -263,7 +269,7 @@ function lines(div, { traces, title, xaxis, yaxis, label, height, shapes, annota
     legendRows: legend ? rowsOfLegend(traces, div.clientWidth) : 0,
     hovermode,
   });
-  return Plotly.react(div, drawn.map((trace) => ({ type: "scatter", mode: "lines", ...trace, line: { width: 1.8, ...trace.line } })), layout, CONFIG);
+  plot(div, drawn.map((trace) => ({ type: "scatter", mode: "lines", ...trace, line: { width: 1.8, ...trace.line } })), layout);
 }
 
 /** Approximate number of rows of a legend. */
@@ -302,6 +308,16 @@ function wantsLog(numbers) {
     if (number > 0) [low, high] = [Math.min(low, number), Math.max(high, number)];
   }
   return high > 20 * low;
+}
+
+/** The range of an axis that holds all numbers, also equal ones, which plotly would draw between numbers 1 lower and 1 higher. */
+function axisOf(numbers) {
+  const finite = numbers.filter(Number.isFinite);
+  if (!finite.length) return {};
+  if (wantsLog(finite)) return logAxis([{ y: finite }]);
+  const [low, high] = extent(Float32Array.from(finite), 0, false);
+  const room = 0.06 * (high - low || Math.abs(high) || 1);
+  return { range: [low - room, high + room] };
 }
 
 /** A line over steps, with a mark where a number is not finite. */

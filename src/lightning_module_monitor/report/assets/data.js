@@ -6,10 +6,8 @@ const ABSENT_BITS = 0x7fc00001;
 const page = JSON.parse(document.getElementById("payload").textContent);
 
 /** The numbers of a packed array: base64, deflated, byte planes of float32. */
-async function unpack(text) {
-  const packed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const planes = new Uint8Array(await new Response(stream).arrayBuffer());
+function unpack(text) {
+  const planes = inflate(Uint8Array.from(atob(text), (character) => character.charCodeAt(0)));
   const count = planes.length / 4;
   const bytes = new Uint8Array(planes.length);
   for (let plane = 0; plane < 4; plane++) {
@@ -19,9 +17,9 @@ async function unpack(text) {
 }
 
 /** A table's numbers with its sites and steps. Rows are sites, columns are steps. */
-async function load(table) {
+function load(table) {
   if (!table.loaded) {
-    const values = await unpack(table.data);
+    const values = unpack(table.data);
     const first = page.lists[table.first];
     table.loaded = {
       values,

@@ -2,14 +2,15 @@
 "use strict";
 
 const attention = {
-  async draw() {
-    const names = tableNames((table) => table.base.startsWith("attention_"));
-    fill(byId("attention-table"), names.map((name) => [JSON.stringify(name), `${name.kind}, ${name.statistic}`]));
+  draw() {
+    const tables = tableNames((table) => table.base.startsWith("attention_"));
+    fill(byId("attention-table"), tables.map((name) => [JSON.stringify(name), `${name.kind}, ${name.statistic}`]));
     const { kind, statistic, base } = JSON.parse(byId("attention-table").value);
-    const loadedTables = await loadAll(kind, statistic);
+    const loadedTables = loadAll(kind, statistic);
     const step = slider(byId("attention-step"), byId("attention-step-name"), unionOfSteps(loadedTables));
     const heads = filtered(unionOfSites(loadedTables)).map((site) => ({ site, parts: /^(.*)\.head_(\d+)$/.exec(site) || [site, site, "0"] }));
     const layers = [...new Set(heads.map(({ parts }) => parts[1]))];
+    const names = layerNames(layers);
     const count = 1 + Math.max(0, ...heads.map(({ parts }) => Number(parts[2])));
     const columns = Array.from({ length: count }, (_, head) => `head ${head}`);
     const ranges = loadedTables.filter(Boolean).map((loaded) => extent(loaded.values, 0, false));
@@ -20,7 +21,7 @@ const attention = {
       const column = loaded ? columnAt(loaded, step) : -1;
       const row = (layer, head) => loaded?.rowOf.get(`${layers[layer]}.head_${head}`);
       heatmap(boxes[index], {
-        rows: layers,
+        rows: names,
         columns,
         value: (layer, head) => {
           const index = row(layer, head);
@@ -41,20 +42,28 @@ const attention = {
   /** The median over the heads of each layer. */
   overSteps(div, loadedTables, layers, { label, kind }) {
     const colors = layers.map((_, index) => shade(layers.length > 1 ? index / (layers.length - 1) : 0));
-    const { short } = shortNames(layers);
+    const names = layerNames(layers);
     const traces = loadedTables.flatMap((loaded, run) => {
       if (!loaded) return [];
       return layers.flatMap((layer, index) => {
         const rows = [...loaded.rowOf].filter(([site]) => site.startsWith(`${layer}.head_`)).map(([, row]) => row);
         if (!rows.length) return [];
         const y = loaded.steps.map((_, column) => finiteOrNull(quantile(columnOf(loaded, column, rows), 0.5)));
-        const name = `${several ? `${page.runs[run].name}: ` : ""}${short[index]}`;
+        const name = `${several ? `${page.runs[run].name}: ` : ""}${names[index]}`;
         return [{ x: loaded.steps, y, name: escapeText(name), line: { color: colors[index], dash: ["solid", "dash", "dot"][run % 3] }, hovertemplate: "%{y:.3g}" }];
       });
     });
     lines(div, { traces, title: `${kind}: median over each layer's heads`, label, xaxis: STEPS, legend: layers.length * page.runs.length <= 12, height: 320, hovermode: "x unified" });
   },
 };
+
+/** Names of layers for charts: "layer 0" where their names differ by a number alone. */
+function layerNames(layers) {
+  const { short } = shortNames(layers);
+  const backwards = short.map((name) => name.split(".").reverse().join("."));
+  const numbers = shortNames(backwards).short;
+  return layers.length > 1 && numbers.every((number) => /^\d+$/.test(number)) ? numbers.map((number) => `layer ${number}`) : short;
+}
 
 /** A colour between the ends of cividis. */
 function shade(share) {

@@ -62,14 +62,14 @@ const MANY_ROWS = 120;
 /** The logged series of a name; with the training loss also the validation loss. */
 function contextOf(run, name) {
   const isShown = ({ statistic }) => statistic === name || (name === "loss" && /val.*loss/.test(statistic));
-  return Promise.all(run.context.filter(isShown).map(async (table) => ({ name: table.statistic, loaded: await load(table) })));
+  return run.context.filter(isShown).map((table) => ({ name: table.statistic, loaded: load(table) }));
 }
 
 const heat = {
-  async draw() {
+  draw() {
     const { kind, statistic } = JSON.parse(byId("heat-table").value);
     const { base } = tableNames((table) => table.kind === kind && table.statistic === statistic)[0];
-    const loadedTables = await loadAll(kind, statistic);
+    const loadedTables = loadAll(kind, statistic);
     const all = unionOfSites(loadedTables);
     const sites = filtered(all);
     const depth = this.depth(sites);
@@ -81,12 +81,13 @@ const heat = {
     const range = filled.length ? [Math.min(...filled.map(([low]) => low)), Math.max(...filled.map(([, high]) => high))] : [0.1, 1];
     const boxes = charts(byId("heat-charts"), several ? 2 * page.runs.length - 1 : 1);
     const common = { rows: groups.map(([name]) => name), scale, range, label: labelOf(base, statistic), statistic };
-    const above = await Promise.all(page.runs.map((run) => contextOf(run, byId("heat-above").value)));
+    const above = page.runs.map((run) => contextOf(run, byId("heat-above").value));
+    const aboveScale = axisOf(above.flat().flatMap(({ loaded }) => [...loaded.values]));
     byId("heat-charts").classList.toggle("many", several);
     loadedTables.forEach((loaded, index) => {
       const title = several ? page.runs[index].name : undefined;
-      if (loaded) this.drawRun(boxes[index], loaded, groups, { ...common, title, above: above[index] }, kind, page.runs[index]);
-      else Plotly.react(boxes[index], [], layoutOf({ title: `${title}: not recorded`, height: 120 }), CONFIG);
+      if (loaded) this.drawRun(boxes[index], loaded, groups, { ...common, title, above: above[index], aboveScale }, kind, page.runs[index]);
+      else empty(boxes[index], `${title}: not recorded`);
     });
     for (let index = 1; index < page.runs.length; index++) {
       this.drawDifference(boxes[page.runs.length - 1 + index], loadedTables[0], loadedTables[index], groups, scale, index);
@@ -140,7 +141,7 @@ const heat = {
   drawDifference(div, loaded, other, groups, scale, index) {
     const title = `${page.runs[index].name} against ${page.runs[0].name}`;
     if (!loaded || !other) {
-      Plotly.react(div, [], layoutOf({ title: `${title}: not in both`, height: 120 }), CONFIG);
+      empty(div, `${title}: not in both`);
       return;
     }
     const partner = loaded.steps.map((step) => nearestColumn(other, step));

@@ -2,11 +2,11 @@
 "use strict";
 
 const histograms = {
-  async draw() {
+  draw() {
     const names = [...new Map(page.runs.flatMap((run) => run.histograms.map((table) => [`${table.kind}/${table.statistic}`, table]))).values()];
     fill(byId("histograms-table"), names.map(({ kind, statistic }) => [JSON.stringify([kind, statistic]), statistic === "hist" ? kind : `${kind}, ${statistic}`]));
     const [kind, statistic] = JSON.parse(byId("histograms-table").value);
-    const loadedTables = await Promise.all(page.runs.map((run) => this.load(run.histograms.find((table) => table.kind === kind && table.statistic === statistic))));
+    const loadedTables = page.runs.map((run) => this.load(run.histograms.find((table) => table.kind === kind && table.statistic === statistic)));
     const sites = filtered(unionOfSites(loadedTables));
     fill(byId("histograms-site"), sites.map((site) => [site]), byId("histograms-site").value || (sites.includes(first.site) ? first.site : this.widest(loadedTables, sites)));
     const site = byId("histograms-site").value;
@@ -14,10 +14,10 @@ const histograms = {
     loadedTables.forEach((loaded, index) => this.drawRun(boxes[index], loaded, site, several ? page.runs[index].name : undefined));
   },
 
-  async load(table) {
+  load(table) {
     if (!table) return undefined;
     if (!table.loaded) {
-      const [shares, nonfinite] = await Promise.all([unpack(table.data), unpack(table.nonfinite)]);
+      const [shares, nonfinite] = [unpack(table.data), unpack(table.nonfinite)];
       const sites = page.lists[table.sites];
       table.loaded = { shares, nonfinite, sites, steps: page.lists[table.steps], bins: table.bins, rowOf: new Map(sites.map((site, row) => [site, row])) };
     }
@@ -34,7 +34,7 @@ const histograms = {
   drawRun(div, loaded, site, title) {
     const row = loaded?.rowOf.get(site);
     if (row === undefined) {
-      Plotly.react(div, [], layoutOf({ title: `${title ?? site}: not recorded`, height: 120 }), CONFIG);
+      empty(div, `${title ?? site}: not recorded`);
       return;
     }
     const { steps, bins } = loaded;

@@ -1,26 +1,16 @@
-// The page: draws the sections in view, and handles the search, the controls and the theme.
+// The page: draws the sections in view, and all of them for printing; handles the search, the controls and the theme.
 "use strict";
 
-/** The losses of all runs together. */
-const match = {
-  async draw() {
-    const losses = await Promise.all(page.runs.map((run) => contextOf(run, "loss")));
-    const traces = losses.flatMap((tables, index) =>
-      tables.flatMap(({ name, loaded }) => lineOverSteps(`${page.runs[index].name}: ${name}`, loaded, 0, { color: lineColor(index), dash: name === "loss" ? "solid" : "dash" })),
-    );
-    const isLog = wantsLog(traces.flatMap((trace) => trace.y));
-    lines(byId("match-chart"), { traces, label: "loss", xaxis: STEPS, isLog, legend: true, height: 300 });
-  },
-};
-
-const sections = { match, heat, profiles, updates, rcc, attention, histograms, quantiles };
+const sections = { glance, heat, profiles, updates, noise, rcc, attention, histograms, quantiles };
 const visible = new Set();
 
 function draw(name) {
-  sections[name].draw().catch((error) => {
+  try {
+    sections[name].draw();
+  } catch (error) {
     console.error(error);
     byId(`${name}-error`).textContent = `This section could not be drawn: ${error}`;
-  });
+  }
 }
 
 const waiting = new Set();
@@ -83,6 +73,20 @@ function isDark() {
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
+/** Draw every section in light colours and as wide as a page: what is drawn when this returns is printed. */
+function beginPrint() {
+  Object.assign(document.documentElement.dataset, { dark: "no", print: "yes" });
+  for (const name of drawable()) draw(name);
+}
+
+function endPrint() {
+  delete document.documentElement.dataset.print;
+  applyTheme();
+}
+
+/** The names of the sections that this page has. */
+const drawable = () => Object.keys(sections).filter((name) => byId(`${name}-error`));
+
 function applyTheme() {
   document.documentElement.dataset.dark = isDark() ? "yes" : "no";
   byId("theme").textContent = isDark() ? "Light" : "Dark";
@@ -122,7 +126,16 @@ function start() {
   );
   applyTheme();
   changeSearch();
-  for (const name of Object.keys(sections)) if (byId(`${name}-error`)) watcher.observe(byId(name));
+  for (const name of drawable()) watcher.observe(byId(name));
+  const main = document.querySelector("main");
+  let width = main.clientWidth;
+  new ResizeObserver(() => {
+    if (main.clientWidth === width || document.documentElement.dataset.print) return;
+    width = main.clientWidth;
+    requestAnimationFrame(drawVisible);
+  }).observe(main);
+  addEventListener("beforeprint", beginPrint);
+  addEventListener("afterprint", endPrint);
 }
 
 start();

@@ -135,9 +135,9 @@ function containersOf(sites) {
 }
 
 const profiles = {
-  async draw() {
+  draw() {
     const names = profileTables();
-    const loaded = await Promise.all(names.map((name) => loadAll(name.kind, name.statistic)));
+    const loaded = names.map((name) => loadAll(name.kind, name.statistic));
     const steps = unionOfSteps(loaded.flat());
     const step = slider(byId("profiles-step"), byId("profiles-step-name"), steps);
     const boxes = charts(byId("profiles-charts"), names.length);
@@ -165,16 +165,16 @@ const profiles = {
 
 /** The loaded tables of a kind and statistic, by run; undefined for a run without. */
 function loadAll(kind, statistic) {
-  return Promise.all(page.runs.map((run) => findTable(run, kind, statistic)).map((table) => (table ? load(table) : undefined)));
+  return page.runs.map((run) => findTable(run, kind, statistic)).map((table) => (table ? load(table) : undefined));
 }
 
 const USUAL = 1e-3;
 const FEW_SITES = 8;
 
 const updates = {
-  async draw() {
+  draw() {
     const [name] = tableNames((table) => table.base === "update" && table.statistic === "ratio" && table.stage === "train");
-    const loadedTables = await loadAll(name.kind, name.statistic);
+    const loadedTables = loadAll(name.kind, name.statistic);
     const sites = filtered(unionOfSites(loadedTables));
     const traces = loadedTables.flatMap((loaded, index) => {
       if (!loaded) return [];
@@ -214,17 +214,15 @@ const TERMS = [
 ];
 
 const rcc = {
-  async draw() {
+  draw() {
     const statistics = [...new Set(tableNames((table) => TERMS.some((term) => term.kind === table.base)).map((name) => name.statistic))];
     fill(byId("rcc-statistic"), statistics.map((statistic) => [statistic]));
     const kindOf = (base) => tableNames((table) => table.base === base && table.stage === "train")[0]?.kind;
-    const sources = await Promise.all(
-      TERMS.map(async (term) => ({
-        term,
-        sizes: statistics.length ? await loadAll(kindOf(term.kind), byId("rcc-statistic").value) : [],
-        alignment: await loadAll(kindOf("rcc_alignment"), term.name),
-      })),
-    );
+    const sources = TERMS.map((term) => ({
+      term,
+      sizes: statistics.length ? loadAll(kindOf(term.kind), byId("rcc-statistic").value) : [],
+      alignment: loadAll(kindOf("rcc_alignment"), term.name),
+    }));
     const sizes = sources.flatMap((source) => source.sizes);
     const alignments = sources.flatMap((source) => source.alignment);
     const sites = filtered(unionOfSites([...sizes, ...alignments]));

@@ -5,13 +5,13 @@ const BANDS = [["p01", "p99"], ["p05", "p95"], ["p25", "p75"]]; // from the wide
 const MEDIAN = "median";
 
 const quantiles = {
-  async draw() {
+  draw() {
     const names = [...BANDS.flat(), MEDIAN];
     const kinds = [...new Set(tableNames((table) => names.includes(table.statistic)).map(({ kind }) => kind))];
     fill(byId("quantiles-table"), kinds.map((kind) => [kind]));
     const kind = byId("quantiles-table").value;
-    const find = async (run, name) => [name, await loadIfAny(findTable(run, kind, name))];
-    const tablesByRun = await Promise.all(page.runs.map(async (run) => new Map(await Promise.all(names.map((name) => find(run, name))))));
+    const find = (run, name) => [name, loadIfAny(findTable(run, kind, name))];
+    const tablesByRun = page.runs.map((run) => new Map(names.map((name) => find(run, name))));
     const sites = filtered(unionOfSites(tablesByRun.flatMap((tables) => [...tables.values()])));
     fill(byId("quantiles-site"), sites.map((site) => [site]), byId("quantiles-site").value || (sites.includes(first.site) ? first.site : sites[0]));
     const site = byId("quantiles-site").value;
@@ -44,4 +44,4 @@ const quantiles = {
   },
 };
 
-const loadIfAny = async (table) => (table ? load(table) : undefined);
+const loadIfAny = (table) => (table ? load(table) : undefined);

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
-from lightning_module_monitor.record import KINDS, Key
+from lightning_module_monitor.record import CONTEXT_KIND, KINDS, LOSS, OWN_KIND, Key, is_total
 from lightning_module_monitor.sinks.store.matrices import Table
-from lightning_module_monitor.sinks.store.read_access import AbsentKeyError
+from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, open_store
+from lightning_module_monitor.sinks.store.schema import read_modules
 from lightning_module_monitor.sinks.store.series import StoredSeries
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and is an extra
@@ -22,10 +25,14 @@ if TYPE_CHECKING:  # matplotlib takes a second to import, and is an extra
 _HEAD = re.compile(r"(.*)\.head_(\d+)")
 
 POINTS_PER_ROW = 10
-"""A name is 8 points high."""
+"""Height of a row, for a name in letters of 8 points."""
 MAX_COLUMN_LABELS = 10
 WIDE = 30.0
 """A magnitude gets a logarithmic scale from this ratio of its largest to its smallest non-zero value on."""
+MAX_LABELS = 3
+"""More statistics than these are not named at the axis."""
+MAX_CURVES = 20
+"""More curves than these have no legend."""
 MAX_MARKERS = 100
 """A longer curve has no markers."""
 
@@ -42,7 +49,7 @@ _UNITS = {
 """Unit by kind or statistic. Other statistics have the unknown unit of the tensor."""
 
 
-class StorePlots:
+class StorePlots(Described):
     """Draws the content of a store with matplotlib (extra ``plot``). Every method returns the axes.
 
     The argument ``ax`` has the axes to draw into; by default those of a new figure of ``matplotlib.pyplot``, which a notebook shows.
@@ -51,6 +58,29 @@ class StorePlots:
 
     def __init__(self, store: StoredSeries) -> None:
         self._store = store
+
+    def _describe(self) -> Description:
+        try:
+            calls = list(self._calls())
+        except (OSError, ValueError) as error:  # a display raises no error
+            return Description(f"{str(self._store.path)!r}, which cannot be read: {error}", (), ())
+        return Description(f"{str(self._store.path)!r}: {counted(len(calls), 'figure')}", ("store.plot",), [[call] for call in calls])
+
+    def _calls(self) -> Iterator[str]:
+        """Calls that draw what the store has."""
+        keys, modules = self._store.keys(), self._modules()
+        sited = [parts for parts in map(Key.parse, keys) if parts.site and parts.kind != OWN_KIND and not is_total(parts, modules)]
+        charts = Counter((parts.full_kind, parts.statistic) for parts in sited)
+        statistics = {kind: statistic for (kind, statistic), _num_sites in reversed(charts.most_common())}  # the one with the most sites
+        for figure in ("heatmap", "profile"):
+            yield from (f"{figure}({kind!r}, {statistic!r})" for kind, statistic in statistics.items())
+        loss = next((key for key in keys if key.endswith(f"{CONTEXT_KIND}/{LOSS}")), None)
+        for text in [*([loss] if loss else []), *(f"{kind}/.*/{statistic}" for kind, statistic in statistics.items())]:
+            yield f"series({text!r})"
+        for key in self._store.histogram_keys()[:1]:
+            yield f"histogram({key!r})"
+        for kind in [kind for kind in statistics if kind in KINDS and KINDS[kind].of_heads]:
+            yield f"attention({kind!r})"
 
     def heatmap(self, kind: str, statistic: str, *, sites: str = ".*", ax: Axes | None = None) -> Axes:
         """A statistic of a kind, sites by steps; a magnitude that spans decades has a logarithmic scale.
@@ -74,7 +104,7 @@ class StorePlots:
     ) -> Axes:
         """A statistic of a kind over the depth of the model, a line for each step.
 
-        Parameters have a line for each last part of their names: weights are not connected with biases.
+        Parameters have a separate line for each role, which is the last part of the name: ``weight``, ``bias``.
 
         Args:
             kind: One of the store's ``kinds()``.
@@ -108,11 +138,12 @@ class StorePlots:
         """The values of keys over the steps; red crosses at the upper edge are non-finite values.
 
         Args:
-            key: One of the store's ``keys()``.
-            more: Further keys.
+            key: One of the store's ``keys()``; or a pattern (``re.fullmatch``).
+            more: Further keys and patterns.
             ax: Axes to draw into.
         """
-        keys = (key, *more)
+        matched = ([text] if text in self._store else self._store.keys(text) for text in (key, *more))
+        keys = list(dict.fromkeys(name for names in matched for name in names))
         curves = [self._store.series(name) for name in keys]
         labels = {label_of(parsed.full_kind, parsed.statistic) for parsed in map(Key.parse, keys)}
         ax = ax or new_axes()
@@ -124,8 +155,9 @@ class StorePlots:
         if spans_decades(np.concatenate([values for _steps, values in curves])):
             ax.set_yscale("log")
         ax.set_xlabel("optimizer step")
-        ax.set_ylabel(" and ".join(sorted(labels)))
-        ax.legend(fontsize=8, frameon=False)
+        ax.set_ylabel(" and ".join(sorted(labels)) if len(labels) <= MAX_LABELS else "value")
+        if len(keys) <= MAX_CURVES:
+            ax.legend(fontsize=8, frameon=False)
         ax.set_title(key if not more else f"{len(keys)} series")
         return ax
 
@@ -183,7 +215,7 @@ class StorePlots:
         return ax
 
     def _table(self, kind: str, statistic: str, sites: str) -> Table:
-        """The values of a statistic at the sites that a pattern matches."""
+        """The values of a statistic at the sites that a pattern matches; without totals, unless it matches nothing else."""
         matrix = self._store.matrix(kind)
         try:
             pattern = re.compile(sites)
@@ -199,11 +231,17 @@ class StorePlots:
             raise AbsentKeyError(
                 f"sites {sites!r} matches none of {len(known)} sites with {statistic!r} of {kind!r}{nearest(sites, known)}"
             )
-        return matrix.table(columns)
+        modules = self._modules()
+        return matrix.table([column for column in columns if not is_total(matrix.keys[column], modules)] or columns)
+
+    def _modules(self) -> set[str]:
+        """The names of the modules of the model."""
+        with open_store(self._store.path) as file:
+            return {module.name for module in read_modules(file)}
 
     @staticmethod
     def _columns(table: Table, steps: int | Sequence[int] | None) -> list[int]:
-        """The columns of steps; by default of the first, a middle and the last step."""
+        """The indices of the columns of these steps; by default those of the first, a middle and the last step."""
         if steps is None:
             return sorted({0, len(table.steps) // 2, len(table.steps) - 1})
         column_by_step = {step: column for column, step in enumerate(table.steps.tolist())}
@@ -246,7 +284,7 @@ def spans_decades(values: NDArray[np.float64]) -> bool:
 def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.bool_], *, label: str) -> None:
     """Draw a matrix as an image with a colour bar.
 
-    A cell without a value stays grey, one that is not finite is red. Signed values have a scale with white at zero. On a logarithmic scale
+    A cell without a value is grey, a non-finite cell is red. On a scale for values of both signs, zero is white; on a logarithmic scale,
     zero is black. Values and ``is_recorded`` have the shape ``(rows, columns)``.
     """
     colors = require("matplotlib.colors", "plot")
@@ -258,7 +296,7 @@ def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.
     else:
         norm = colors.CenteredNorm(halfrange=max(-low, high)) if is_signed else colors.Normalize(low, high)
     cmap = require("matplotlib", "plot").colormaps["RdBu_r" if is_signed else "viridis"].with_extremes(under="black")
-    # Zero has no logarithm: it is drawn as smaller than all other values.
+    # Zero has no logarithm. A tiny number in its place is below the scale, and has the color of ``under``.
     shown = np.where(is_recorded, np.where(values == 0, np.finfo(np.float64).tiny, values), np.nan) if is_log else values
     hidden = ~is_recorded | ~np.isfinite(values)
     axes.set_facecolor("lightgrey")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import h5py
 import numpy as np
 
-from lightning_module_monitor.display import Described, Description, Findings, counted
+from lightning_module_monitor.display import Described, Description, Findings, Modules, counted
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Facts, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks import files
@@ -99,17 +99,18 @@ class StoreReader(StoredSeries, Described):
     def modules(self) -> list[ModuleInfo]:
         """The modules of the model, in its order: name, type, number of parameters, and shape and dtype of the first output.
 
-        Empty for a store of an earlier version, and if no module was monitored.
+        A notebook shows them as a table. Empty for a store of an earlier version, and if no module was monitored.
         """
         with open_store(self.path) as file:
-            return schema.read_modules(file)
+            return Modules(schema.read_modules(file))
 
     @property
     def attributes(self) -> dict[str, object]:
         """The attributes of the file.
 
         ``format_version`` (int), ``package_version``, ``started`` (ISO 8601, UTC), and ``configurations``: a list with one
-        ``{"started", "first_step", "configuration"}`` for each run that wrote to the file.
+        ``{"started", "last_record", "first_step", "configuration"}`` for each run that wrote to the file. Stores of
+        earlier versions have no ``last_record``, the time of the run's last record.
         """
         with open_store(self.path) as file:
             return {"format_version": int(file.attrs["format_version"]), **vars(schema.read_attributes(file))}

@@ -116,7 +116,7 @@ class Count(NamedTuple):
 
     kept: int
     superseded: int
-    """Those that this copy supersedes."""
+    """Number of rows or tensors that this copy supersedes."""
 
 
 class _Selection(NamedTuple):

@@ -11,6 +11,8 @@ The histograms of a kind are a table of the same form, in the group ``histograms
 ``module table`` has a row for each module: its name in keys, type, number of parameters, and the shape (``[32, 64]``) and dtype of its
 first output. All rows exist from the start; shape and dtype are written in place once they are known.
 
+``last record`` is the time of the last record (ISO 8601, UTC), written in place with each record.
+
 ``superseded/1``, ``superseded/2``, ... have the rows of steps that a resumed run has repeated, in groups like those above. Readers skip
 them.
 
@@ -52,7 +54,8 @@ SUPERSEDED = "superseded"
 FINDINGS = "findings"
 FACTS = "facts"
 MODULES = "module table"
-"""A name with a space, unlike any kind."""
+LAST_RECORD = "last record"
+"""Names with a space, unlike any kind."""
 
 _RESERVED = {"", ".", SITELESS, HISTOGRAMS, SUPERSEDED, FINDINGS, FACTS, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
@@ -63,6 +66,7 @@ _FACTS = np.dtype([("step", "<i8"), ("text", "S500")])
 _ROWS_PER_CHUNK = 4
 _ROWS = {FINDINGS: _FINDING, FACTS: _FACTS}
 """dtype of the datasets whose rows have a step, by name."""
+_TIME = np.dtype("S25")
 _MODULE = np.dtype([("name", "S128"), ("type", "S80"), ("num_parameters", "<i8"), ("output_shape", "S80"), ("output_dtype", "S20")])
 _CALL = ".call_"
 _RAW_TENSORS = "raw tensors"
@@ -168,8 +172,8 @@ class Attributes:
     """ISO 8601, UTC."""
 
     configurations: list[dict[str, object]]
-    """One ``{"started", "first_step", "configuration"}`` per run, oldest first. ``"copied_from"`` is the path of the file with the rows of
-    earlier runs, if they were copied."""
+    """One ``{"started", "first_step", "configuration"}`` per run, oldest first. ``"last_record"`` is the time of its last record, which
+    earlier versions did not write; ``"copied_from"`` the path of the file with the rows of earlier runs, if they were copied."""
 
 
 def read_attributes(file: h5py.File) -> Attributes:
@@ -185,6 +189,8 @@ def read_attributes(file: h5py.File) -> Attributes:
     for run in runs:
         if not isinstance(run["started"], str) or not isinstance(run["first_step"], int) or not isinstance(run["configuration"], dict):
             raise TypeError(f"'configurations' has the run {run!r}")
+    if LAST_RECORD in file and (last_record := file[LAST_RECORD][()].decode()):
+        runs[-1]["last_record"] = last_record
     return Attributes(texts["package_version"], texts["started"], runs)
 
 
@@ -274,6 +280,8 @@ def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequenc
     if tables is None:
         file.attrs["content"] = _RAW_TENSORS
         return
+    last_record = attributes.configurations[-1].get("last_record", "") if attributes.configurations else ""
+    file.create_dataset(LAST_RECORD, data=np.bytes_(str(last_record)), dtype=_TIME)
     if modules:
         file.create_dataset(MODULES, data=module_rows(modules)).make_scale(MODULES)
     for name, columns in {FINDINGS: (), FACTS: (), **tables}.items():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.errors import nearest
+from lightning_module_monitor.errors import nearest, nearest_pattern, or_examples
 from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
 from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
@@ -37,23 +38,42 @@ class StoredSeries:
     def __len__(self) -> int:
         return len(self.keys())
 
-    def keys(self) -> list[str]:
-        """The keys of all recorded numbers, for :meth:`series`, group by group in the order of the columns."""
-        return [schema.join(group, column) for group, columns in self._recorded_columns(has_histograms=False).items() for column in columns]
+    def keys(self, pattern: str | None = None) -> list[str]:
+        """The keys of recorded numbers, for :meth:`series`, group by group in the order of the columns.
+
+        Args:
+            pattern: Only keys that this pattern matches as a whole (``re.fullmatch``).
+
+        Raises:
+            KeyError: If it matches none.
+        """
+        recorded = self._recorded_columns(has_histograms=False)
+        keys = [schema.join(group, column) for group, columns in recorded.items() for column in columns]
+        if pattern is None:
+            return keys
+        try:
+            matched = [key for key in keys if re.fullmatch(pattern, key)]
+        except re.error:
+            raise AbsentKeyError(f"{str(self.path)!r} has no key {pattern!r}{or_examples(nearest(pattern, keys), keys)}") from None
+        if not matched:
+            near = or_examples(nearest_pattern(pattern, keys), keys)
+            raise AbsentKeyError(f"{str(self.path)!r} has no key {pattern!r}, and as a pattern it matches none of {len(keys)} keys{near}")
+        return matched
 
     def histogram_keys(self) -> list[str]:
         """The keys of all recorded histograms, for :meth:`histogram`, group by group in the order of the columns."""
         return [schema.join(group, column) for group, columns in self._recorded_columns(has_histograms=True).items() for column in columns]
 
     def series(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The values of a key.
+        """The values of a key, or of all keys that a pattern matches.
 
         Args:
-            key: One of :meth:`keys`.
+            key: One of :meth:`keys`; or a pattern (``re.fullmatch``).
 
         Returns:
             Steps (int64) and values (float64), both of shape ``(rows,)``: the rows in which the key was recorded. A NaN among
-            the values was recorded as such.
+            the values was recorded as such. With a pattern values have the shape ``(rows, keys)``, with the columns ``keys(pattern)``, and
+            are also NaN where a key was not recorded.
         """
         column = self._column(*schema.split(key))
         if column is not None:
@@ -61,7 +81,22 @@ class StoredSeries:
         if key in self.histogram_keys():
             message = f"{key!r} in {str(self.path)!r} is a histogram, not a series of numbers; read it with histogram({key!r})."
             raise AbsentKeyError(message)
-        raise AbsentKeyError(f"{str(self.path)!r} has no key {key!r}{nearest(key, self.keys())}")
+        return self._joined(self.keys(key))
+
+    def _joined(self, keys: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The steps in which any of the keys was recorded, and the values, with a column for each key."""
+        by_key = {}
+        with open_store(self.path) as file:
+            for group in dict.fromkeys(schema.split(key)[0] for key in keys):
+                matrix = read_numbers(file, group)
+                for parts, numbers, recorded in zip(matrix.keys, matrix.values.T, matrix.is_recorded.T, strict=True):
+                    by_key[parts.format()] = matrix.steps[recorded], numbers[recorded]
+        steps = np.unique(np.concatenate([by_key[key][0] for key in keys]))
+        values = np.full((len(steps), len(keys)), np.nan)
+        for column, key in enumerate(keys):
+            steps_of_key, numbers = by_key[key]
+            values[np.searchsorted(steps, steps_of_key), column] = numbers
+        return steps, values
 
     def histogram(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
         """The histograms of a key.

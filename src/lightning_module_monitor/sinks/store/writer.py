@@ -28,9 +28,8 @@ _logger = logging.getLogger(__name__)
 class Writer(ABC):
     """The single writer of one HDF5 file: writes its part of each record of a run.
 
-    The first record with such a part creates the file. From then on it can be read at any time, also after a ``kill -9``. A writer never
-    raises and never changes another writer's file. If there is no space for a record, one warning is logged, and the writer tries again
-    at growing intervals.
+    The first record with such a part creates the file. It can then be read at any time, also after a ``kill -9``. A writer never raises
+    and never changes another writer's file. Without space for a record it logs one warning, and tries again at growing intervals.
 
     Args:
         path: Path of the file; missing folders are created. If the file exists, the next free numbered name is used instead
@@ -71,7 +70,8 @@ class Writer(ABC):
         """Whether this run has created the file at the path, or continued it."""
         self._num_missing = 0
         """Records lost since the last written record."""
-        self._num_to_skip, self._next_distance = 0, 1
+        self._num_to_skip, self._next_num_to_skip = 0, 1
+        """Records to skip until the next attempt to write, and after the next failure."""
 
     def write(self, record: Record) -> None:
         """Append a record, and flush it. Never raises; nothing is written after :meth:`close`."""
@@ -144,8 +144,7 @@ class Writer(ABC):
 
     def _begin(self, record: Record) -> None:
         """Continue the resumed run's file, or create a new one; after an error no file is open."""
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        run: dict[str, object] = {"started": now, "first_step": record.step, "configuration": dict(self._configuration)}
+        run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
         try:
             if self._resumed is not None and not files.has_content(self._resumed):
                 self._resumed = None
@@ -193,7 +192,10 @@ class Writer(ABC):
         rewrite.new_file(files.temporary_path(self.path), attributes, self._columns(record), record.modules)
 
     def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> rewrite.Count | str:
-        """Copy the file of the resumed run, with columns for the record; returns the reason if that is not possible."""
+        """Copy the file of the resumed run, with columns for the record; returns the reason if that is not possible.
+
+        ``is_own`` means that the copy replaces that file: superseded rows stay in it.
+        """
         assert self._resumed is not None
         has_writer = not is_own and lock.has_holder(self._resumed)
         temporary, columns = files.temporary_path(self.path), self._columns(record)
@@ -226,14 +228,14 @@ class Writer(ABC):
     # -------------------------------------------------------------- ending
 
     def _postpone(self, step: int, error: Exception) -> None:
-        """Skip a record for lack of space, and later records until the next attempt."""
+        """Skip this record, for lack of space, and the next records, twice as many after each failure."""
         if not self._num_missing:
             rest = "what was written before can be read with load_store, and" if self.has_begun else "there is no file yet;"
             message = "The store %s cannot be written at step %d (%s). Training goes on; %s later records are tried again."
             self._logger.log(logging.INFO if self.failed else logging.WARNING, message, self.path, step, _reason(error), rest)
         self.failed = True
         self._num_missing += 1
-        self._num_to_skip, self._next_distance = self._next_distance, 2 * self._next_distance
+        self._num_to_skip, self._next_num_to_skip = self._next_num_to_skip, 2 * self._next_num_to_skip
 
     def _give_up(self, error: Exception) -> None:
         self.failed = self._is_closed = True
@@ -249,7 +251,7 @@ class Writer(ABC):
 
 
 class Store(Writer):
-    """Writes the values, histograms and findings of the records of one run: a row in each group of which a record has a key.
+    """Writes the values, histograms and findings of the records of one run: a row in each group for which the record has a key.
 
     A second record of a step is merged into the first. Read it with ``load_store``. ``keys`` and ``histogram_keys`` get their columns
     at the start: any other key costs a rewrite of the file. The other arguments are those of :class:`Writer`.
@@ -317,6 +319,7 @@ class _OpenFile:
         self.file = file
         self.numbers, self.histograms = _Tables(file, has_histograms=False), _Tables(file, has_histograms=True)
         self._findings, self._facts = file[schema.FINDINGS], file[schema.FACTS]
+        self._last_record = file[schema.LAST_RECORD]
         self._last_facts = next((facts for _step, facts in reversed(schema.read_facts(file))), None)
         self._modules: Sequence[ModuleInfo] = schema.read_modules(file)
         self._last_modules: Sequence[ModuleInfo] = ()
@@ -355,6 +358,7 @@ class _OpenFile:
         with space.room(self.file, for_steps):
             for table, _row in rows:
                 table.put_step(record.step)
+            self._last_record[()] = _now().encode()
 
     def _update_modules(self, modules: Sequence[ModuleInfo]) -> None:
         """Write shapes and dtypes of outputs, once they are known, in place."""
@@ -366,7 +370,7 @@ class _OpenFile:
 
 
 class _Tables:
-    """All tables of numbers, or all tables of histograms, of an open file. The columns of all of them make one row."""
+    """All tables of numbers, or all tables of histograms, of an open file. All columns together make one row."""
 
     def __init__(self, file: h5py.File, *, has_histograms: bool) -> None:
         self.tables: list[_TableWriter] = []
@@ -435,6 +439,10 @@ def _put(dataset: h5py.Dataset, index: int, item: object) -> None:
     target = dataset.id.get_space()
     target.select_hyperslab((index, *[0] * (rows.ndim - 1)), rows.shape)
     dataset.id.write(h5py.h5s.create_simple(rows.shape), target, rows)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,109 @@
+"""Which rules record the states of optimizers, whose names are known only after an optimizer's first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_module_monitor.config.rules import ParsedRule
+from lightning_module_monitor.errors import nearest_pattern
+from lightning_module_monitor.model.names import ModelIndex, ParameterSite, matches
+from lightning_module_monitor.plan.matching import is_picked
+from lightning_module_monitor.plan.totals import Totals
+from lightning_module_monitor.probes.base import WatchedParameter
+from lightning_module_monitor.probes.optimizer_states import STATE
+from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.record import KINDS
+from lightning_module_monitor.statistics.stream import Stream
+
+
+@dataclass(frozen=True, eq=False)
+class StateRules:
+    """The rules about states that are due in a step. Patterns match a parameter's name, or that of a state: ``head.weight.exp_avg``."""
+
+    rules: Sequence[ParsedRule]
+    totals: Mapping[Stream, ParsedRule]
+    """The totals that are planned of all states of a module's parameters, each with its rule."""
+    watched: Mapping[Stream, WatchedParameter]
+    """Parameters by the stream that is planned of all their states."""
+    index: ModelIndex
+    reporter: ErrorReporter
+    _streams: dict[tuple[str, str], Stream | None] = field(default_factory=dict, init=False)
+    _totals: dict[tuple[Stream, str], Stream | None] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        rules: Sequence[ParsedRule],
+        totals: Totals,
+        watched: Sequence[WatchedParameter],
+        index: ModelIndex,
+        reporter: ErrorReporter,
+    ) -> StateRules | None:
+        """The rules about states among some; ``None`` if there are none."""
+        chosen = [rule for rule in rules if any(KINDS[kind].of_states for kind in rule.kinds)]
+        of_states = {total: rule for total, rule in totals.rules.items() if KINDS[total.kind].of_states}
+        planned = {target.streams[STATE]: target for target in watched if STATE in target.streams}
+        return cls(chosen, of_states, planned, index, reporter) if chosen else None
+
+    def stream(self, watched: WatchedParameter, state: str) -> Stream | None:
+        """What is recorded of a state of a parameter: always the same object; ``None`` if no rule picks it."""
+        key = watched.site.name, state
+        if key not in self._streams:
+            planned = watched.streams[STATE]
+            rules = [rule for rule in self.rules if self._is_picked(watched, state, rule)]
+            of_itself = {name for rule in rules if not rule.per_module for name in rule.outputs}
+            names = [name for name in planned.outputs if name in of_itself]
+            is_recorded = bool(names) or (bool(planned.shared) and any(rule.per_module for rule in rules))
+            self._streams[key] = planned.at(self.index.part_name(watched.site.name, state), names) if is_recorded else None
+        return self._streams[key]
+
+    def all_totals(self) -> list[Stream]:
+        """The streams of all totals of states that are known by now, as ``_root_.exp_avg``.
+
+        The members of a total are the states of one name of all parameters, whether or not an optimizer keeps it of them.
+        """
+        for state in dict.fromkeys(state for _site, state in self._streams) if self.totals else ():
+            for total, rule in self.totals.items():
+                if (total, state) not in self._totals:
+                    targets = [self.watched[member] for member in total.members]
+                    streams = [self.stream(target, state) for target in targets if self._is_picked(target, state, rule)]
+                    members = tuple(stream for stream in streams if stream is not None)
+                    self._totals[total, state] = self._total(total, state, members) if members else None
+        return [total for total in self._totals.values() if total is not None]
+
+    def _total(self, planned: Stream, state: str, members: tuple[Stream, ...]) -> Stream:
+        return replace(planned, site=self.index.part_name(planned.site, state), origin=planned, members=members)
+
+    def _is_picked(self, watched: WatchedParameter, state: str, rule: ParsedRule) -> bool:
+        site = with_state(watched.site, state)
+        return is_picked(site, site.owner, rule) and not matches(site.aliases, self.index.exclude)
+
+    def waiting(self) -> list[tuple[str, str]]:
+        """The patterns that match no parameter's name, and wait for names of states; each with the path of its rule."""
+        return [
+            (rule.label, pattern.pattern)
+            for rule in self.rules
+            for pattern in rule.sites
+            if not rule.is_optional and not any(matches((site.name, *site.aliases), (pattern,)) for site in self.index.parameters)
+        ]
+
+    def report_idle(self, states: Collection[str]) -> None:
+        """Warn, once, of patterns that match no parameter's name and no state's name.
+
+        Args:
+            states: All names of states that the optimizers keep, at least one.
+        """
+        rules = {rule.label: rule for rule in self.rules}
+        for label, text in self.waiting():
+            pattern = next(pattern for pattern in rules[label].sites if pattern.pattern == text)
+            if not matches(states, (pattern,)):
+                names = [*(site.name for site in self.index.parameters), *states]
+                message = f"{label}.sites {text!r} matches none of {len(names)} names of parameters and of their states"
+                self.reporter.log_once(f"{message}{nearest_pattern(text, names)}", logging.WARNING, f"{label} {text} of states")
+
+
+def with_state(site: ParameterSite, state: str) -> ParameterSite:
+    """The site of a parameter with the names that a state has, too."""
+    return replace(site, aliases=(*site.aliases, *(f"{alias}.{state}" for alias in dict.fromkeys((site.name, *site.aliases)))))
