@@ -243,7 +243,7 @@ def test_a_dry_run_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_hist_is_a_name_like_any_other() -> None:
     """The error of a misspelled name has the nearest; a function cannot have its name in the same rule."""
     callback = ModuleMonitorCallback(rules=[Rule(kinds="activation", statistics="histt")])
-    with pytest.raises(ConfigError, match=r"'histt' is not a statistic; expected .*hist.*; nearest: 'hist'"):
+    with pytest.raises(ConfigError, match=r"'histt' is not a statistic; expected mean, .* in STATISTICS\); nearest: 'hist'"):
         callback.setup(None, None, "fit")  # type: ignore[arg-type]  # refused before it looks at them
     callback = ModuleMonitorCallback(rules=[Rule(kinds="activation", statistics="hist", functions={"hist": torch.mean})])
     with pytest.raises(ConfigError, match="'hist' is also in its statistics"):

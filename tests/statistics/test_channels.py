@@ -117,7 +117,7 @@ def test_a_large_tensor_is_widened_in_portions(shape: tuple[int, ...], monkeypat
     """With the same sums as at once, and without a change of a float64 tensor."""
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     before, at_once = x.clone(), channels.channel_sums(x)
-    monkeypatch.setattr(channels, "PORTION", 100)
+    monkeypatch.setattr(channels, "CPU_PORTION", 100)
     torch.testing.assert_close(channels.channel_sums(x), at_once)
     torch.testing.assert_close(channels.channel_sums(x)[:, :32].sum(1), torch.stack([x.square().sum(), torch.tensor(x.numel())]))
     assert torch.equal(x, before)

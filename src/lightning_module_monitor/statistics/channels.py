@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.kernels.moments import Array
-from lightning_module_monitor.kernels.torch_kernel import PORTION, has_float64
+from lightning_module_monitor.kernels.torch_kernel import CPU_PORTION, PORTION, has_float64
 
 MAX_CHANNELS = 4096
 """Limit of observed channels. In larger layers evenly spaced channels are observed."""
@@ -51,8 +51,9 @@ def channel_sums(tensor: Tensor) -> Tensor:
     num_channels = tensor.shape[dimension]
     others = [axis for axis in range(tensor.dim()) if axis != dimension]
     # In portions, each of which is widened: norms of columns are eight times slower on a CPU.
-    portions = tensor.split(max(1, PORTION * len(tensor) // tensor.numel()))
-    squares = functools.reduce(torch.add, (portion.to(wide).square().sum(others) for portion in portions))
+    portion = CPU_PORTION if tensor.is_cpu else PORTION
+    portions = tensor.split(max(1, portion * len(tensor) // tensor.numel()))
+    squares = functools.reduce(torch.add, (part.to(wide).square().sum(others) for part in portions))
     squares = squares[:: -(-num_channels // MAX_CHANNELS)]
     return torch.stack([squares, torch.full_like(squares, tensor.numel() / num_channels)])
 
