@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import Function, Value
+from lightning_module_monitor.statistics.layout import SeriesState
 from lightning_module_monitor.statistics.registry import HistogramStatistic
 from lightning_module_monitor.statistics.stream import Output, Stream
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.statistics import channels
-from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.layout import SeriesState
 from lightning_module_monitor.statistics.stream import Output, Stream
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.layout import SeriesState
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.stream import Output, Stream
 

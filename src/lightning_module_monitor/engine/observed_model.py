@@ -36,8 +36,9 @@ from lightning_module_monitor.probes.reference import Reference, ReferenceProbe,
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.probes.tap import Consumer, ModuleTap
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
-from lightning_module_monitor.statistics.accumulator import SeriesState, StepAccumulator
+from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import Aggregate, Value
+from lightning_module_monitor.statistics.layout import SeriesState
 from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.stream import Identity, Stream
 

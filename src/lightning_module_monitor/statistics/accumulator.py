@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -35,36 +34,13 @@ from lightning_module_monitor.statistics.functions import (
     undisturbed,
     wide_of,
 )
-from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Finisher, Flags, Layout, Numbers, Observed
+from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Numbers, Observed, SeriesState
 from lightning_module_monitor.statistics.precision import Difference
-from lightning_module_monitor.statistics.registry import Recent, dead_fraction, in_either, is_alive, memory
+from lightning_module_monitor.statistics.registry import dead_fraction, in_either, is_alive
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream
 
 OnError = Callable[[Stream, str, str, Exception], None]
 """Receives what could not be computed: stream, statistic or function, of what, cause."""
-
-
-class SeriesState:
-    """State kept between steps: the layout, copies of torchmetrics objects, and which units were alive.
-
-    Args:
-        streams: Those that are planned.
-        units: Which units were alive in the last monitored steps, by key; several states may share them.
-    """
-
-    def __init__(self, streams: Iterable[Stream] = (), units: defaultdict[str, Recent] | None = None) -> None:
-        self.layout = Layout(streams)
-        self.metrics: dict[str, Metric] = {}
-        """The copy of the user's torchmetrics object by key."""
-        self.units: defaultdict[str, Recent] = defaultdict(memory) if units is None else units
-        self._finisher = Finisher(())
-
-    def finisher(self, is_observed: Flags) -> Finisher:
-        """Finishes the statistics of the observed streams; the same object while these do not change."""
-        rows = [*itertools.compress(zip(self.layout.streams, self.layout.first_rows, strict=True), is_observed)]
-        if self._finisher.rows != rows:
-            self._finisher = Finisher(rows)
-        return self._finisher
 
 
 class StepAccumulator:

@@ -1,4 +1,4 @@
-"""The order of streams that all ranks share, the numbers of a step in this order, and how moments become statistics."""
+"""The order of streams that all ranks share, the numbers of a step in it, how moments become statistics, and the state between steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_module_monitor.kernels.moments import Array, Moments, Need, merge
 from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSums
 from lightning_module_monitor.statistics.fine_counts import FineCounts
 from lightning_module_monitor.statistics.functions import Aggregate, Value
-from lightning_module_monitor.statistics.registry import MAX_UNITS
+from lightning_module_monitor.statistics.registry import MAX_UNITS, Recent, memory
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OWN, Identity, Stream
 
 ABSENT = -1.0
@@ -360,3 +360,26 @@ def nan_where_empty(fields: Array) -> Array:
 
 _OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "third", "fourth", "maximum", "minimum")]
 """The moments that there are none of without an element."""
+
+
+class SeriesState:
+    """State kept between steps: the layout, copies of torchmetrics objects, and which units were alive.
+
+    Args:
+        streams: Those that are planned.
+        units: Which units were alive in the last monitored steps, by key; several states may share them.
+    """
+
+    def __init__(self, streams: Iterable[Stream] = (), units: defaultdict[str, Recent] | None = None) -> None:
+        self.layout = Layout(streams)
+        self.metrics: dict[str, Metric] = {}
+        """The copy of the user's torchmetrics object by key."""
+        self.units: defaultdict[str, Recent] = defaultdict(memory) if units is None else units
+        self._finisher = Finisher(())
+
+    def finisher(self, is_observed: Flags) -> Finisher:
+        """Finishes the statistics of the observed streams; the same object while these do not change."""
+        rows = [*itertools.compress(zip(self.layout.streams, self.layout.first_rows, strict=True), is_observed)]
+        if self._finisher.rows != rows:
+            self._finisher = Finisher(rows)
+        return self._finisher
