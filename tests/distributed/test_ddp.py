@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed.scenarios import EVERYTHING, SCENARIOS, data
+from distributed.scenarios import EVERYTHING, OF_PARTS, SCENARIOS, data
 from helpers.textbook import PLAIN, histogram, slack, textbook
 from helpers.tiny import measured
 from helpers.training import Classifier
 from helpers.zoo import RawTensors, raw_tensors
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 RunScenarios = Callable[[int, str], list[Any]]
@@ -53,6 +53,17 @@ def truth_of_step(model: str, step: int, result: dict[str, Any], num_ranks: int)
     return raw
 
 
+def totals_of(module: nn.Module, raw: RawTensors) -> RawTensors:
+    """The parameters inside of each module as one tensor, shared ones once."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    totals: RawTensors = {}
+    for kind in ("parameter", "gradient_before_clip", "gradient", "update"):
+        for site, part in module.named_modules():
+            inside = [raw[kind, names[id(one)]][0].flatten() for one in part.parameters() if (kind, names[id(one)]) in raw]
+            totals |= {(kind, site or "_root_"): [torch.cat(inside)]} if inside else {}
+    return totals
+
+
 def whole(tensors: list[Tensor]) -> Tensor:
     """All elements, a token a row where all tokens are of one size."""
     rows = [tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1) for tensor in tensors]
@@ -82,21 +93,22 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
             np.testing.assert_equal(dict(record.values), dict(other_record.values))
     for record in result["records"]:
         raw = truth_of_step(model, record.step, result, num_ranks)
+        totals = totals_of(Classifier(model), raw)
+        raw |= totals
+        names = {key: [name for name in PLAIN if name in (OF_PARTS if key in totals else EVERYTHING)] for key in raw}
         expected = {
-            f"{kind}/{site}/{name}"
-            for (kind, site), tensors in raw.items()
-            for name in PLAIN
-            if name in EVERYTHING and whole(tensors).numel()
+            f"{kind}/{site}/{name}" for (kind, site), tensors in raw.items() if whole(tensors).numel() for name in names[kind, site]
         }
         recorded = {key for key in measured(record) if not key.startswith("monitor/") and not key.endswith("/ratio")}
-        assert {key for key in recorded if ".empty/" not in key} == expected
+        empty = tuple(f"{kind}/{site}/" for (kind, site), tensors in raw.items() if not whole(tensors).numel())
+        assert {key for key in recorded if not key.startswith(empty)} == expected
         assert record.values["monitor/errors"] == record.values["monitor/rank_disagreement"] == 0
         for (kind, site), tensors in raw.items():
             elements = whole(tensors)
             if not elements.numel():
                 continue
             largest = float(elements.abs().max())
-            for name in (name for name in PLAIN if name in EVERYTHING):
+            for name in names[kind, site]:
                 # Gradients are summed by the reducer in an order of its own; an update is a difference of rounded weights.
                 close = {"rel": 1e-5, "abs": 1e-6 * largest} if kind.startswith("gradient") or kind == "update" else {"rel": 2e-6}
                 # Standardized moments have no unit: what rounding leaves of them is not in proportion to the elements.
