@@ -321,6 +321,30 @@ def test_one_optimizer_by_hand_that_does_not_always_step(tmp_path: Path) -> None
         assert (record.values["update/model.layers.0.weight/norm"] > 0) == bool(record.step % 2)
 
 
+class ShrinksToo(torch.optim.SGD):
+    """Halves all parameters after the step of its base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.5)
+        return loss
+
+
+def test_a_step_around_that_of_a_base_class_is_one_step(tmp_path: Path) -> None:
+    """The hooks of torch run for both, once an object of the base class exists; the update is what the whole step moves."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="update", statistics="norm")], store=False)
+    module = Classifier("mlp", ShrinksToo, lr=0.0)
+    before = {name: float(value.detach().double().norm()) for name, value in module.named_parameters()}
+    trainer(tmp_path, [callback], max_steps=1).fit(module, loader())
+    assert callback.last_record is not None
+    for name, norm in before.items():
+        assert callback.last_record.values[f"update/{name}/norm"] == pytest.approx(norm / 2, rel=1e-6)
+
+
 @pytest.mark.shows("manual optimization, two optimizers", "differences", "RCC")
 def test_a_reference_under_manual_optimization_is_that_of_a_submodule(tmp_path: Path) -> None:
     """At step 0 nothing differs before the first optimizer has stepped; later it does. The coordinate check adds up."""

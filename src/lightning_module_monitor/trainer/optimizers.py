@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,8 @@ class OptimizerTracker:
         self.scale: Tensor | None = None
         """The factor of the loss; shape ``()``."""
         self._first_steps: dict[Optimizer, _FirstStep] = {}
+        self._num_entered: Counter[Optimizer] = Counter()
+        """Number of running calls of ``step``: torch calls the hooks again for the ``step`` of a base class."""
         self._hooks = HookSet()
 
     @property
@@ -114,6 +117,7 @@ class OptimizerTracker:
         They are not final yet if Lightning passes a closure, which runs forward, backward and clipping. The closure is then replaced
         by a closure that notifies after each call; LBFGS makes many calls, of which the first counts.
         """
+        self._num_entered[optimizer] += 1
 
         def notifying(closure: Callable[[], object]) -> Callable[[], object]:
             def call() -> object:
@@ -132,7 +136,9 @@ class OptimizerTracker:
         return None
 
     def _leave_step(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        self._guarded(self._after_update, optimizer)
+        self._num_entered[optimizer] -= 1
+        if not self._num_entered[optimizer]:
+            self._guarded(self._after_update, optimizer)
 
     def _guarded(self, notify: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
         if not self._hooks:
