@@ -339,7 +339,7 @@ def test_a_step_around_that_of_a_base_class_is_one_step(tmp_path: Path) -> None:
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds="update", statistics="norm")], store=False)
     module = Classifier("mlp", ShrinksToo, lr=0.0)
     before = {name: float(value.detach().double().norm()) for name, value in module.named_parameters()}
-    trainer(tmp_path, [callback], max_steps=1).fit(module, loader())
+    trainer(tmp_path, [callback], max_steps=1).fit(module, loader(), loader(8))
     assert callback.last_record is not None
     for name, norm in before.items():
         assert callback.last_record.values[f"update/{name}/norm"] == pytest.approx(norm / 2, rel=1e-6)
