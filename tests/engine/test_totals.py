@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.operations import no_host_reads
@@ -95,6 +96,27 @@ def test_every_statistic_of_the_whole_model_is_that_of_one_flat_tensor(kind: str
     assert abs(counts - histogram(whole.float()).counts).sum() <= (2 if kind == "update" else 0)  # an update in float32 is rounded
     assert counts.sum() == whole.numel()
     assert record.values["monitor/errors"] == 0
+
+
+@pytest.mark.parametrize("kind", ["gradient", "parameter"])
+def test_what_fine_counts_give_is_that_of_one_flat_tensor(kind: str) -> None:
+    """Quantiles within their bound, and what casts lose exactly, of the whole model and of blocks that count beside each other."""
+    names = {"p05": 0.05, "median": 0.5, "p95": 0.95}
+    rule = Rule(
+        kinds=KINDS, statistics=[*names, "underflow_float8_e4m3fn", "dynamic_range", "peak_to_rms"], per_module=["_root_", "blocks"]
+    )
+    record, tensors = step(tied(), [rule])
+    for site, whole in (("_root_", flat(tensors[kind])), ("blocks", flat(tensors[kind], ["blocks."]))):
+        for name, share in names.items():
+            truth = np.quantile(whole.numpy(), share, method="inverted_cdf")
+            assert record.values[f"{kind}/{site}/{name}"] == pytest.approx(truth, rel=0.045), (site, name)
+        values, magnitudes = whole.float(), whole.abs()[whole != 0]
+        lost = (values.to(torch.float8_e4m3fn).float() == 0) & (values != 0)
+        assert record.values[f"{kind}/{site}/underflow_float8_e4m3fn"] == pytest.approx(float(lost.sum()) / len(magnitudes))
+        assert record.values[f"{kind}/{site}/dynamic_range"] == pytest.approx(float((magnitudes.max() / magnitudes.min()).log2()), abs=0.13)
+        assert record.values[f"{kind}/{site}/peak_to_rms"] == pytest.approx(
+            float(whole.abs().max() / whole.square().mean().sqrt()), rel=1e-6
+        )
 
 
 def test_only_the_whole_is_recorded() -> None:
