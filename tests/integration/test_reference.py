@@ -592,7 +592,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[], Classifier], str]] = {
     "cosine of an activation": (
         {"rules": [Rule(kinds="activation", statistics="cosine")]},
         Classifier,
-        "'cosine' compares with another tensor (reference), and 'activation' has none; "
+        "'cosine' compares with another tensor \\(reference\\), and 'activation' has none; "
         "expected kinds activation_difference, parameter_difference",
     ),
     "functions of one and two tensors": (

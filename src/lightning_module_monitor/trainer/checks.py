@@ -137,9 +137,12 @@ def check_detectors(planner: Planner, names: Collection[str], record: Record, re
     """Warn of detectors that the user named, and that have nothing to judge: neither planned keys nor keys of the first record."""
     keys = [Key.parse(key) for key in (*planner.planned_keys(), *record.values)]
     types = {type(site.module).__name__ for site in planner.index.whole.modules}
+    compiled_types = types - {type(site.module).__name__ for site in planner.index.modules}
     for detector in map(BUILT_IN.__getitem__, names):
         if detector.is_always_recorded or any(map(detector.concerns, keys)):
             continue
+        if not compiled_types.isdisjoint(detector.types):
+            continue  # the line about compiled code names it
         if detector.recorded_by:
             reason = f"expected {detector.recorded_by}."
         elif detector.types and types.isdisjoint(detector.types):
