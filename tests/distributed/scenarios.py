@@ -194,6 +194,10 @@ EVERYTHING = ["mean", "std", "skewness", "kurtosis", "norm", "rms", "min", "max"
 EVERYTHING += ["token_norm", "token_rms", "hist"]
 
 
+QUANTILES = {"p05": 0.05, "median": 0.5, "p95": 0.95}
+FINE = [*QUANTILES, "underflow_float8_e4m3fn"]
+"""Those that are made of fine counts."""
+
 OF_PARTS = [name for name in EVERYTHING if not name.startswith("token")]
 """Those that parts of a tensor show."""
 
@@ -215,7 +219,8 @@ def zoo(model: str) -> Callable[[Path], dict[str, Any]]:
 
     def scenario(folder: Path) -> dict[str, Any]:
         torch.manual_seed(RANK)  # DDP gives every rank the weights of the first
-        callback = ModuleMonitorCallback(every_n_steps=1, rules=_rules(), on_error="raise")
+        fine = Rule(kinds=["activation", "activation_gradient", "parameter", "gradient"], statistics=FINE)
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=[*_rules(), fine], on_error="raise")
         module = Classifier(model, torch.optim.SGD, lr=0.1)
         return fit(folder, module, callback, accumulate_grad_batches=2, gradient_clip_val=0.5, max_epochs=1)
 
