@@ -282,7 +282,7 @@ def test_printing_draws_every_figure(browser: Browser, page: Path, tmp_path: Pat
     (tmp_path / "page.pdf").write_bytes(visit.page.pdf(format="A4"))
     printed = visit.page.evaluate("window.printed")
     assert set(printed["sections"]) == {"glance", *SECTIONS}
-    assert len(printed["counts"]) == 19
+    assert len(printed["counts"]) == 20
     assert min(printed["counts"]) > 0
     assert all(0 < chart == drawn <= 700 for chart, drawn in printed["widths"])
     assert (printed["ground"], printed["font"]) == ("#ffffff", "#1c2430")
