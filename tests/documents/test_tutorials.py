@@ -74,7 +74,7 @@ def test_a_tutorial_is_committed_with_its_outputs(name: str) -> None:
 def test_every_tutorial_has_a_test() -> None:
     """One that is not run is wrong soon."""
     text = Path(__file__).read_text()
-    assert len(NAMES) == 7
+    assert len(NAMES) == 8
     assert [name for name in NAMES if f'run("{name}"' not in text] == []
 
 
@@ -128,6 +128,41 @@ def test_is_my_model_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     dead = [[run[f"activation/model.{number}/dead_fraction"][1][-1] for number in (1, 3, 5, 7)] for run in (store, sick)]
     assert max(dead[0]) < 0.2
     assert min(dead[1]) > 0.5
+
+
+@pytest.mark.slow
+def test_is_my_batch_size_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise scale predicts where a larger batch helps; cosines are above those of noise where the learning rate is too low."""
+    wanted = """{
+        "scale": scale, "steps": list(steps.values()), "predicted": [1 + scale / size for size in steps], "noise_share": noise_share,
+        "noise": [float(to_gradient), float(to_previous)], "previous": list(previous.values()), "expected": expected,
+        "by_block": list(by_block.values()),
+    }"""
+    _, found = run("is_my_batch_size_right", tmp_path, monkeypatch, wanted)
+    assert 3 * 16 < found["scale"] < 8 * 16
+    assert found["noise_share"] > 0.7
+    gains = [[few / many for few, many in zip(found[name], found[name][1:], strict=False)] for name in ("steps", "predicted")]
+    assert gains[0] == pytest.approx(gains[1], rel=0.5)
+    assert gains[0][0] > 2 > gains[0][2]
+    assert found["noise"] == pytest.approx([(1 - 0.9**2) ** 0.5, 0.9], abs=0.02)
+    adamw_low, adamw, sgd_low, sgd = found["previous"]
+    assert adamw_low > 0.98
+    assert adamw == pytest.approx(0.9, abs=0.03)
+    assert sgd_low == pytest.approx(found["expected"], abs=0.05)
+    assert -0.3 < sgd < 0
+    stores = {name: load_store(tmp_path / f"{name}.h5") for name in ("batch_16", "adamw_low", "adamw", "sgd_low", "sgd")}
+    losses = {name: store["context/loss"][1] for name, store in stores.items()}
+    assert losses["adamw"][-20:].mean() < 0.1 * losses["adamw_low"][-20:].mean()
+    assert losses["sgd"][-20:].mean() < 0.2 * losses["sgd_low"][-20:].mean()
+    momentum = {name: stores[name]["optimizer_state/_root_.exp_avg/cosine_to_gradient"][1].mean() for name in ("adamw_low", "adamw")}
+    assert momentum["adamw_low"] > 0.7
+    assert momentum["adamw"] == pytest.approx(found["noise"][0], abs=0.05)
+    assert stores["sgd"]["update/_root_/cosine_to_gradient"][1] == pytest.approx(1, abs=1e-4)
+    relative = [value / last for block in found["by_block"] for value, last in zip(block, found["by_block"][2], strict=True)]
+    assert relative == pytest.approx([3, 1, 1, 1.5, 1, 1, 1, 1, 1], rel=0.25)
+    norms = stores["batch_16"]["gradient/_root_/norm"][1]
+    assert norms[-30:].mean() > 0.6 * norms[:30].mean()
+    assert losses["batch_16"][-30:].mean() < 0.15 * losses["batch_16"][:30].mean()
 
 
 @pytest.mark.slow
