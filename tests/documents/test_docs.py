@@ -172,7 +172,7 @@ def test_python_of_the_page_about_own_statistics() -> None:
     assert kurtosis["activation/model.head/kurtosis"][0].tolist() == [0, 100, 200]
     assert (entropy["activation/model.head/entropy"][1] < 1.1).all()  # ln 3
     assert callback.last_record is not None
-    assert {"activation/model.head/average", "gradient/model.head.bias/median"} <= callback.last_record.values.keys()
+    assert {"activation/model.head/average", "gradient/model.head.bias/l1"} <= callback.last_record.values.keys()
     balance = load_store("balance.h5")
     frame = balance.to_frame().query("kind == 'gradient' and statistic == 'norm'")
     for step, ratio in zip(*balance["balance/model/head_to_blocks"], strict=True):

@@ -73,10 +73,11 @@ class Cosines:
     def note_gradients(self, watched: Iterable[WatchedParameter]) -> None:
         """The gradients are those that optimizers are about to use."""
         for target in watched:
-            if any("gradient" in stream.compared_with for stream in target.streams.values()):
-                parameter = target.site.tensor()
-                if parameter is not None and parameter.grad is not None:
-                    self._versions[target.site.name] = id(parameter.grad), parameter.grad._version
+            for stream in target.streams.values():
+                if "gradient" in stream.compared_with:
+                    parameter = target.site.tensor()
+                    if parameter is not None and parameter.grad is not None:
+                        self._versions[target.site.name] = id(parameter.grad), parameter.grad._version
 
     def compare_with_gradient(
         self, stream: Stream, target: WatchedParameter, tensor: Tensor, optimizers: Sequence[Optimizer], *, is_opposite: bool = False
@@ -94,9 +95,9 @@ class Cosines:
             why = f"{names} writes into the gradients as it steps, and what it used is lost"
             self._tools.reporter.log_once(f"cosine_to_gradient: {why}: NaN is recorded. Try foreach=False.", logging.WARNING)
             return
-        part, of_gradient = self._own_part(stream, tensor), self._own_part(stream, gradient)
-        if part is not None and of_gradient is not None:
-            self._tools.accumulator.measure_comparison(stream, "gradient", part, of_gradient, is_opposite=is_opposite)
+        part, gradient_part = self._own_part(stream, tensor), self._own_part(stream, gradient)
+        if part is not None and gradient_part is not None:
+            self._tools.accumulator.measure_comparison(stream, "gradient", part, gradient_part, is_opposite=is_opposite)
 
     def compare_with_previous(self, stream: Stream, update: Tensor, dtype: torch.dtype, is_skipped: bool | Tensor) -> None:
         """Compare an update with that of the monitored step before, in whose place it is kept in a dtype."""
