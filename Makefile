@@ -10,6 +10,8 @@ REQUIREMENTS := pyproject.toml constraints.txt
 CORE := -m pytest -n $(WORKERS) --dist worksteal $(addprefix tests/,statistics kernels model probes trainer integration sinks)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
+# Each version of numba has a cache of its own: it writes the new index before the new code, so a second process may read the old version's code.
+NUMBA_CACHE := NUMBA_CACHE_DIR=$(CURDIR)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -32,13 +34,13 @@ test-pytorch-lightning: $(VENV)/dev.stamp ## run the tests of whole runs, on one
 	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/trainer tests/sinks/test_loggers.py tests/sinks/test_charts.py tests/report/test_report.py tests/width_check/test_command.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
 
 test-lowest: $(LOWEST)/core.stamp ## test the core with the lowest versions that pyproject.toml allows; needs Python 3.10, 3.11 or 3.12
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python $(CORE)
+	$(NUMBA_CACHE)/$(LOWEST)/numba OMP_NUM_THREADS=1 $(LOWEST)/bin/python $(CORE)
 
 test-newest: ## test the core with the newest versions that there are
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test-core]'
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --no-deps mup
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(CORE)
+	$(NUMBA_CACHE)/$(NEWEST)/numba OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(CORE)
 
 test-health: $(VENV)/dev.stamp ## test the verdict on small trainings, sick and healthy, with three seeds
 	HEALTH_SEEDS=0,1,2 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/health/test_verdicts.py
