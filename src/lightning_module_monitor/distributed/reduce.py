@@ -54,7 +54,7 @@ def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks, o
     except Exception as caught:
         observed, error = lost, caught
     while True:
-        unknown = [stream for stream in observed.streams if stream.identity not in layout.places and stream.identity not in unsent]
+        unknown = [stream for stream in observed.streams if stream.identity not in layout.positions and stream.identity not in unsent]
         try:
             numbers = observed.numbers(layout, has_more=bool(unknown))
         except Exception as caught:
@@ -89,7 +89,7 @@ def _reduced(observed: Observed, numbers: Numbers, layout: Layout, ranks: Ranks)
     total = Numbers(moments=torch.stack(result.moments).numpy(), **fields)
     failed = {*itertools.compress(layout.streams, total.failed)}
     differing = [stream for stream in itertools.compress(layout.replicated, result.differ.tolist()) if stream not in failed]
-    return Reduced(observed, total, frozenset(itertools.compress(layout.places, result.are_copies.tolist())), differing)
+    return Reduced(observed, total, frozenset(itertools.compress(layout.positions, result.are_copies.tolist())), differing)
 
 
 class _Name(NamedTuple):
@@ -127,7 +127,7 @@ def _learn(layout: Layout, names: Iterable[Iterable[_Name]], streams: Iterable[S
     """Add the streams that any rank has named, in the order of the names; ``streams`` are those of this rank."""
     stream_by_identity = {stream.identity: stream for stream in streams}
     for name in itertools.chain.from_iterable(names):
-        origin = None if name.origin not in layout.places else layout.streams[layout.places[name.origin]]
+        origin = None if name.origin not in layout.positions else layout.streams[layout.positions[name.origin]]
         known = stream_by_identity.get(name.identity)
         layout.add([known or (_made_of(name) if origin is None else origin.at(name.identity[1], name.outputs))])
 
@@ -168,7 +168,7 @@ def _replicas(observed: Observed, layout: Layout) -> Replicas:
     items = _items(layout, {stream: index for index, stream in enumerate(layout.replicated)}, num_items)
     identities = [stream.identity for stream in layout.replicated]
     return Replicas(
-        first_rows=_indices(layout.first_rows[layout.places[identity]] for identity in identities),
+        first_rows=_indices(layout.first_rows[layout.positions[identity]] for identity in identities),
         are_parts=_indices(identity in observed.parts for identity in identities).double(),
         item_of_number=items.item_of_summed(num_items),
     )

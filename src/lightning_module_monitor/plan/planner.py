@@ -46,7 +46,7 @@ class Planner:
     shares_input: bool = False
     """Whether other ranks have the same input as this one, as in tensor parallel training."""
     _plans: dict[object, Plan] = field(default_factory=dict, init=False)
-    """By stage and active rules; by stage alone what is recorded of attention that the model reports by hand."""
+    """By stage and active rules; by stage alone, the plan of attention that the model reports by hand."""
     _taken: dict[str, set[str]] = field(default_factory=dict, init=False)
     """Keys that are recorded, by stage."""
 
@@ -57,8 +57,8 @@ class Planner:
         """Read a model's names, and check the rules against them.
 
         Raises:
-            ConfigError: If a rule matches nothing in it, or needs what parts of tensors do not show, or it has no such blocks
-                as ``gradient_flow`` names.
+            ConfigError: If a rule matches nothing in the model, or needs whole tensors where the model has shards, or if the
+                model lacks the blocks that ``gradient_flow`` names.
         """
         index = _index_of(recipe, module, compiled_parts(module) if recipe.keeps_compiled else NOT_COMPILED)
         for rule in recipe.rules:
@@ -71,7 +71,7 @@ class Planner:
             check_per_module(recipe.gradient_noise, index)
             _check_ranks_of_noise(index, has_ranks=has_ranks, shares_input=shares_input)
         planner = cls(recipe, index, _chain_of(recipe, index, shares_input), _noise_of(recipe, index), reporter, has_ranks, shares_input)
-        planner.plan()  # in which no two outputs may have one name
+        planner.plan()  # refuses two outputs of one name
         planner.report_renamed()
         planner.report_compiled()
         return planner
@@ -80,7 +80,7 @@ class Planner:
         """The planner with one more rule.
 
         Raises:
-            ConfigError: If the rule matches nothing in the model, or another rule records something else by a name that it has.
+            ConfigError: If the rule matches nothing in the model, or another rule records a different output by the same name.
         """
         check_rule(rule, self.index, self.reporter, shares_input=self.shares_input)
         if not rule.is_optional:
@@ -112,7 +112,7 @@ class Planner:
         return recorded + [_path(stream) for stream in (self.chain.streams if self.chain is not None else ())]
 
     def plan(self, due: ActiveRules | None = None, stage: str = TRAIN) -> Plan:
-        """What is recorded of the model; without ``due`` when every rule is due."""
+        """What is recorded of the model; without ``due``, as if every rule were due."""
         due = self.recipe.everything() if due is None else due
         if (stage, due) not in self._plans:
             chain = self.chain if due.gradient_flow and stage == TRAIN else None

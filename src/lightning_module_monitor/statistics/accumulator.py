@@ -40,7 +40,7 @@ from lightning_module_monitor.statistics.registry import dead_fraction, in_eithe
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream
 
 OnError = Callable[[Stream, str, str, Exception], None]
-"""Receives what could not be computed: stream, statistic or function, of what, cause."""
+"""Receives a failure: the stream, the names of the outputs, a description of the tensor, the error."""
 
 
 class StepAccumulator:
@@ -66,7 +66,7 @@ class StepAccumulator:
         self._failed: set[str] = set()
         self._failed_streams: set[Identity] = set()
         self._uncounted: set[str] = set()
-        """Keys of histograms that some elements are missing from, among those."""
+        """The keys among these of histograms that lack elements."""
         self.num_errors = 0
         self.is_lost = False
         """Whether an error has ended the monitoring of this step, on any rank once :meth:`collect` was called."""
@@ -269,13 +269,13 @@ class StepAccumulator:
             raise
         self.num_errors, self.is_lost = int(numbers.num_errors[0]), bool(numbers.is_lost[0])
         if self.is_lost:
-            # No rank goes on: the one that lost the step may have nothing to go on with.
+            # No rank continues: the rank that lost the step may lack what the next collectives need.
             return {}
         layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
             self._failed.update(stream.moment_keys)
         self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
-        # What takes more collectives comes before all that may fail: an error keeps this rank from none of them.
+        # Further collectives come before everything that may fail: an error must not keep this rank from a collective.
         results = self._finished_once(observed, numbers, copied, ranks)
         sums = layout.rows_of_sums(numbers)
         values = self._state.finisher(numbers.observed).values(numbers.moments, sums[FINE], self._fail)
@@ -289,19 +289,19 @@ class StepAccumulator:
                 values[key] = dead_fraction(self._state.units[key])
         channels = [(stream, row) for stream, row in sums[CHANNEL_SUMS].items() if row.any()]
         values |= {stream.keys[name]: outlier_channels(row) for stream, row in channels for name in stream.channels}
-        counted = [stream for stream in sums[HISTOGRAM] if numbers.observed[layout.places[stream.identity]]]
+        counted = [stream for stream in sums[HISTOGRAM] if numbers.observed[layout.positions[stream.identity]]]
         by_key = {key: Histogram(sums[HISTOGRAM][stream].astype(np.int64)) for stream in counted for key in stream.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
         return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
 
     def _alone(self) -> Reduced:
-        """The step of a single process: its numbers are those of all."""
+        """The numbers of a step in a single process."""
         observed = self._observed(is_alone=True)
         self._state.layout.add(observed.streams)
         return Reduced(observed, observed.numbers(self._state.layout))
 
     def _of_all(self, ranks: Ranks) -> Reduced:
-        """The step of several ranks, by two collectives."""
+        """The numbers of a step on several ranks, by two collectives."""
         observe = functools.partial(self._observed, is_alone=False)
         return reduce_step(observe, self._state.layout, ranks, self._cannot_send)
 
@@ -361,9 +361,9 @@ class StepAccumulator:
         )
 
     def _finished_once(self, observed: Observed, numbers: Numbers, copied: Collection[Identity], ranks: Ranks | None) -> dict[str, float]:
-        """What aggregates of the user's and torchmetrics objects make of everything, by key.
+        """The results of the user's own aggregates and of torchmetrics objects, by key.
 
-        On every rank, in the same order, whatever this one has. What failed on any rank is NaN on all, and no rank gathers its results.
+        Every rank computes the same results in the same order. A result that failed on any rank is NaN on all, and is not gathered.
         """
         due = [
             entry
@@ -385,7 +385,7 @@ class StepAccumulator:
             elif ranks is not None:
                 compute = functools.partial(synchronized, self._metrics[key][2] if key in self._metrics else copy_of(value), ranks)
             else:
-                continue  # it is among the final ones
+                continue  # it is in `observed.final`
             values |= {part: float(result) for part, result in self._parts(stream, name, compute).items()}
         return values
 
@@ -408,7 +408,7 @@ class StepAccumulator:
         copy.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
 
     def _parts(self, stream: Stream, name: str, compute: Callable[[], object]) -> dict[str, Tensor]:
-        """A final result by key; of a dict each part has its own."""
+        """A final result by key; each part of a dict has a key of its own."""
         try:
             parts = by_part(compute())
         except Exception as error:
@@ -426,7 +426,7 @@ class StepAccumulator:
         self._on_error(stream, "sending to other ranks", "what was observed on this one alone", error)
 
     def _fail(self, stream: Stream, name: str, source: str, error: Exception) -> None:
-        """Note that a statistic or function could not be computed; ``source`` describes what from."""
+        """Record that a statistic or function could not be computed; ``source`` describes its input."""
         self.num_errors += 1
         self._failed.add(stream.keys[name])
         self._on_error(stream, name, source, error)

@@ -31,30 +31,30 @@ Flags: TypeAlias = NDArray[np.float64]
 """0 or 1 for each item."""
 
 Rows: TypeAlias = NDArray[np.int64]
-"""Rows or places in a layout."""
+"""Indices of rows or of streams in a layout."""
 
 NO_MOMENTS: Array = torch.stack(tuple(Moments.empty(1))).numpy()
 """The moments of an empty tensor, shape ``(fields, 1)``."""
 
 
 class Layout:
-    """Streams in an order that every rank has alike: those that are planned, and those that turn up later.
+    """Streams in the same order on every rank: the planned ones, then those first observed during training.
 
     Attributes:
-        streams: All of them, in their order.
-        places: The place of each, by identity.
-        first_rows: The first row of each in the table of moments.
+        streams: All streams, in order.
+        positions: The index of each stream, by identity.
+        first_rows: The first row of each stream in the table of moments.
         num_rows: Number of rows.
-        summed: Those with rows of numbers that are added, with each sort of row.
-        with_units: Those with statistics of units.
-        replicated: Those that every rank is expected to have alike.
+        summed: Streams whose counts or sums are added over ranks, each with the sort of its row.
+        with_units: Streams with statistics of units.
+        replicated: Streams whose tensors are expected to be equal on every rank.
         values: Functions and values, each with its stream and name.
-        totals: Those with members, which are merged when the numbers of all ranks are known.
+        totals: Streams with members; they are merged after the reduction over ranks.
     """
 
     def __init__(self, streams: Iterable[Stream] = ()) -> None:
         self.streams: list[Stream] = []
-        self.places: dict[Identity, int] = {}
+        self.positions: dict[Identity, int] = {}
         self.first_rows: list[int] = []
         self.num_rows = 0
         self.summed: list[tuple[Stream, Bins | ChannelSums]] = []
@@ -68,9 +68,9 @@ class Layout:
     def add(self, streams: Iterable[Stream]) -> None:
         """Add streams at the end; those that are known are left out."""
         for stream in streams:
-            if stream.identity in self.places:
+            if stream.identity in self.positions:
                 continue
-            self.places[stream.identity] = len(self.streams)
+            self.positions[stream.identity] = len(self.streams)
             self.streams.append(stream)
             self.first_rows.append(self.num_rows)
             self.num_rows += stream.num_rows
@@ -91,14 +91,14 @@ class Layout:
         return rows
 
     def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
-        """Which streams have rows, and the place of each row of the layout among these; -1 for what there is no row of.
+        """Which streams were observed, and for each row of the layout its row in the table; -1 where there is none.
 
         It is computed again only if rows or streams have changed since the last step.
         """
         if self._order[0] != rows or len(self._order[1]) != len(self.streams):
             observed, order = np.zeros(len(self.streams)), np.full(self.num_rows, -1)
             for stream, row in rows.items():
-                position = self.places.get(stream.identity)
+                position = self.positions.get(stream.identity)
                 if position is not None:
                     first = self.first_rows[position]
                     observed[position] = 1.0
@@ -113,29 +113,29 @@ class Layout:
         merged = self._merged
         numbers.moments[:, merged.rows] = merged_groups(numbers.moments[:, merged.sources], merged.first_sources)
         flags = np.stack([numbers.observed, numbers.failed])
-        flags[:, merged.places] = np.maximum.reduceat(flags[:, merged.members], merged.first_members, axis=1)
+        flags[:, merged.positions] = np.maximum.reduceat(flags[:, merged.members], merged.first_members, axis=1)
         numbers.observed, numbers.failed = flags
         for total, members in merged.counted:
             numbers.counts[total] = sum(numbers.counts[member] for member in members)
 
     @functools.cached_property
     def _merged(self) -> _Merged:
-        # States of optimizers that no rank has observed are not here.
-        present = [(total, [member for member in total.members if member.identity in self.places]) for total in self.totals]
+        # The layout lacks states of optimizers that no rank has observed.
+        present = [(total, [member for member in total.members if member.identity in self.positions]) for total in self.totals]
         totals = [(total, members) for total, members in present if members]
         parts = [(total, members, part) for total, members in totals for part in range(total.num_rows)]
-        places = [[self.places[member.identity] for member in members] for _total, members in totals]
+        positions = [[self.positions[member.identity] for member in members] for _total, members in totals]
         ends = [*itertools.accumulate(sort.num_counts for _stream, sort in self.summed)]
         counts = {(stream.identity, sort): slice(end - sort.num_counts, end) for (stream, sort), end in zip(self.summed, ends, strict=True)}
         return _Merged(
-            rows=np.array([self.first_rows[self.places[total.identity]] + part for total, _members, part in parts]),
+            rows=np.array([self.first_rows[self.positions[total.identity]] + part for total, _members, part in parts]),
             sources=np.array(
-                [self.first_rows[self.places[member.identity]] + part for _total, members, part in parts for member in members]
+                [self.first_rows[self.positions[member.identity]] + part for _total, members, part in parts for member in members]
             ),
             first_sources=_starts([len(members) for _total, members, _part in parts]),
-            places=np.array([self.places[total.identity] for total, _members in totals]),
-            members=np.concatenate(places),
-            first_members=_starts([*map(len, places)]),
+            positions=np.array([self.positions[total.identity] for total, _members in totals]),
+            members=np.concatenate(positions),
+            first_members=_starts([*map(len, positions)]),
             counted=[
                 (counts[total.identity, bins], [counts[member.identity, bins] for member in members])
                 for total, members in totals
@@ -150,18 +150,18 @@ def _starts(sizes: Sequence[int]) -> Rows:
 
 
 class _Merged(NamedTuple):
-    """The rows and flags that totals are merged from."""
+    """The indices that totals are merged by."""
 
     rows: Rows
     """Rows of totals."""
     sources: Rows
-    """Rows of members, group by group for these."""
+    """Rows of the members of each total, one total after the other."""
     first_sources: Rows
     """Where each group begins."""
-    places: Rows
-    """Places of totals."""
+    positions: Rows
+    """Positions of totals."""
     members: Rows
-    """Places of members, group by group for these."""
+    """Positions of the members of each total, one total after the other."""
     first_members: Rows
     """Where each group begins."""
     counted: Sequence[tuple[slice, Sequence[slice]]]
@@ -224,9 +224,9 @@ class Observed:
     """What one rank has observed in a step, on the host, in the order in which it came."""
 
     streams: Sequence[Stream] = ()
-    """Those that anything is known of."""
+    """Streams with any moments, counts, results or errors."""
     rows: Mapping[Stream, int] = field(default_factory=dict)
-    """First row of those that have moments."""
+    """First row of each stream that has moments."""
     moments: Array = field(default_factory=lambda: NO_MOMENTS)
     """Shape ``(fields, rows + 1)``; the last row is that of an empty tensor."""
     counts: Mapping[tuple[Identity, Bins | ChannelSums], Array] = field(default_factory=dict)
@@ -329,7 +329,7 @@ class Finisher:
                 are NaN.
         """
         values: dict[str, float] = {}
-        with np.errstate(all="ignore"):  # what there is too little of is NaN, as torch has it
+        with np.errstate(all="ignore"):  # a statistic of too few elements is NaN, as in torch
             fields = nan_where_empty(moments)
             for group in self._groups:
                 first = group.streams[0]
@@ -341,7 +341,7 @@ class Finisher:
                     further = counted if statistic.needs & Need.FINE_COUNTS else []
                     try:
                         numbers[:, column] = statistic.finish(*[parts[part] for part in taken], *further)
-                    except Exception as error:  # one of the user's own
+                    except Exception as error:  # a user's statistic
                         numbers[:, column] = np.nan
                         fail(first, name, "its moments", error)
                 values.update(zip(group.keys, numbers.ravel().tolist(), strict=True))
@@ -359,14 +359,14 @@ def nan_where_empty(fields: Array) -> Array:
 
 
 _OF_ELEMENTS = [Moments._fields.index(name) for name in ("mean", "deviations", "third", "fourth", "maximum", "minimum")]
-"""The moments that there are none of without an element."""
+"""The moments that are undefined without an element."""
 
 
 class SeriesState:
     """State kept between steps: the layout, copies of torchmetrics objects, and which units were alive.
 
     Args:
-        streams: Those that are planned.
+        streams: The planned streams.
         units: Which units were alive in the last monitored steps, by key; several states may share them.
     """
 

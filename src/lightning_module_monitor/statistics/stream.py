@@ -1,4 +1,4 @@
-"""What is recorded of one kind at one site."""
+"""Streams: the outputs of one kind at one site."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Identity: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """What all rules together record of one kind at one site. Streams are compared by identity.
+    """The outputs that all rules together record for one kind at one site. Streams are compared by identity.
 
     Attributes:
-        kind: Its kind.
+        kind: A key of ``KINDS``.
         site: Name of the module or parameter.
-        outputs: What is recorded, by the name that it has in the key.
+        outputs: What is recorded, by the name in the key.
         stage: ``train``, ``validation``, ``test`` or ``predict``.
         prefix: Put before every key.
-        is_compared: Whether ranks that share their input find out whether they have the same of it, which then counts once.
-        is_replicated: Whether every rank is expected to have the same of it, which then counts once.
-        origin: The stream that this one is a further site of.
-        members: The streams whose tensors together count as its tensor. No probe observes it; its moments are merged from theirs.
-        shared: The outputs of streams that it is a member of: they need its moments, and have no keys here.
+        is_compared: Whether ranks that share their input compare their tensors; equal ones count once.
+        is_replicated: Whether the tensor is expected to be equal on every rank; it then counts once.
+        origin: The stream of the module, if this one is for a further site of it.
+        members: For a total, the streams whose moments are merged into its own; no probe observes a total.
+        shared: The outputs of totals that this stream is a member of. They need its moments, and have no keys here.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Stream:
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """What distinguishes it from all others, the same on every rank."""
+        """A name that is unique among streams, and equal on every rank."""
         return self.kind, self.site, self.stage, self.prefix, *self.outputs
 
     @functools.cached_property
@@ -93,9 +93,9 @@ class Stream:
 
     @functools.cached_property
     def needs(self) -> int:
-        """What its statistics are finished from, bits of ``Need``."""
+        """The moments and counts that its statistics are computed from, bits of ``Need``."""
         needs = functools.reduce(operator.or_, (output.needs for output in self._finished()), Need.NOTHING)
-        # These distinguish parts of a tensor, which may well have the same histogram, or the same result of a function.
+        # Parts of a tensor that differ may have equal histograms or results; these moments tell them apart.
         compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
         return needs | (Need.HISTOGRAM if self.is_counted else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
 
@@ -126,12 +126,12 @@ class Stream:
         return any(isinstance(output, HistogramStatistic) for output in (*self.outputs.values(), *self.shared.values()))
 
     def _finished(self) -> Iterator[Statistic]:
-        """The statistics that its moments are needed for."""
+        """The statistics that are computed from its moments."""
         return (output for output in (*self.outputs.values(), *self.shared.values()) if isinstance(output, Statistic))
 
     @functools.cached_property
     def looks_at_features(self) -> bool:
-        """Whether it matters which dimension is that of the features: to norms of tokens, and to the user's functions."""
+        """Whether an output depends on the dimension of the features: norms of tokens, units, channels, the user's functions."""
         return bool(self.needs & Need.TOKENS or self.functions or self.units or self.channels)
 
     @functools.cached_property
