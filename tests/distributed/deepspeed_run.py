@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from helpers.lightning_package import CPUAccelerator, DeepSpeedStrategy, LightningModule
+from helpers.lightning_package import Callback, CPUAccelerator, DeepSpeedStrategy, LightningModule, Trainer
 from helpers.lightning_package import deepspeed as lightning_deepspeed
 from helpers.training import trainer
 from torch import Tensor, nn
@@ -69,6 +72,33 @@ class Frozen(LightningModule):
         return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.1, momentum=0.9)
 
 
+class Reads(Callback):
+    """Counts how often the parameters and gradients are read in each step, each of which is a collective of DeepSpeed in stage 3."""
+
+    def __init__(self) -> None:
+        self.by_step: list[Counter[str]] = []
+        self.names: dict[Tensor, str] = {}
+        deepspeed = importlib.import_module("deepspeed")
+        utils, zero = deepspeed.utils, deepspeed.zero
+        utils.safe_get_full_fp32_param = self._counted(utils.safe_get_full_fp32_param, "parameter", lambda args: [args[0]])
+        utils.safe_get_full_grad = self._counted(utils.safe_get_full_grad, "gradient", lambda args: [args[0]])
+        zero.GatheredParameters = self._counted(zero.GatheredParameters, "gathered", lambda args: args[0])
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to count anew in the first micro-batch of a step."""
+        self.names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.by_step.append(Counter())
+
+    def _counted(self, function: Callable[..., Any], what: str, read: Callable[[Any], Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            if self.by_step:
+                self.by_step[-1].update(f"{what} {self.names[parameter]}" for parameter in read(args))
+            return function(*args, **kwargs)
+
+        return counting
+
+
 def main() -> None:
     """Train for three steps."""
     parser = argparse.ArgumentParser()
@@ -97,9 +127,10 @@ def main() -> None:
     capture = Capture(steps=[1], sites=".*", kinds=["gradient_before_clip", "update"])
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics=STATISTICS)], capture=capture)
     more = {} if options.clipped is None else {"gradient_clip_val": options.clipped}
+    reads = Reads()
     run = trainer(
         options.folder,
-        [callback],
+        [reads, callback],
         devices=options.devices,
         strategy=strategy,
         max_steps=STEPS,
@@ -108,6 +139,8 @@ def main() -> None:
         **more,
     )
     run.fit(Frozen(options.accumulated))
+    if run.global_rank == 0:
+        (options.folder / "reads.json").write_text(json.dumps(reads.by_step))
 
 
 if __name__ == "__main__":

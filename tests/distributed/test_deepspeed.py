@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import subprocess
@@ -82,7 +83,7 @@ def truth(devices: int, accumulated: int, clipped: float | None) -> list[dict[tu
     ],
 )
 def test_values_are_those_of_one_process(options: str, devices: int, accumulated: int, clipped: float | None, tmp_path: Path) -> None:
-    """All kinds and sites, in every step; what the engine clips within its step is left out by name."""
+    """All kinds and sites, in every step, each tensor read once at a time; what the engine clips within its step is left out by name."""
     clipping = [] if clipped is None else ["--clipped", clipped]
     logged = launch(tmp_path, *options.split(), "--devices", devices, "--accumulated", accumulated, *clipping)
     assert ("gradient is left out" in logged) == (clipped is not None)
@@ -100,6 +101,11 @@ def test_values_are_those_of_one_process(options: str, devices: int, accumulated
     recorded = {(key.split("/")[0], key.split("/")[1]) for key in store.keys() if key.split("/")[0] in KINDS}  # noqa: SIM118
     still = {("update", "net.0.bias"), ("activation", "_root_"), ("activation", "net")}
     assert {key for key in recorded - sites if key not in still and key[1] not in ("_root_", "net")} == set()
+    # A parameter is read before and after its update, a gradient before and after clipping: also in the step whose tensors are captured.
+    trained, per_step = ("net.0.weight", "net.2.weight", "net.2.bias"), 2 if clipped is None else 1
+    once = {"gathered net.0.bias": 2, **dict.fromkeys((f"parameter {name}" for name in trained), 2)}
+    reads = once | dict.fromkeys((f"gradient {name}" for name in trained), per_step)
+    assert json.loads((tmp_path / "reads.json").read_text()) == [reads] * STEPS
 
 
 def test_a_step_that_overflows_is_skipped(tmp_path: Path) -> None:
