@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,26 +31,20 @@ CONTEXT = {
 """The context of every monitored step of a fit: the aggregate over micro-batches and ranks, by name."""
 
 
-class ContextNames:
-    """The names that the context of a fit has in keys, the same in every step."""
+def announce_context(model: ObservedModel, optimizers: Sequence[Optimizer]) -> Callable[[str], str]:
+    """Announce the context to the monitor, before the first step of a fit, when the optimizers exist.
 
-    def __init__(self, model: ObservedModel, optimizers: Sequence[Optimizer]) -> None:
-        """Announce the values to the monitor, before the first step of the fit, when the optimizers exist."""
-        self._namer = Namer()
-        self._names: dict[str, str] = {}
-        """Name in keys, by name of the module's metric."""
-        num_rates = sum(len(optimizer.param_groups) for optimizer in optimizers)
-        rates = [name_of_rate(number) for number in range(num_rates)]
-        expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
-        model.expect_context(expected)
-        for name in expected:
-            self._namer.name(name)
-
-    def name_of_metric(self, name: str) -> str:
-        """The name that a metric of the module has in keys."""
-        if name not in self._names:
-            self._names[name] = self._namer.name(name)
-        return self._names[name]
+    Returns:
+        A function that gives the name of a module's metric in keys, the same in every step.
+    """
+    num_rates = sum(len(optimizer.param_groups) for optimizer in optimizers)
+    rates = [name_of_rate(number) for number in range(num_rates)]
+    expected = CONTEXT | dict.fromkeys(rates, CONTEXT[LEARNING_RATE])
+    model.expect_context(expected)
+    namer = Namer()
+    for name in expected:
+        namer.name(name)
+    return functools.cache(namer.name)
 
 
 def note_accumulation(run: Run) -> None:
@@ -62,18 +57,12 @@ def note_accumulation(run: Run) -> None:
 
 
 class MonitoredStep:
-    """Notifies the monitor of the optimizers of a step, and adds the context of the step, without a read on the host.
+    """Notifies the monitor of the optimizers of a step, and adds the context of the step, without a read on the host."""
 
-    Args:
-        run: The run.
-        names: The names of the context.
-        fail: Receives the name of a hook of an optimizer that raised an error, and the error.
-    """
-
-    def __init__(self, run: Run, names: ContextNames, fail: Callable[[str, Exception], None]) -> None:
+    def __init__(self, run: Run, name_of_metric: Callable[[str], str], fail: Callable[[str, Exception], None]) -> None:
         self._run = run
         self._trainer = run.trainer
-        self._names = names
+        self._name_of_metric = name_of_metric
         self._optimizers = [optimizer for optimizer in run.trainer.optimizers if isinstance(optimizer, Optimizer)]
         """The optimizers that are torch's: a strategy may have other objects."""
         self._loss_facts = LossFacts()
@@ -81,20 +70,12 @@ class MonitoredStep:
         """Whether the gradients of an optimizer were not zero at the begin of every backward pass."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers used."""
-        self._tracker: OptimizerTracker | DeepSpeedTracker
+        self.tracker: OptimizerTracker | DeepSpeedTracker
         if is_a(run.trainer.strategy, "DeepSpeedStrategy"):
-            self._tracker = DeepSpeedTracker(run.monitor, run.trainer.strategy.model)
+            self.tracker = DeepSpeedTracker(run.monitor, run.trainer.strategy.model)
         else:
             is_automatic, scaler = run.module.automatic_optimization, scaler_of(run.trainer)
-            self._tracker = OptimizerTracker(run.monitor, run.module, self._optimizers, is_automatic=is_automatic, scaler=scaler, fail=fail)
-
-    def attach(self) -> None:
-        """Register the hooks of the optimizers."""
-        self._tracker.attach()
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._tracker.close()
+            self.tracker = OptimizerTracker(run.monitor, run.module, self._optimizers, is_automatic=is_automatic, scaler=scaler, fail=fail)
 
     @torch.no_grad()
     def begin_batch(self, batch: object) -> None:
@@ -114,8 +95,8 @@ class MonitoredStep:
     @torch.no_grad()
     def begin_backward(self, loss: Tensor) -> None:
         """A loss is about to be differentiated. Its value is recorded without the factor of a ``GradScaler``."""
-        self._tracker.begin_backward(loss)
-        value, scale, num_batches = plain(loss).detach(), self._tracker.scale, self._trainer.accumulate_grad_batches
+        self.tracker.begin_backward(loss)
+        value, scale, num_batches = plain(loss).detach(), self.tracker.scale, self._trainer.accumulate_grad_batches
         value = value.to(torch.promote_types(value.dtype, torch.float32))
         # Under automatic optimization the trainer has divided the loss by its number of micro-batches.
         value = value if num_batches == 1 else value * num_batches
@@ -128,7 +109,7 @@ class MonitoredStep:
 
     def before_clipping(self, optimizer: Optimizer) -> None:
         """The gradients of an optimizer are complete and not clipped."""
-        self._tracker.before_clipping(optimizer)
+        self.tracker.before_clipping(optimizer)
         self._observe_rates(optimizer)
 
     def _observe_rates(self, optimizer: Optimizer) -> None:
@@ -139,10 +120,10 @@ class MonitoredStep:
 
     def end(self) -> None:
         """The step is over. An optimizer that has not stepped in it has its present learning rates."""
-        for optimizer in self._tracker.stepped:
+        for optimizer in self.tracker.first_steps:
             # Gradients that were cleared since were accumulated on purpose.
             self._add("stale_gradients", 0.0 if first_gradient(optimizer) is None else self._stale.get(optimizer, 0.0))
-        self._tracker.finish()
+        self.tracker.finish()
         for optimizer in self._trainer.optimizers:
             self._observe_rates(optimizer)
         rates = [rate for optimizer in self._trainer.optimizers for rate in self._rates[optimizer]]
@@ -154,7 +135,7 @@ class MonitoredStep:
         for name, value in metrics.items():
             is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # a metric that is logged by step and by epoch
             if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and not _is_ours(name):
-                self._run.monitor.monitor_context(self._names.name_of_metric(name), value)
+                self._run.monitor.monitor_context(self._name_of_metric(name), value)
 
     def facts(self) -> Facts:
         """The facts of the step beside its values."""

@@ -13,11 +13,9 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alert_options import watch_rules
 from lightning_module_monitor.kernels.table import warm_up
 from lightning_module_monitor.lightning_packages import messages
-from lightning_module_monitor.model.compiled import UNCOMPILED
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.blocks import block_rules, blocks_of
 from lightning_module_monitor.plan.matching import OF_WATCHES
-from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import ROOT_SITE, Record, is_context
 from lightning_module_monitor.sinks.loggers import names_context
@@ -75,16 +73,12 @@ class Observed(NamedTuple):
 
 
 class RunController:
-    """Owns the controllers of a run: of its sinks and, once its model exists, of its health, its steps and its reference.
-
-    Args:
-        run: The run.
-        keys_of_others: Functions that return the planned keys of the other callbacks of the Trainer.
-    """
+    """Owns the controllers of a run: of its sinks and, once its model exists, of its health, its steps and its reference."""
 
     def __init__(self, run: Run, keys_of_others: Sequence[Callable[[], Sequence[str]]]) -> None:
         self._run = run
         self._keys_of_others = keys_of_others
+        """Functions that return the planned keys of the other callbacks of the Trainer."""
         self._resumed: dict[str, Any] = {}
         """The state of the resumed run."""
         self._sinks = SinksController(run)
@@ -111,7 +105,7 @@ class RunController:
         strategy.check_strategy(run.trainer, options.health, run.recipe)
         if run.is_fit and run.recipe.gradient_noise is not None:
             strategy.check_gradient_noise(run.trainer)
-        self._check_compiled()
+        checks.check_compiled(run.module, options, run.reporter)
         if not checks.makes_layers_late(run.module):
             self._set_module()
         if options.reference is not None and run.observes_training and strategy.can_copy(run.trainer):
@@ -123,12 +117,11 @@ class RunController:
         if self.observed is not None:
             return
         if run.monitor.module is None:
-            self._check_compiled()  # layers that were created since setup may be compiled
+            checks.check_compiled(run.module, options, run.reporter)  # layers that were created since setup may be compiled
             self._set_module()
-        health = HealthController(run, self._sinks)
+        health, reference = HealthController(run, self._sinks), None
         health.load(self._resumed.get("health", {}))
         run.model.noise.load(self._resumed.get("gradient_noise", {}))
-        reference = None
         if run.is_fit:
             run.model.wrapper = run.trainer.strategy.model
             if options.observes("validate") and run.trainer.is_global_zero:
@@ -140,13 +133,10 @@ class RunController:
             if run.trainer.is_global_zero and options.dry_run:
                 print(dry_run(run.planner, options.every_n_steps, run.trainer.max_steps))
             elif run.trainer.is_global_zero:
-                run.reporter.log_once(summary(run.planner, options.every_n_steps, self._sinks.roll_ups_in_words()))
+                limit = f"max_logged_keys={options.max_logged_keys}"
+                roll_ups = f" Loggers get roll-ups, as these are more than {limit}." if self._sinks.rolls_up() else ""
+                run.reporter.log_once(summary(run.planner, options.every_n_steps, roll_ups))
         self.observed = Observed(health, StepController(run, health, self._sinks, reference), reference)
-
-    def _check_compiled(self) -> None:
-        run = self._run
-        if run.options.arguments["compiled"] == UNCOMPILED:
-            checks.check_compiled(run.module, run.reporter, at_every_step=run.options.health.is_at_every_step)
 
     def _set_module(self) -> None:
         """Set the module to monitor, and check the options against its names.
@@ -160,33 +150,22 @@ class RunController:
         if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
             run.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
         monitor.set_module(run.module)
-        if run.options.arguments["rules"] is None and (checks.clips(trainer, run.module) or "gradient" in left_out):
+        # Under manual optimization the module clips, at a time that is not known.
+        clips = bool(trainer.gradient_clip_val) and run.module.automatic_optimization
+        if run.options.arguments["rules"] is None and (clips or "gradient" in left_out):
             before = Rule(kinds="gradient_before_clip", per_module=ROOT_SITE, statistics="norm")
             run.model.add_rule(run.recipe.parsed(before, "rules", is_optional=True))
-        if self._sinks.rolls_up():
-            self._add_values_by_block()
+        if self._sinks.rolls_up():  # loggers also get values by block
+            blocks = blocks_of(run.planner.index)
+            rules = block_rules(run.recipe.rules, run.planner.index, blocks)
+            for rule in rules if len(rules) * len(blocks) <= run.options.max_logged_keys else ():
+                run.model.add_rule(rule)
         warm_up(trainer.strategy.root_device)
         if not run.recipe.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
-        self._check_coordinate_check()
+        if run.options.rcc:
+            checks.check_coordinate_check(run.planner.index, run.reporter)
         self._check_keys()
-
-    def _add_values_by_block(self) -> None:
-        """Record the values that loggers get beside roll-ups."""
-        run, blocks = self._run, blocks_of(self._run.index)
-        rules = block_rules(run.recipe.rules, run.index, blocks)
-        for rule in rules if len(rules) * len(blocks) <= run.options.max_logged_keys else ():
-            run.model.add_rule(rule)
-
-    def _check_coordinate_check(self) -> None:
-        """Check that the model has a layer that the coordinate check knows."""
-        index = self._run.index
-        if self._run.options.rcc and not any(layer_parts(site.module) for site in index.modules):
-            inside = [site.name for site in index.whole.modules if layer_parts(site.module)]
-            if inside:
-                raise index.refusal("rcc", inside)
-            layer = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
-            self._run.reporter.log_once(f"rcc: none of the {len(index.modules)} modules is {layer}; nothing of it is recorded.")
 
     def _check_keys(self) -> None:
         """Compare the keys of this run with the patterns of options, and with the keys of other callbacks."""
@@ -195,7 +174,7 @@ class RunController:
             hides_context = label == "callback_metrics" and not names_context(pattern)
             known = [key for key in keys if not (hides_context and is_context(key))]
             if not checks.check_keys(run.planner, pattern, label, known, histograms):
-                run.results.awaited.add(label, pattern)
+                run.results.awaited.setdefault((label, pattern), False)
         for planned_keys in self._keys_of_others:
             common = {*keys, *histograms} & {*planned_keys()}
             if common:
@@ -218,7 +197,7 @@ class RunController:
             state["health"] = self.observed.health.state()
             state["gradient_noise"] = self._run.model.noise.state()
             reference = {} if self.observed.reference is None else self.observed.reference.state()
-        return state | self._sinks.state() | reference
+        return state | {"store": self._sinks.store_path} | reference
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from the :meth:`state` of an earlier run; validating or testing a checkpoint resumes nothing."""

@@ -62,7 +62,7 @@ def _group(optimizer: str, group: Mapping[str, Any]) -> GroupFacts:
 
 def _in_eval(run: Run, parameters: dict[str, ParameterFacts]) -> Iterable[str]:
     """Names of modules with running statistics that are in eval mode although their weight or bias is trained."""
-    for site in run.index.modules:
+    for site in run.planner.index.modules:
         if not site.module.training and getattr(site.module, "running_mean", None) is not None:
             affine = (parameters.get(f"{site.name}.{name}") for name in ("weight", "bias"))
             if any(parameter is not None and parameter.training == "trained" for parameter in affine):
@@ -74,7 +74,7 @@ def _parameters(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, Paramete
     optimized = parameter_ids(optimizers)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     group_by_id = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-    parameters = {site.name: site.tensor() for site in run.index.parameters}
+    parameters = {site.name: site.tensor() for site in run.planner.index.parameters}
     has_copies = not any(id(parameter) in optimized for parameter in parameters.values())
 
     def training_of(parameter: Tensor | None) -> Training:

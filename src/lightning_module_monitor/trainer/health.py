@@ -32,7 +32,7 @@ class HealthController:
         self._sinks = sinks
         self._trainer = run.trainer
         self.options = run.options.health
-        index = run.index
+        index = run.planner.index
         modules = [site.name for site in index.whole.modules]
         self._judge = Judge(self.options.rules, [*modules, *(site.name for site in index.parameters)], modules)
         run.results.history = self._judge.history
@@ -69,15 +69,10 @@ class HealthController:
                 messages.warning("[monitor] Diagnosis %d: %s", number, diagnosis)
             self._sinks.write_diagnoses()
             if self._judge.history.steps and not self.options.is_off:
-                types = {type(site.module).__name__ for site in self._run.index.modules}
+                types = {type(site.module).__name__ for site in self._run.planner.index.modules}
                 verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)
                 messages.info("[monitor] Verdict: %s.", verdict.sentence)
         return findings
-
-    def close(self) -> None:
-        """Remove every hook; a second call does nothing."""
-        if self.nonfinite is not None:
-            self.nonfinite.close()
 
     # Findings
 
@@ -144,7 +139,7 @@ class HealthController:
         that the gradient has passed.
         """
         self._details[site] = steps
-        sites, chain = self._run.index, self._run.planner.plan().chain
+        sites, chain = self._run.planner.index, self._run.planner.plan().chain
         streams = {} if chain is None else dict(zip(chain.transitions, chain.streams[1:], strict=True))
         name = streams[site].site if site in streams else site
         while sites.module_site(name) is None and "." in name:

@@ -69,7 +69,7 @@ class NonfiniteSearch:
         self._trainer = run.trainer
         self._module = run.module
         self._on_error = run.options.arguments["on_error"]
-        index = run.index
+        index = run.planner.index
         self._probe = NonfiniteProbe(index.modules, self._report_hook_error)
         # The flag and the second run also cover compiled code: by gradients, and by a copy that runs uncompiled.
         self._all_sites = index.whole.modules

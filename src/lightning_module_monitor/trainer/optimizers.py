@@ -71,15 +71,11 @@ class OptimizerTracker:
         self._fail = fail
         self.scale: Tensor | None = None
         """The factor of the loss; shape ``()``."""
-        self._first_steps: dict[Optimizer, _FirstStep] = {}
+        self.first_steps: dict[Optimizer, _FirstStep] = {}
+        """The first step of each optimizer that stepped, or whose step was skipped."""
         self._num_entered: Counter[Optimizer] = Counter()
         """Number of running calls of ``step``: torch calls the hooks again for the ``step`` of a base class."""
         self._hooks = HookSet()
-
-    @property
-    def stepped(self) -> list[Optimizer]:
-        """The optimizers that stepped, or whose step was skipped."""
-        return [*self._first_steps]
 
     def attach(self) -> None:
         """Register the hooks of the optimizers."""
@@ -97,12 +93,12 @@ class OptimizerTracker:
         """The gradients of an optimizer are complete, not clipped, and unscaled unless the optimizer unscales them itself."""
         if not self._monitor.is_monitoring():
             return
-        first = self._first_steps.get(optimizer)
+        first = self.first_steps.get(optimizer)
         if first is not None:
             # A second step. If no event of the first step has followed, the scaler has skipped the first step.
             self._decide(optimizer, first, is_skipped=True)
             return
-        first = self._first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
+        first = self.first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
         scale = self.scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
         if self._is_automatic:
             self._monitor.monitor_gradients(before_clip=True, parameters=first.parameters, scale=scale)
@@ -150,10 +146,10 @@ class OptimizerTracker:
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to use the gradients. Until its step ends, further calls of its closure are not observed."""
-        first = self._first_steps.get(optimizer)
+        first = self.first_steps.get(optimizer)
         if first is None:
             # The module calls the optimizer itself, without Lightning's wrapper.
-            first = self._first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
+            first = self.first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
             self._monitor.monitor_parameters(first.parameters)
         # A GradScaler sets these two on an optimizer that unscales and skips by itself.
         self._observe_gradients(first, getattr(optimizer, "grad_scale", None))
@@ -163,7 +159,7 @@ class OptimizerTracker:
     def _after_update(self, optimizer: Optimizer) -> None:
         """An optimizer has moved its parameters; other code has not changed them yet."""
         self._monitor.engine.gate.open(self)
-        first = self._first_steps[optimizer]
+        first = self.first_steps[optimizer]
         # A further step has no update: no copy of the parameters was made before it.
         if not first.is_over:
             first.is_over = True
@@ -172,17 +168,17 @@ class OptimizerTracker:
     def finish(self) -> None:
         """End the step: observe the parameters that no optimizer has moved."""
         self.close()
-        for optimizer, first in self._first_steps.items():
+        for optimizer, first in self.first_steps.items():
             self._observe_gradients(first, None)
             self._decide(optimizer, first, is_skipped=True)
-        if self._scaler is not None and not self._first_steps:
+        if self._scaler is not None and not self.first_steps:
             self._monitor.monitor_skipped_step(is_skipped=False)
         rest = self._parameters_with(None)
         if rest is None or rest:
             self._monitor.monitor_parameters(rest)
             if self._is_automatic:
                 self._monitor.monitor_gradients(parameters=rest)
-            resting = [optimizer for optimizer in self._optimizers if optimizer not in self._first_steps]
+            resting = [optimizer for optimizer in self._optimizers if optimizer not in self.first_steps]
             self._monitor.monitor_updates(rest, is_skipped=True, optimizers=resting)
 
     def close(self) -> None:
@@ -208,8 +204,8 @@ class OptimizerTracker:
     def _parameters_with(self, optimizer: Optimizer | None) -> list[Tensor] | None:
         """The parameters to observe with an optimizer; without an optimizer, the parameters not observed yet. ``None`` for all."""
         if len(self._optimizers) <= 1:
-            return None if optimizer is not None or not self._first_steps else []
-        not_now = {id(parameter) for first in self._first_steps.values() for parameter in first.parameters or ()}
+            return None if optimizer is not None or not self.first_steps else []
+        not_now = {id(parameter) for first in self.first_steps.values() for parameter in first.parameters or ()}
         if optimizer is not None:
             not_now |= parameter_ids(other for other in self._optimizers if other is not optimizer) - parameter_ids([optimizer])
         return [parameter for parameter in self._module.parameters() if id(parameter) not in not_now]
@@ -232,7 +228,7 @@ class DeepSpeedTracker:
         self.scale: Tensor | None = None
         """The factor of the loss; shape ``()``."""
         self._has_stepped = False
-        self.stepped: list[Optimizer] = []
+        self.first_steps: dict[Optimizer, _FirstStep] = {}
         """Empty: the engine zeroes the gradients itself."""
 
     def attach(self) -> None:

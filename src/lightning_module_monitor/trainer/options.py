@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -105,10 +106,6 @@ def _parse_flag(value: object, name: str) -> bool:
     return value
 
 
-def _parse_every_n_steps(value: Any, name: str) -> ParsedSchedule:  # noqa: ANN401  # any value of the user
-    return parse_schedule(value, name, may_be_by_clock=True)
-
-
 def _parse_stages(value: object, name: str) -> tuple[str, ...]:
     stages = ("train",) if value is None else as_tuple(value)
     if not stages:
@@ -155,7 +152,7 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "stages": _parse_stages,
     "reference": _parse_reference,
     "max_overhead": _parse_max_overhead,
-    "every_n_steps": _parse_every_n_steps,
+    "every_n_steps": functools.partial(parse_schedule, may_be_by_clock=True),
     "max_logged_keys": _parse_max_logged_keys,
     "callback_metrics": parse_patterns,
     "store": _parse_store,

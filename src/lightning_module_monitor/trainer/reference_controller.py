@@ -96,7 +96,7 @@ class ReferenceOrigin:
     def _present_values(self) -> Mapping[str, Tensor]:
         module, within = self._run.module, self._within or ""
         try:
-            live = self._run.index.within if self._run.monitor.module is not None else module.get_submodule(within)
+            live = self._run.planner.index.within if self._run.monitor.module is not None else module.get_submodule(within)
         except AttributeError:  # the submodule does not exist yet
             return {}
         if copies.lazy_tensors(live):
@@ -122,7 +122,7 @@ class ReferenceOrigin:
             ConfigError: If it cannot be made, or does not have the model's structure.
         """
         run, trainer, wrapper = self._run, self._run.trainer, None
-        has_shards = is_laid_out(run.index.within)
+        has_shards = is_laid_out(run.planner.index.within)
         if has_shards:
             reference, wrapper = self._made_of_shards()
         else:
@@ -142,7 +142,7 @@ class ReferenceOrigin:
     def _copied(self) -> nn.Module:
         """A frozen copy of the model or of the user's module; with the weights of the file, if there is one."""
         # The user's module is copied too, and stays as it is.
-        live = self._source if isinstance(self._source, nn.Module) else self._run.index.within
+        live = self._source if isinstance(self._source, nn.Module) else self._run.planner.index.within
         if self._within is None and not callable(getattr(live, "training_step", None)):
             expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
             raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
@@ -159,7 +159,7 @@ class ReferenceOrigin:
         Raises:
             ConfigError: If it cannot be made.
         """
-        live, reason = self._run.index.within, "the model is laid out over ranks"
+        live, reason = self._run.planner.index.within, "the model is laid out over ranks"
         if self._source != INIT:
             raise ConfigError(f"reference is {self._name!r}, and {reason}; expected reference: init.")
         needed_by = self._run.recipe.first_of_reference(running=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -15,8 +16,8 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.alert_options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION, Record
-from lightning_module_monitor.trainer.checks import check_detectors
-from lightning_module_monitor.trainer.context import ContextNames, MonitoredStep, note_accumulation
+from lightning_module_monitor.trainer.checks import check_awaited, check_detectors
+from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, note_accumulation
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
@@ -50,8 +51,8 @@ class StepController:
         """The open step, if it is monitored."""
 
     @cached_property
-    def _names(self) -> ContextNames:
-        return ContextNames(self._run.model, self._trainer.optimizers)
+    def _name_of_metric(self) -> Callable[[str], str]:
+        return announce_context(self._run.model, self._trainer.optimizers)
 
     # A training step
 
@@ -66,8 +67,8 @@ class StepController:
             self.is_idle = not self._observes_training or self._engine.has_lost_ranks
             self._sinks.begin_step(step)
         if self.is_idle:
-            if self._engine.has_lost_ranks:
-                self._health.close()
+            if self._engine.has_lost_ranks and self._nonfinite is not None:
+                self._nonfinite.close()
             return
         if self._overhead is not None:
             self._overhead.begin_batch()
@@ -181,17 +182,18 @@ class StepController:
         with ExitStack() as stack:
             stack.callback(self._close_monitored)
             stack.callback(self._engine.gate.open, self)
-            stack.callback(self._health.close)
+            if self._nonfinite is not None:
+                stack.callback(self._nonfinite.close)
 
     # Inside
 
     def _begin_step(self, step: int) -> bool:
         """Begin a step; returns whether any event of it matters: a step that is not monitored may be timed or searched."""
-        names, overhead = self._names, self._overhead
+        name_of_metric, overhead = self._name_of_metric, self._overhead
         note_accumulation(self._run)
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
-            self._monitored = MonitoredStep(self._run, names, self.fail)
-            self._monitored.attach()
+            self._monitored = MonitoredStep(self._run, name_of_metric, self.fail)
+            self._monitored.tracker.attach()
         return self._monitored is not None or overhead is not None or self._nonfinite is not None
 
     def _begin_limited(self, step: int, overhead: Overhead) -> bool:
@@ -213,7 +215,7 @@ class StepController:
 
     def _close_monitored(self) -> None:
         if self._monitored is not None:
-            self._monitored.close()
+            self._monitored.tracker.close()
         self._monitored = None
 
     def _end_step(self) -> None:
@@ -239,22 +241,18 @@ class StepController:
             record = replace(record, facts=monitored.facts())
         self._emit(record)
 
-    def _check_detectors(self, record: Record) -> None:
-        """Compare the detectors that the user named with the first record of training."""
-        run = self._run
-        if not self._has_record and self._trainer.is_global_zero and run.is_fit and run.recipe.figure_key("errors") in record.values:
-            self._has_record = True
-            check_detectors(run.planner, run.options.health.named, record, run.reporter)
-
     def _emit(self, record: Record | None) -> None:
         """Give a record, and the findings since the last record, to every sink, and act on the findings."""
-        record = self._health.examined(step_of(self._trainer), record)
+        run, record = self._run, self._health.examined(step_of(self._trainer), record)
         if record is None:
             return
         if record.values:  # a step that was not monitored has only findings
-            self._run.results.awaited.compare(record)
-            self._check_detectors(record)
+            check_awaited(run.results.awaited, record)
+            has_training = run.is_fit and run.recipe.figure_key("errors") in record.values
+            if has_training and not self._has_record and self._trainer.is_global_zero:
+                self._has_record = True
+                check_detectors(run.planner, run.options.health.named, record, run.reporter)
             # Raw tensors are for the file, and may be large.
-            self._run.results.last_record = replace(record, tensors=())
+            run.results.last_record = replace(record, tensors=())
         self._sinks.emit(record)
         self._health.follow(record.findings)
