@@ -229,7 +229,8 @@ class _Probe(BlockGradientProbe):
         self._accumulator.observe(self._streams[index], elements_of(gradient))
 
     def fail_block(self, index: int, output: object, error: Exception) -> None:
-        _warn(f"Block {index}, a {type(output).__name__}", error, "It counts as a block without a gradient.")
+        message = f"Block {index}, a {type(output).__name__}: {type(error).__name__}: {error}. It counts as a block without a gradient."
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _checked_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -243,12 +244,9 @@ def _checked_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return checked
 
 
-def _warn(observed: str, error: Exception, consequence: str) -> None:
-    warnings.warn(f"{observed}: {type(error).__name__}: {error}. {consequence}", RuntimeWarning, stacklevel=2)
-
-
 def _warn_of_gradient(stream: Stream, _name: str, observed: str, error: Exception) -> None:
-    _warn(f"Gradient at {stream.site}, {observed}", error, "Its norm is NaN.")
+    message = f"Gradient at {stream.site}, {observed}: {type(error).__name__}: {error}. Its norm is NaN."
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _report(norms: Sequence[float | None], transitions: Sequence[Transition], norm_type: str, thresholds: Thresholds) -> GainReport:

@@ -211,7 +211,7 @@ class RunController:
             self.observed.health.load(state.get("health", {}))
             self._run.model.noise.load(state.get("gradient_noise", {}))
             if self.observed.reference is not None:
-                self.observed.reference.load(state)
+                self.observed.reference.is_restored |= "reference" in state
 
     def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The weights of a checkpoint were loaded."""

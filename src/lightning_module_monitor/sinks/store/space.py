@@ -78,11 +78,7 @@ def close(file: h5py.File) -> None:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Raise an ``OSError`` of the block as ``NoSpaceError``.
-
-    Raises:
-        NoSpaceError: With the system's reason.
-    """
+    """Raise an ``OSError`` of the block as ``NoSpaceError``, with the system's reason."""
     try:
         yield
     except OSError as error:

@@ -297,7 +297,7 @@ class Store(Writer):
             return
         temporary, is_rewritten = files.temporary_path(self.path), False
         # A row interrupted by Ctrl-C or by lack of space has values without a step, which xarray does not open.
-        if open_file.has_partial_rows:
+        if any(len(table.values) > table.num_rows for table in (*open_file.numbers.tables, *open_file.histograms.tables)):
             with suppress(space.NoSpaceError):
                 rewrite.rewrite(open_file.file, temporary)
                 is_rewritten = True
@@ -323,11 +323,6 @@ class _OpenFile:
         self._last_facts = next((facts for _step, facts in reversed(schema.read_facts(file))), None)
         self._modules: Sequence[ModuleInfo] = schema.read_modules(file)
         self._last_modules: Sequence[ModuleInfo] = ()
-
-    @property
-    def has_partial_rows(self) -> bool:
-        """Whether a table has values without a step."""
-        return any(len(table.values) > table.num_rows for table in (*self.numbers.tables, *self.histograms.tables))
 
     def lacks(self, modules: Sequence[ModuleInfo]) -> bool:
         """Whether the file has no row for one of these modules, as after the resume of a run with fewer."""
