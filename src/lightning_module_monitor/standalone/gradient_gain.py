@@ -127,38 +127,29 @@ class GradientGainMonitor:
         return self._probe.norms()
 
     def gains(self) -> list[float | None]:
-        """The gain of each transition between two blocks.
+        """The gain of each transition between two blocks. Raises as :meth:`norms`.
 
         Returns:
             Norm at a block over norm at the next block: inf if the latter is below ``eps``; ``None`` if one of the two got
             no gradient.
-
-        Raises:
-            RuntimeError: As :meth:`norms`.
         """
         return [transition.gain for transition in self._transitions()]
 
     def log_gains(self) -> list[float | None]:
-        """The natural logarithm of each gain.
+        """The natural logarithm of each gain. Raises as :meth:`norms`.
 
         Returns:
             As :meth:`gains`: inf if the later block's norm is below ``eps``, else -inf if the earlier block's norm is.
-
-        Raises:
-            RuntimeError: As :meth:`norms`.
         """
         return [transition.log_gain for transition in self._transitions()]
 
     def summary_stats(self) -> dict[str, float | int | None]:
-        """The summary of all transitions.
+        """The summary of all transitions. Raises as :meth:`norms`.
 
         Returns:
             ``mean_gain``, ``min_gain``, ``max_gain`` and ``mean_log_gain`` of the values that are not infinite: ``None`` without
             such values, NaN if a value is NaN. Number of transitions by category: ``num_amplifying``, ``num_damping``, ``num_healthy``,
             ``num_vanishing`` (the later block's norm is below ``eps``), ``num_missing`` (no gradient).
-
-        Raises:
-            RuntimeError: As :meth:`norms`.
         """
         return summary(self._transitions())
 

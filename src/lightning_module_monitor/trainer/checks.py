@@ -24,11 +24,7 @@ from lightning_module_monitor.trainer.options import Options
 
 
 def check_compiled(pl_module: LightningModule, options: Options, reporter: ErrorReporter) -> None:
-    """Under ``compiled: uncompiled`` check a compiled model, and log that monitored steps run it uncompiled.
-
-    Raises:
-        ConfigError: If the model is compiled, and either every step needs hooks or this version of torch cannot run it uncompiled.
-    """
+    """Under ``compiled: uncompiled`` log that monitored steps run a compiled model uncompiled; refuse it where that is not possible."""
     parts = compiled_parts(pl_module)
     compiled = [without_wrappers(name).replace(ROOT, "The model") for name in parts.names if parts.inside]
     if not compiled or options.arguments["compiled"] != UNCOMPILED:
@@ -61,11 +57,7 @@ def check_manual_optimization(pl_module: LightningModule, recipe: Recipe, refere
 
 
 def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], reporter: ErrorReporter) -> None:
-    """Check that ``callback_metrics`` gives other callbacks the planned keys that they monitor.
-
-    Raises:
-        ConfigError: If EarlyStopping would end the run with an error. For other callbacks a warning is logged.
-    """
+    """Warn of callbacks whose planned keys ``callback_metrics`` does not give them; refuse EarlyStopping that would end the run."""
     for callback in trainer.callbacks:  # type: ignore[union-attr]  # set by a connector, where mypy does not look
         key = getattr(callback, "monitor", None)
         if not isinstance(key, str) or key not in keys or any(pattern.fullmatch(key) for pattern in patterns):
@@ -78,14 +70,7 @@ def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequ
 
 
 def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Sequence[str], histograms: Sequence[str]) -> bool:
-    """Check that the pattern of an option (``label``) matches a planned key of a number (``keys``), or may match a later key.
-
-    Returns:
-        Whether it matches a planned key.
-
-    Raises:
-        ConfigError: If it cannot match any key.
-    """
+    """Refuse the pattern of an option (``label``) that can match no key; return whether it matches a planned key of a number (``keys``)."""
     if any(pattern.fullmatch(key) for key in keys):
         return True
     streams = [stream for watched in planner.plan_inside().modules for stream in watched.all_streams()]

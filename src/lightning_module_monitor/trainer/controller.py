@@ -38,11 +38,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(arguments: Mapping[str, Any]) -> Prepared:
-    """Parse the arguments of a callback, and make its monitor.
-
-    Raises:
-        ConfigError: If an option is wrong.
-    """
+    """Parse the arguments of a callback, and make its monitor; a wrong option is a ``ConfigError``."""
     options = Options.parse(**arguments)
     parsed = options.arguments
     names = ("gradient_flow", "gradient_noise", "capture", "exclude", "module", "prefix", "on_error", "compiled")
@@ -89,11 +85,7 @@ class RunController:
     # From setup to the end
 
     def begin(self) -> None:
-        """The run begins.
-
-        Raises:
-            ConfigError: If the run cannot be monitored, or a rule matches nothing in the model.
-        """
+        """The run begins; it is a ``ConfigError`` if the run cannot be monitored, or a rule matches nothing in the model."""
         run, options = self._run, self._run.options
         messages.follow(run.trainer)
         run.reporter.begin(run.module)
@@ -139,11 +131,7 @@ class RunController:
         self.observed = Observed(health, StepController(run, health, self._sinks, reference), reference)
 
     def _set_module(self) -> None:
-        """Set the module to monitor, and check the options against its names.
-
-        Raises:
-            ConfigError: If a pattern matches nothing in it, or another callback has the same keys.
-        """
+        """Set the module to monitor; refuse patterns that match nothing in it, and keys that another callback has, too."""
         run, monitor, trainer = self._run, self._run.monitor, self._run.trainer
         monitor.distributed, monitor.access = strategy.ranks_of(trainer), strategy.access_of(trainer)
         left_out = run.engine.leave_out(strategy.unavailable_kinds(trainer))

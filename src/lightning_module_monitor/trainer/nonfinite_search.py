@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.health.alert_options import WARN
+from lightning_module_monitor.health.alert_options import IGNORE, WARN
 from lightning_module_monitor.health.figures import FINITE_STATISTICS
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.lightning_packages import messages
@@ -64,6 +64,8 @@ class NonfiniteSearch:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._options = run.options.health
+        self.is_on = self._options.nonfinite != IGNORE
+        """Whether steps are searched: otherwise none begins here."""
         self._engine = run.engine
         self._trainer = run.trainer
         self._probe = NonfiniteProbe(run.planner.index.modules, self._report_hook_error)

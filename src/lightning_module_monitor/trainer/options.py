@@ -52,11 +52,7 @@ class Options:
 
     @classmethod
     def parse(cls, **arguments: Any) -> Options:
-        """Parse the arguments of the callback.
-
-        Raises:
-            ConfigError: If a value is wrong.
-        """
+        """Parse the arguments of the callback; a wrong value is a ``ConfigError``."""
         plain_arguments = {name: plain(value) for name, value in arguments.items()}
         parsed = {name: parse(plain_arguments[name], name) for name, parse in _PARSERS.items()}
         alerts, has_default_rules = as_tuple(plain_arguments["alerts"]), plain_arguments["rules"] is None

@@ -56,7 +56,8 @@ def run_training_step(reference: LightningModule, trainer: Trainer, batch: objec
     """Run a silenced copy's ``training_step`` as Lightning is about to run the model's, and return the result.
 
     While it runs, the copy is attached to the trainer, without its loggers. It gets a copy of the batch, which is on the device and in the
-    precision of the run, because it may write into it. ``wrapper``, the unit of FSDP1 that runs it, calls its first argument with all others.
+    precision of the run, because it may write into it. ``wrapper`` is the unit of FSDP1 that runs it: it calls its first argument with
+    all others.
     """
     takes_index = package_of(trainer).utilities.signature_utils.is_param_in_hook_signature(reference.training_step, "batch_idx", min_args=2)
     arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)

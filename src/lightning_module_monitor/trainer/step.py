@@ -67,7 +67,7 @@ class StepController:
             self.is_idle = not self._observes_training or self._engine.has_lost_ranks
             self._sinks.begin_step(step)
         if self.is_idle:
-            if self._engine.has_lost_ranks and self._nonfinite is not None:
+            if self._engine.has_lost_ranks:
                 self._nonfinite.close()
             return
         if self._overhead is not None:
@@ -82,47 +82,38 @@ class StepController:
             self._monitored.begin_batch(batch)
         if self._reference is not None and self._engine.awaits_reference():
             self._reference.run_on(batch, batch_idx)
-        if self._nonfinite is not None:
-            if is_first:
-                self._nonfinite.begin_step(step, is_monitored=self._monitor.is_monitoring())
-            self._nonfinite.begin_micro_batch(batch, batch_idx)
+        if is_first and self._nonfinite.is_on:
+            self._nonfinite.begin_step(step, is_monitored=self._monitor.is_monitoring())
+        self._nonfinite.begin_micro_batch(batch, batch_idx)
 
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of the loss begins."""
-        if self._nonfinite is not None:
-            self._nonfinite.begin_backward(loss)
+        self._nonfinite.begin_backward(loss)
         if self._monitored is not None:
             self._monitored.begin_backward(loss)
 
     def end_backward(self) -> None:
         """The backward pass is over."""
         self._monitor.end_backward()
-        if self._nonfinite is not None:
-            self._nonfinite.end_backward()
+        self._nonfinite.end_backward()
 
     def before_clipping(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are complete and not clipped.
-
-        Raises:
-            NonfiniteError: If there is a non-finite value, and ``health.nonfinite`` is ``stop``.
-        """
+        """The gradients of an optimizer are complete and not clipped; a non-finite value raises if ``health.nonfinite`` is ``stop``."""
         if self._trainer.fit_loop._should_accumulate():
             return  # DeepSpeed accumulates itself, and its optimizer is called for each micro-batch
-        if self._nonfinite is not None:
-            step = step_of(self._trainer)
-            finding = self._nonfinite.before_update(step)
-            self._health.note(finding)
-            if finding is not None and self._run.options.health.nonfinite == STOP:
-                self._emit(None)
-                message = f"Step {step}, {finding.site}: {finding.words} Training ends here, as health.nonfinite is 'stop'."
-                raise NonfiniteError(message)
+        step = step_of(self._trainer)
+        finding = self._nonfinite.before_update(step)
+        self._health.note(finding)
+        if finding is not None and self._run.options.health.nonfinite == STOP:
+            self._emit(None)
+            message = f"Step {step}, {finding.site}: {finding.words} Training ends here, as health.nonfinite is 'stop'."
+            raise NonfiniteError(message)
         if self._monitored is not None:
             self._monitored.before_clipping(optimizer)
 
     def end_batch(self) -> None:
         """A micro-batch is over; the last micro-batch of a step ends the step."""
-        if self._nonfinite is not None:
-            self._nonfinite.end_micro_batch()
+        self._nonfinite.end_micro_batch()
         self._monitor.after_micro_batch()
         ends_step = not self._trainer.fit_loop._should_accumulate()
         if ends_step:
@@ -156,18 +147,13 @@ class StepController:
     # The end
 
     def fail(self, event: str, error: Exception) -> None:
-        """An error of the monitor, raised in an event, ends the monitoring of this step, and not the run.
-
-        Raises:
-            Exception: The error, if errors are to be raised or it is meant for the user.
-        """
+        """An error in an event ends the monitoring of this step, and not the run, unless errors are raised or it is meant for the user."""
         is_meant_for_user = isinstance(error, MonitorError | ConfigError) or self._run.options.arguments["on_error"] == "raise"
         if is_meant_for_user and not isinstance(error, RanksLostError):
             raise error
         self._engine.gate.open(self)
         self._close_monitored()
-        if self._nonfinite is not None:
-            self._nonfinite.end_search()
+        self._nonfinite.end_search()
         if isinstance(error, RanksLostError):
             self._engine.lose_ranks(error)
             return
@@ -182,8 +168,7 @@ class StepController:
         with ExitStack() as stack:
             stack.callback(self._close_monitored)
             stack.callback(self._engine.gate.open, self)
-            if self._nonfinite is not None:
-                stack.callback(self._nonfinite.close)
+            stack.callback(self._nonfinite.close)
 
     # Inside
 
@@ -194,7 +179,7 @@ class StepController:
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
             self._monitored = MonitoredStep(self._run, name_of_metric, self.fail)
             self._monitored.tracker.attach()
-        return self._monitored is not None or overhead is not None or self._nonfinite is not None
+        return self._monitored is not None or overhead is not None or self._nonfinite.is_on
 
     def _begin_limited(self, step: int, overhead: Overhead) -> bool:
         """Begin a step, unless the limit of overhead leaves it out, which is logged once; returns whether it is monitored."""
@@ -235,8 +220,7 @@ class StepController:
         record = self._monitor.end_step()
         if record is not None and self._overhead is not None:
             self._overhead.decide(record.values.get(self._run.recipe.figure_key(OVERHEAD_FRACTION), math.nan))
-        if self._nonfinite is not None:
-            self._health.note(self._nonfinite.end_step(step_of(self._trainer), record))
+        self._health.note(self._nonfinite.end_step(step_of(self._trainer), record))
         if record is not None and monitored is not None:
             record = replace(record, facts=monitored.facts())
         self._emit(record)
