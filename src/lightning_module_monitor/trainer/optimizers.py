@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -218,7 +217,7 @@ class DeepSpeedTracker:
     scale: Tensor | None = None
     """The factor of the loss; shape ``()``."""
     _has_stepped: bool = False
-    first_steps: Mapping[Optimizer, _FirstStep] = MappingProxyType({})
+    first_steps: dict[Optimizer, _FirstStep] = field(default_factory=dict)
     """Empty: the engine zeroes the gradients itself."""
 
     def attach(self) -> None:
