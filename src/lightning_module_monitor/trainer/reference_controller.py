@@ -90,7 +90,7 @@ class ReferenceOrigin:
         """The values of the model; empty if it does not exist yet."""
         runs = self._source == INIT and run.recipe.first_of_reference(running=True) is not None
         will_lay_out = is_a(run.trainer.strategy, "FSDPStrategy", "ModelParallelStrategy") and not is_laid_out(run.module)
-        self._unconfigured = _LaidOutCopy(run.trainer.strategy, run.module) if runs and will_lay_out else None
+        self._unconfigured = LaidOutCopy(run.trainer.strategy, run.module) if runs and will_lay_out else None
         """A copy of the model from before it is laid out over ranks."""
 
     def _present_values(self) -> Mapping[str, Tensor]:
@@ -207,7 +207,7 @@ def _check_memory(module: nn.Module) -> None:
 # A reference that FSDP lays out over ranks like the model: a copy made before, which goes through the same steps
 
 
-class _LaidOutCopy:
+class LaidOutCopy:
     """A copy of a model, made before ``configure_model``, that FSDPStrategy or ModelParallelStrategy has not laid out yet."""
 
     def __init__(self, strategy: Any, model: LightningModule) -> None:  # noqa: ANN401  # of either package
