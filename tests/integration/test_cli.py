@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers.lightning_package import NAME, LightningCLI, LightningDataModule
+from helpers.lightning_package import LightningCLI, LightningDataModule
 from helpers.tiny import Tiny, loader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -273,17 +273,6 @@ def test_the_short_name_is_known_once_the_class_is_imported() -> None:
         "--trainer.callbacks.health.nonfinite=always",
     )
     assert load_store(callback.store_path).series("monitor/errors")[0].tolist() == [0, 3]
-
-
-def test_max_logged_keys() -> None:
-    """Loggers get roll-ups beyond it, and the values of the model's blocks, here its two layers with parameters."""
-    config = write_config(every_n_steps=1, rules=[rule()], max_logged_keys=2)
-    logger = f'{{class_path: {NAME}.loggers.CSVLogger, init_args: {{save_dir: logs, name: "", version: csv}}}}'
-    run_cli(config, f"--trainer.logger={logger}")
-    head = Path("logs/csv/metrics.csv").read_text().splitlines()[0].split(",")
-    assert {column for column in head if column.startswith("activation")} == {
-        f"activation/{site}/rms" for site in ("_min_", "_median_", "_max_", "model.0", "model.2")
-    }
 
 
 def broken(x: Tensor) -> Tensor:

@@ -18,11 +18,12 @@ from helpers.stores import digests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_module_monitor.record import Finding, Record
+from lightning_module_monitor.record import Finding, ModuleInfo, Record
 from lightning_module_monitor.sinks.files import is_numbered_path_of, tensors_path
 from lightning_module_monitor.sinks.store import lock, schema
 from lightning_module_monitor.sinks.store.read_access import is_in_use
 from lightning_module_monitor.sinks.store.reader import load_store
+from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.writer import Store
 
 RMS = "activation/model.fc/rms"
@@ -127,9 +128,12 @@ def test_layout_is_the_documented_one(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
-    """A closed file is plain HDF5: xarray reads the same numbers."""
+    """A closed file is plain HDF5: xarray reads the same numbers, and opens groups with a table of modules."""
     xarray = pytest.importorskip("xarray")
-    store(tmp_path / "m.h5", Record(0, {RMS: 1.0, STD: -2.0}), Record(5, {RMS: 3.0, STD: math.inf}))
+    modules = [ModuleInfo("model.fc", "Linear", 3, (2, 1), "float32")]
+    store(tmp_path / "m.h5", Record(0, {RMS: 1.0, STD: -2.0}, modules=modules), Record(5, {RMS: 3.0, STD: math.inf}))
+    with xarray.open_dataset(tmp_path / "m.h5", engine="h5netcdf") as dataset:
+        assert "module table" in dataset.variables
     with xarray.open_dataset(tmp_path / "m.h5", group="activation", engine="h5netcdf") as dataset:
         assert dataset["steps"].values.tolist() == [0, 5]
         assert dataset["values"].values.tolist() == [[1.0, -2.0], [3.0, math.inf]]
@@ -137,9 +141,13 @@ def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
 
 
 def test_nothing_recorded_leaves_no_file(tmp_path: Path) -> None:
-    """A run without records creates neither file nor folder."""
+    """A run without records creates neither file nor folder; a run without tensors only the store, and no lock."""
     store(tmp_path / "logs" / "m.h5", Record(0, {}), keys=[RMS])
     assert list(tmp_path.iterdir()) == []
+    files = RunFiles(tmp_path / "m.h5", configuration={})
+    files.write(Record(0, {RMS: 1.0}))
+    files.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["m.h5"]
 
 
 def test_close_leaves_only_the_file_and_does_no_harm_twice(tmp_path: Path) -> None:
@@ -350,14 +358,6 @@ def test_a_resumed_run_whose_other_file_cannot_be_read(tmp_path: Path, caplog: p
 def test_the_names_that_a_run_writes_by_itself(tmp_path: Path, name: str, is_own: bool) -> None:
     """The wanted path, and the numbered names beside it."""
     assert is_numbered_path_of((tmp_path / name).resolve(), tmp_path / "m.h5") is is_own
-
-
-def test_resume_without_the_file_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A missing file is no failure: a new file has its path."""
-    resumed = store(tmp_path / "gone" / "m.h5", Record(3, {RMS: 1.0}), resume_from=3)
-    assert resumed.path == tmp_path / "gone" / "m.h5"
-    assert content(resumed.path) == {RMS: [(3, bits(1.0))]}
-    assert not caplog.records
 
 
 def spoil(path: Path, how: str) -> None:

@@ -28,6 +28,10 @@ class _TrainerWithoutLoggers:
         )  # without recursion while this object is copied, and has no such attribute yet
 
 
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
 def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise RuntimeError(
         "the reference has no optimizers; give module, the name of a submodule: then the reference of that submodule is called instead"
@@ -35,7 +39,7 @@ def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 _SILENT = {
-    **dict.fromkeys(("log", "log_dict", "print"), lambda *_args, **_kwargs: None),
+    **dict.fromkeys(("log", "log_dict", "print"), _do_nothing),
     **dict.fromkeys(("optimizers", "lr_schedulers", "manual_backward"), _refuse),
 }
 
