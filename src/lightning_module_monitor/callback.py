@@ -38,9 +38,9 @@ def _event(
     """An event of a run, which gets the controller of its steps. An error of the monitor ends the monitoring of this step, not the run."""
 
     def guarded(self: ModuleMonitorCallback, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self._run is None or self._run.observed is None:
+        steps = None if self._run is None else self._run.steps
+        if steps is None:
             return
-        steps = self._run.observed.steps
         try:
             event(self, steps, *args, **kwargs)
         except Exception as error:

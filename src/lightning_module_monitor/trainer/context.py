@@ -88,11 +88,10 @@ class MonitoredStep:
         """Whether the gradients of an optimizer were not zero at the begin of every backward pass."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers used."""
-        self.tracker: OptimizerTracker | DeepSpeedTracker
+        is_automatic, scaler = run.module.automatic_optimization, scaler_of(run.trainer)
         if is_a(run.trainer.strategy, "DeepSpeedStrategy"):
-            self.tracker = DeepSpeedTracker(run.monitor, run.trainer.strategy.model)
+            self.tracker: OptimizerTracker = DeepSpeedTracker(run.monitor, run.trainer.strategy.model, [], is_automatic, scaler, fail)
         else:
-            is_automatic, scaler = run.module.automatic_optimization, scaler_of(run.trainer)
             self.tracker = OptimizerTracker(run.monitor, run.module, self._optimizers, is_automatic, scaler, fail)
 
     @torch.no_grad()

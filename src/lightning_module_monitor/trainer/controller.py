@@ -22,7 +22,7 @@ from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
-from lightning_module_monitor.trainer.reference_controller import ReferenceController, ReferenceOrigin
+from lightning_module_monitor.trainer.reference_controller import ReferenceOrigin
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.sinks import SinksController
 from lightning_module_monitor.trainer.step import StepController
@@ -60,16 +60,8 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
     return Prepared(options, monitor, ErrorReporter(messages, parsed["on_error"], is_first_process))
 
 
-class Observed(NamedTuple):
-    """The controllers of a run whose model exists and is about to run."""
-
-    health: HealthController
-    steps: StepController
-    reference: ReferenceController | None
-
-
 class RunController:
-    """Owns the controllers of a run: of its sinks and, once its model exists, of its health, its steps and its reference."""
+    """Owns the controllers of a run: of its sinks and, once its model exists, of its steps, with its health and its reference."""
 
     def __init__(self, run: Run, keys_of_others: Sequence[Callable[[], Sequence[str]]]) -> None:
         self._run = run
@@ -80,7 +72,8 @@ class RunController:
         self._sinks = SinksController(run)
         self._origin: ReferenceOrigin | None = None
         """Makes the reference, if the run has one."""
-        self.observed: Observed | None = None
+        self.steps: StepController | None = None
+        """The controller of the steps, from when the model is about to run."""
 
     # From setup to the end
 
@@ -106,7 +99,7 @@ class RunController:
     def observe(self) -> None:
         """The model is about to run: every layer exists now, and parameters are those that will be trained."""
         run, options = self._run, self._run.options
-        if self.observed is not None:
+        if self.steps is not None:
             return
         if run.monitor.module is None:
             checks.check_compiled(run.module, options, run.reporter)  # layers that were created since setup may be compiled
@@ -128,7 +121,7 @@ class RunController:
                 limit = f"max_logged_keys={options.max_logged_keys}"
                 roll_ups = f" Loggers get roll-ups, as these are more than {limit}." if self._sinks.rolls_up() else ""
                 run.reporter.log_once(summary(run.planner, options.every_n_steps, roll_ups))
-        self.observed = Observed(health, StepController(run, health, self._sinks, reference), reference)
+        self.steps = StepController(run, health, self._sinks, reference)
 
     def _set_module(self) -> None:
         """Set the module to monitor; refuse patterns that match nothing in it, and keys that another callback has, too."""
@@ -181,10 +174,10 @@ class RunController:
         reference: dict[str, Any] = {}
         if not self._run.is_fit:
             state |= self._run.results.state
-        elif self.observed is not None:
-            state["health"] = self.observed.health.state()
+        elif self.steps is not None:
+            state["health"] = self.steps.health.state()
             state["gradient_noise"] = self._run.model.noise.state()
-            reference = {} if self.observed.reference is None else self.observed.reference.state()
+            reference = {} if self.steps.reference is None else self.steps.reference.state()
         return state | {"store": self._sinks.store_path} | reference
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -195,36 +188,32 @@ class RunController:
         self._sinks.resume(state)
         if self._origin is not None:
             self._origin.load(state)
-        if self.observed is not None:
-            self.observed.health.load(state.get("health", {}))
+        if self.steps is not None:
+            self.steps.health.load(state.get("health", {}))
             self._run.model.noise.load(state.get("gradient_noise", {}))
-            if self.observed.reference is not None:
-                self.observed.reference.is_restored |= "reference" in state
+            if self.steps.reference is not None:
+                self.steps.reference.is_restored |= "reference" in state
 
     def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The weights of a checkpoint were loaded."""
         # A checkpoint from before the first step resumes nothing: a finder of learning rates loads such a checkpoint.
-        reference = self._origin if self.observed is None else self.observed.reference
+        reference = self._origin if self.steps is None else self.steps.reference
         if reference is not None and checkpoint.get("global_step", 0) > 0:
             reference.note_checkpoint()
 
     def close(self, *, leaves_device: bool = False) -> None:
-        """Remove every hook and close the sinks; a second call does nothing.
-
-        Args:
-            leaves_device: Whether the model leaves the device, and the reference with it.
-        """
-        observed, findings = self.observed, []
+        """Remove every hook and close the sinks; a second call does nothing. The reference ``leaves_device`` with the model."""
+        steps, findings = self.steps, []
         with ExitStack() as stack:
             stack.callback(self._sinks.close)
             stack.callback(self._run.monitor.close)
-            if observed is not None:
-                observed.steps.close()
-            if leaves_device and observed is not None and observed.reference is not None:
-                observed.reference.leave_device()
+            if steps is not None:
+                steps.close()
+            if leaves_device and steps is not None and steps.reference is not None:
+                steps.reference.leave_device()
             self._run.results.state = self.state()
             try:
-                findings = [] if observed is None else observed.health.finish()
+                findings = [] if steps is None else steps.health.finish()
             except Exception as error:
                 messages.warning("The run as a whole was not judged (%s: %s).", type(error).__name__, error)
             if findings:

@@ -206,27 +206,20 @@ def parameter_ids(optimizers: Iterable[Optimizer]) -> set[int]:
 
 
 @dataclass(eq=False)
-class DeepSpeedTracker:
+class DeepSpeedTracker(OptimizerTracker):
     """Notifies a monitor of parameters, gradients and updates of DeepSpeed's engine.
 
     The engine has no hooks, and a single optimizer with all parameters, whose step ends with the micro-batch.
     """
 
-    monitor: ModuleMonitor
-    engine: DeepSpeedEngine
-    scale: Tensor | None = None
-    """The factor of the loss; shape ``()``."""
-    _has_stepped: bool = False
-    first_steps: dict[Optimizer, _FirstStep] = field(default_factory=dict)
-    """Empty: the engine zeroes the gradients itself."""
-
-    def attach(self) -> None:
-        """There are no hooks."""
+    module: DeepSpeedEngine
+    """The engine. It zeroes the gradients itself, so that there are no first steps."""
+    _has_stepped: bool = field(default=False, init=False)
 
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; under fp16 the engine scales it."""
-        if self.engine.fp16_enabled():
-            self.scale = torch.tensor(float(self.engine.optimizer.loss_scale), device=loss.device)
+        if self.module.fp16_enabled():
+            self.scale = torch.tensor(float(self.module.optimizer.loss_scale), device=loss.device)
         self.monitor.begin_backward(self.scale)
 
     def before_clipping(self, _optimizer: Optimizer) -> None:
@@ -242,13 +235,10 @@ class DeepSpeedTracker:
     def finish(self) -> None:
         """End the step: the engine has moved the parameters, unless gradients overflowed."""
         if self._has_stepped and self._all_monitor():
-            is_skipped = not self.engine.was_step_applied()
+            is_skipped = not self.module.was_step_applied()
             if self.scale is not None:
                 self.monitor.monitor_skipped_step(is_skipped)
             self.monitor.monitor_updates(is_skipped=is_skipped)
-
-    def close(self) -> None:
-        """There are no hooks."""
 
     def _all_monitor(self) -> bool:
         ranks = self.monitor.engine.model.ranks

@@ -35,10 +35,10 @@ class StepController:
         self._engine = run.engine
         self._trainer = run.trainer
         self._observes_training = run.observes_training
-        self._health = health
+        self.health = health
         self._nonfinite = health.nonfinite
         self._sinks = sinks
-        self._reference = reference
+        self.reference = reference
         limit = run.options.max_overhead
         self._overhead = None if limit is None else Overhead(limit, clock_of(run.module.device))
         self.is_idle = True
@@ -80,8 +80,8 @@ class StepController:
         self._monitor.end_backward()
         if self._monitored is not None:
             self._monitored.begin_batch(batch)
-        if self._reference is not None and self._engine.awaits_reference():
-            self._reference.run_on(batch, batch_idx)
+        if self.reference is not None and self._engine.awaits_reference():
+            self.reference.run_on(batch, batch_idx)
         if is_first and self._nonfinite.is_on:
             self._nonfinite.begin_step(step, is_monitored=self._monitor.is_monitoring())
         self._nonfinite.begin_micro_batch(batch, batch_idx)
@@ -103,7 +103,7 @@ class StepController:
             return  # DeepSpeed accumulates itself, and its optimizer is called for each micro-batch
         step = step_of(self._trainer)
         finding = self._nonfinite.before_update(step)
-        self._health.note(finding)
+        self.health.note(finding)
         if finding is not None and self._run.options.health.nonfinite == STOP:
             self._emit(None)
             message = f"Step {step}, {finding.site}: {finding.words} Training ends here, as health.nonfinite is 'stop'."
@@ -220,14 +220,14 @@ class StepController:
         record = self._monitor.end_step()
         if record is not None and self._overhead is not None:
             self._overhead.decide(record.values.get(self._run.recipe.figure_key(OVERHEAD_FRACTION), math.nan))
-        self._health.note(self._nonfinite.end_step(step_of(self._trainer), record))
+        self.health.note(self._nonfinite.end_step(step_of(self._trainer), record))
         if record is not None and monitored is not None:
             record = replace(record, facts=monitored.facts())
         self._emit(record)
 
     def _emit(self, record: Record | None) -> None:
         """Give a record, and the findings since the last record, to every sink, and act on the findings."""
-        run, record = self._run, self._health.examined(step_of(self._trainer), record)
+        run, record = self._run, self.health.examined(step_of(self._trainer), record)
         if record is None:
             return
         if record.values:  # a step that was not monitored has only findings
@@ -239,4 +239,4 @@ class StepController:
             # Raw tensors are for the file, and may be large.
             run.results.last_record = replace(record, tensors=())
         self._sinks.emit(record)
-        self._health.follow(record.findings)
+        self.health.follow(record.findings)

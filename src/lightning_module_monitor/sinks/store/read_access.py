@@ -41,11 +41,7 @@ class AbsentKeyError(KeyError):
 
 
 def find_store(path: Path) -> Path:
-    """The file of a run: ``path`` itself, or the newest file below a folder, with a warning that lists the others.
-
-    Raises:
-        FileNotFoundError: If the folder has no store.
-    """
+    """The file of a run: ``path`` itself, or the newest file below a folder, with a warning that lists the others; or an error."""
     if not path.is_dir():
         return path
     newest_first = sorted(filter(_is_of_run, path.rglob("*.h5")), key=lambda file: (file.stat().st_mtime_ns, file), reverse=True)
