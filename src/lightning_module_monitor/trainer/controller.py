@@ -93,7 +93,8 @@ class RunController:
         checks.check_compiled(run.module, options, run.reporter)
         if not checks.makes_layers_late(run.module):
             self._set_module()
-        if options.reference is not None and run.observes_training and strategy.can_copy(run.trainer):
+        can_copy = "parameter_difference" not in strategy.unavailable_kinds(run.trainer)
+        if options.reference is not None and run.observes_training and can_copy:
             self._origin = ReferenceOrigin(run)
 
     def observe(self) -> None:

@@ -91,8 +91,8 @@ class SinksController:
                 page = write_report(path)
             except Exception as error:  # the error that ended the run must reach the user, and not an error of the page
                 messages.warning("The page was not written (%s: %s).", type(error).__name__, error)
-        hint = f"; page: {page}. Verdict: {_command('summary', path)}" if page else f". Page: {_command('report', path)}"
-        messages.info("Monitored values: %s%s", path, hint)
+        command, label = ("summary", f"; page: {page}. Verdict") if page else ("report", ". Page")
+        messages.info("Monitored values: %s%s: lightning-module-monitor %s %s", path, label, command, shlex.quote(str(path)))
 
     # Keys
 
@@ -203,7 +203,3 @@ class SinksController:
         logger = trainer.loggers[0]
         version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
         return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version, "monitor.h5")
-
-
-def _command(name: str, store: Path) -> str:
-    return f"lightning-module-monitor {name} {shlex.quote(str(store))}"

@@ -86,11 +86,6 @@ def can_run_again(trainer: Trainer) -> bool:
     return is_known(trainer) and has_copies
 
 
-def can_copy(trainer: Trainer) -> bool:
-    """Whether the model can be copied into a reference."""
-    return has_parameters(trainer) and not is_a(trainer.strategy, "DeepSpeedStrategy")
-
-
 def access_of(trainer: Trainer) -> ParameterAccess:
     """The access to parameters and gradients under a strategy."""
     return DeepSpeedAccess() if is_a(trainer.strategy, "DeepSpeedStrategy") else ParameterAccess()
