@@ -66,12 +66,6 @@ def test_a_key_comes_back_from_its_place(key: str) -> None:
     assert not {"", ".", "values", "steps", "columns", "superseded"} & set(group.split("/"))
 
 
-@given(st.lists(any_key, min_size=2, max_size=2, unique=True))
-def test_two_keys_never_share_a_place(keys: list[str]) -> None:
-    """Different keys have different columns."""
-    assert schema.split(keys[0]) != schema.split(keys[1])
-
-
 plain_key = st.sampled_from(
     [
         RMS,
@@ -179,22 +173,6 @@ def test_an_existing_file_is_never_touched(tmp_path: Path, caplog: pytest.LogCap
     assert [r.getMessage() for r in caplog.records] == [
         f"The store at {path} is left as it is: it exists. This run writes to {second.path}."
     ]
-
-
-def test_two_stores_on_one_path_in_one_process(tmp_path: Path) -> None:
-    """Two callbacks with one path write two files; a run that resumes a live run begins its own file with the earlier rows."""
-    first, second = (Store(tmp_path / "m.h5", configuration={}) for _ in range(2))
-    for step in range(3):
-        first.write(Record(step, {RMS: 1.0}))
-        second.write(Record(step, {RMS: 2.0}))
-    third = Store(tmp_path / "m.h5", configuration={}, resumed=tmp_path / "m.h5", resume_from=1)
-    third.write(Record(1, {RMS: 3.0}))
-    for opened in (first, second, third):
-        opened.close()
-    assert [s.path.name for s in (first, second, third)] == ["m.h5", "m-2.h5", "m-3.h5"]
-    assert content(first.path) == {RMS: [(step, bits(1.0)) for step in range(3)]}
-    assert content(second.path) == {RMS: [(step, bits(2.0)) for step in range(3)]}
-    assert content(third.path) == {RMS: [(0, bits(1.0)), (1, bits(3.0))]}
 
 
 def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
