@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.distributed.ranks import Ranks, least_of_all
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.health.alert_options import IGNORE, WARN
 from lightning_module_monitor.health.figures import FINITE_STATISTICS
@@ -146,7 +145,8 @@ class NonfiniteSearch:
             return None
         first_here = self._flag.first_nonfinite()
         self._flag.forget()
-        first = _first_of_all_ranks(first_here, self._engine.model.ranks)
+        least = least_of_all(math.inf if first_here is None else first_here, self._engine.model.ranks)
+        first = int(least) if math.isfinite(least) else None
         if search is not None:
             search.was_finite = first is None and search.was_finite is not False
         if first is None or self.is_reported:
@@ -231,15 +231,6 @@ class NonfiniteSearch:
         if self._run.options.arguments["on_error"] == "raise":
             raise MonitorError(f"{message}.") from error
         messages.warning("%s; this step is not searched.", message)
-
-
-def _first_of_all_ranks(micro_batch: int | None, ranks: Ranks | None) -> int | None:
-    """The first micro-batch of all ranks, by one collective of one number; ``None`` if no rank has one."""
-    if ranks is None:
-        return micro_batch
-    negated = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device="cpu")
-    first = -float(ranks.all_reduce(negated, "max")[0])
-    return int(first) if math.isfinite(first) else None
 
 
 def _earliest(source: Producer | None, ranks: Ranks | None) -> tuple[int, Producer | None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_module_monitor.distributed.ranks import least_of_all
 from lightning_module_monitor.model.hooks import HookSet, not_compiled
 from lightning_module_monitor.monitor import ModuleMonitor
 
@@ -241,8 +242,4 @@ class DeepSpeedTracker(OptimizerTracker):
             self.monitor.monitor_updates(is_skipped=is_skipped)
 
     def _all_monitor(self) -> bool:
-        ranks = self.monitor.engine.model.ranks
-        is_monitoring = self.monitor.is_monitoring()
-        if ranks is None:
-            return is_monitoring
-        return bool(ranks.all_reduce(torch.tensor([-float(is_monitoring)], dtype=torch.float64, device="cpu"), "max") < 0)
+        return least_of_all(self.monitor.is_monitoring(), self.monitor.engine.model.ranks) > 0
