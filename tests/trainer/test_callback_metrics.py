@@ -151,7 +151,9 @@ def test_a_pattern_that_matches_no_key_is_refused(pattern: str, prefix: str, nea
     """Before the first batch, with the nearest key: a typo, a key of a stage that is off, or a key without the prefix."""
     with pytest.raises(ConfigError) as refused:
         fit(tmp_path, [monitor([pattern], prefix=prefix)])
-    assert str(refused.value).startswith(f"callback_metrics {pattern!r} matches none of the 10 keys; nearest: '{nearest}")
+    message = str(refused.value)
+    assert message.startswith(f"callback_metrics {pattern!r} matches none of the 10 keys")
+    assert f"; nearest: '{nearest}" in message
     trainer = fit(tmp_path, [monitor([f"run1/{KEY}"], prefix="run1")])
     assert f"run1/{KEY}" in trainer.callback_metrics
 
