@@ -186,15 +186,6 @@ def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(nonfinite: 
     assert module.num_called[3] > plain.num_called[3]
 
 
-def traces(model: nn.Module) -> list[str]:
-    """What a monitor could have left on a model."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
-    found = [f"{name}.{kind}" for name, module in model.named_modules() for kind in kinds if getattr(module, kind)]
-    return found + [
-        name for name, parameter in model.named_parameters() if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ]
-
-
 class Ends(Callback):
     """Ends a run in the middle of a monitored step, in some way."""
 
@@ -273,7 +264,9 @@ def test_nothing_is_left_behind(how: str, model: str, tmp_path: Path) -> None:
             trainer(tmp_path, [callback], max_epochs=1).fit(module, loader(), loader(8))
     optimizer_hooks = [len(one._optimizer_step_pre_hooks) + len(one._optimizer_step_post_hooks) for one in run.optimizers]
     assert sum(optimizer_hooks) == 0
-    assert traces(module) == []
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs")
+    assert [f"{name}.{kind}" for name, part in module.named_modules() for kind in kinds if getattr(part, kind)] == []
+    assert not any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in module.parameters())
     assert _get_current_function_mode_stack() == []
     for (name, part), unmonitored in zip(module.named_modules(), plain.modules(), strict=True):
         assert part.__dict__.keys() == unmonitored.__dict__.keys(), name
