@@ -6,61 +6,37 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
-    from lightning_module_monitor.callback import ModuleMonitorCallback
-    from lightning_module_monitor.config.flow_option import GradientFlow
-    from lightning_module_monitor.config.noise_option import GradientNoise
-    from lightning_module_monitor.config.rules import Capture, Rule
-    from lightning_module_monitor.health.alert_options import Alert, Health
-    from lightning_module_monitor.health.causes import Diagnosis
-    from lightning_module_monitor.histogram import Histogram
-    from lightning_module_monitor.monitor import ModuleMonitor
-    from lightning_module_monitor.probes.rcc_layers import register_rcc_layer
-    from lightning_module_monitor.record import Finding, Record
-    from lightning_module_monitor.report.page import write_report
-    from lightning_module_monitor.sinks.recent_records import StorageManager
-    from lightning_module_monitor.sinks.store.reader import load_store
-    from lightning_module_monitor.standalone.forward import MonitorMixin, monitor_scaled_dot_product_attention
-    from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor
-    from lightning_module_monitor.standalone.refined_coordinate_check import RefinedCoordinateCheck
-    from lightning_module_monitor.standalone.tracker import Event, Stash, Tracker, track
-    from lightning_module_monitor.standalone.watcher import TorchWatcher
-    from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-    from lightning_module_monitor.width_check.check import coordinate_check
-    from lightning_module_monitor.width_check.report import WidthCheck
+    from lightning_module_monitor.callback import ModuleMonitorCallback as ModuleMonitorCallback
+    from lightning_module_monitor.config.flow_option import GradientFlow as GradientFlow
+    from lightning_module_monitor.config.noise_option import GradientNoise as GradientNoise
+    from lightning_module_monitor.config.rules import Capture as Capture
+    from lightning_module_monitor.config.rules import Rule as Rule
+    from lightning_module_monitor.health.alert_options import Alert as Alert
+    from lightning_module_monitor.health.alert_options import Health as Health
+    from lightning_module_monitor.health.causes import Diagnosis as Diagnosis
+    from lightning_module_monitor.histogram import Histogram as Histogram
+    from lightning_module_monitor.monitor import ModuleMonitor as ModuleMonitor
+    from lightning_module_monitor.probes.rcc_layers import register_rcc_layer as register_rcc_layer
+    from lightning_module_monitor.record import Finding as Finding
+    from lightning_module_monitor.record import Record as Record
+    from lightning_module_monitor.report.page import write_report as write_report
+    from lightning_module_monitor.sinks.recent_records import StorageManager as StorageManager
+    from lightning_module_monitor.sinks.store.reader import load_store as load_store
+    from lightning_module_monitor.standalone.forward import MonitorMixin as MonitorMixin
+    from lightning_module_monitor.standalone.forward import monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention
+    from lightning_module_monitor.standalone.gradient_gain import GradientGainMonitor as GradientGainMonitor
+    from lightning_module_monitor.standalone.refined_coordinate_check import RefinedCoordinateCheck as RefinedCoordinateCheck
+    from lightning_module_monitor.standalone.tracker import Event as Event
+    from lightning_module_monitor.standalone.tracker import Stash as Stash
+    from lightning_module_monitor.standalone.tracker import Tracker as Tracker
+    from lightning_module_monitor.standalone.tracker import track as track
+    from lightning_module_monitor.standalone.watcher import TorchWatcher as TorchWatcher
+    from lightning_module_monitor.statistics.registry import STATISTICS as STATISTICS
+    from lightning_module_monitor.statistics.registry import Statistic as Statistic
+    from lightning_module_monitor.width_check.check import coordinate_check as coordinate_check
+    from lightning_module_monitor.width_check.report import WidthCheck as WidthCheck
 
     __version__: str
-
-__all__ = [
-    "STATISTICS",
-    "Alert",
-    "Capture",
-    "Diagnosis",
-    "Event",
-    "Finding",
-    "GradientFlow",
-    "GradientGainMonitor",
-    "GradientNoise",
-    "Health",
-    "Histogram",
-    "ModuleMonitor",
-    "ModuleMonitorCallback",
-    "MonitorMixin",
-    "Record",
-    "RefinedCoordinateCheck",
-    "Rule",
-    "Stash",
-    "Statistic",
-    "StorageManager",
-    "TorchWatcher",
-    "Tracker",
-    "WidthCheck",
-    "coordinate_check",
-    "load_store",
-    "monitor_scaled_dot_product_attention",
-    "register_rcc_layer",
-    "track",
-    "write_report",
-]
 
 _HOMES = {
     "callback": ("ModuleMonitorCallback",),
@@ -86,6 +62,8 @@ _HOMES = {
     "width_check.report": ("WidthCheck",),
 }
 _HOME_BY_NAME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = list(_HOME_BY_NAME)
 
 
 def __getattr__(name: str) -> object:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,26 +27,6 @@ from lightning_module_monitor.trainer.controller import Prepared, RunController,
 from lightning_module_monitor.trainer.run import Run, RunResults
 from lightning_module_monitor.trainer.step import StepController
 from lightning_module_monitor.trainer.summary import described
-
-P = ParamSpec("P")
-
-
-def _event(
-    event: Callable[Concatenate[ModuleMonitorCallback, StepController, P], None],
-) -> Callable[Concatenate[ModuleMonitorCallback, P], None]:
-    """An event of a run, which gets the controller of its steps. An error of the monitor ends the monitoring of this step, not the run."""
-
-    def guarded(self: ModuleMonitorCallback, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self._run is None or self._run.observed is None:
-            return
-        steps = self._run.observed.steps
-        try:
-            event(self, steps, *args, **kwargs)
-        except Exception as error:
-            steps.fail(event.__name__.lstrip("_"), error)
-
-    functools.update_wrapper(guarded, event)
-    return guarded
 
 
 @dataclass
@@ -276,40 +255,37 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             self._run.close(leaves_device=leaves_device)
         self._run = None
 
-    # A training step; in an idle step every event returns after one test
+    def _notify(self, name: str, event: Callable[..., None], *args: object, also_idle: bool = False) -> None:
+        """Notify the controller of the steps. An error of the monitor ends the monitoring of this step, not the run."""
+        steps = None if self._run is None else self._run.steps
+        if steps is None or (steps.is_idle and not also_idle):
+            return
+        try:
+            event(steps, *args)
+        except Exception as error:
+            steps.fail(name, error)
 
-    @_event
-    def on_train_batch_start(
-        self, steps: StepController, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
-    ) -> None:
+    # A training step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """The first micro-batch of a step begins the step, and registers the hooks."""
-        steps.begin_batch(batch, batch_idx)
+        self._notify("on_train_batch_start", StepController.begin_batch, batch, batch_idx, also_idle=True)
 
-    @_event
-    def on_before_backward(self, steps: StepController, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Gradients that arrive at outputs from now on are gradients of the loss."""
-        if not steps.is_idle:
-            steps.begin_backward(loss)
+        self._notify("on_before_backward", StepController.begin_backward, loss)
 
-    @_event
-    def on_after_backward(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The activation gradients of this micro-batch are complete."""
-        if not steps.is_idle:
-            steps.end_backward()
+        self._notify("on_after_backward", StepController.end_backward)
 
-    @_event
-    def on_before_optimizer_step(self, steps: StepController, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Gradients are complete, not clipped, and unscaled unless the optimizer unscales them itself; parameters have not moved."""
-        if not steps.is_idle:
-            steps.before_clipping(optimizer)
+        self._notify("on_before_optimizer_step", StepController.before_clipping, optimizer)
 
-    @_event
-    def on_train_batch_end(  # noqa: PLR0917  # the arguments that Lightning gives
-        self, steps: StepController, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         """The micro-batch is over; the last micro-batch of a step ends the step."""
-        if not steps.is_idle:
-            steps.end_batch()
+        self._notify("on_train_batch_end", StepController.end_batch)
 
     # Validation, test and predict loops
 
@@ -317,21 +293,15 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         """Training's hooks observe nothing until the loop ends, also within an accumulated step."""
         if self._run is not None:
             self._run.observe()  # outside of fit this is the first event after configure_model
-        self._begin_loop(trainer, pl_module)
+        self._notify("begin_loop", StepController.begin_loop, also_idle=True)
 
-    @_event
-    def _begin_loop(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
-        steps.begin_loop()
-
-    @_event
-    def _loop_epoch_end(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _loop_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last event of a loop in which values may be logged."""
-        steps.end_loop()
+        self._notify("loop_epoch_end", StepController.end_loop, also_idle=True)
 
-    @_event
-    def _loop_end(self, steps: StepController, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _loop_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training continues."""
-        steps.continue_step()
+        self._notify("loop_end", StepController.continue_step, also_idle=True)
 
     on_validation_start = on_test_start = on_predict_start = _loop_start
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _loop_epoch_end

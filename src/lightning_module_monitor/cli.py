@@ -391,14 +391,12 @@ def _export(arguments: argparse.Namespace) -> int:
         if arguments.format == "parquet":
             frame.to_parquet(path, index=False)
         else:
-            texts = {name: frame[name].map(_no_formula) for name in ("run", "stage", "kind", "site", "statistic") if name in frame}
+            formula = ("=", "+", "-", "@", "\t", "\r")
+            names = [name for name in ("run", "stage", "kind", "site", "statistic") if name in frame]
+            texts = {name: frame[name].map(lambda text: f"'{text}" if text.startswith(formula) else text) for name in names}
             frame.assign(**texts).to_csv(path, index=False)
     print(f"{path}: {len(frame):,} values, {in_bytes(path.stat().st_size)}")
     return 0
-
-
-def _no_formula(text: str) -> str:
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _repair(arguments: argparse.Namespace) -> int:

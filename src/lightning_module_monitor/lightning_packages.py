@@ -26,11 +26,7 @@ _ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def _installed() -> list[ModuleType]:
-    """The packages that can be imported; after the first package, the second takes 0.1 s.
-
-    Raises:
-        ImportError: If there is none.
-    """
+    """The packages that can be imported, at least one; after the first package, the second takes 0.1 s."""
     packages, errors = [], []
     # The last imported package replaces the logger of both; the package that the program has imported keeps its logger.
     log = rank_zero.log if any(name in sys.modules for name in NAMES) else None

@@ -1,4 +1,4 @@
-"""``attention: true`` in real training runs, in Python and through LightningCLI."""
+"""``attention: true`` in real training runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.attention import Truth, truth
-from helpers.lightning_package import CSVLogger, EarlyStopping, LightningCLI
+from helpers.attention import truth
+from helpers.lightning_package import CSVLogger, EarlyStopping
 from helpers.tiny import KeepRecords, measured
 from helpers.training import Classifier, loader, seed, trainer
 from helpers.zoo import make
@@ -113,31 +113,3 @@ def test_a_dry_run_reports_heads(tmp_path: Path, capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     assert "  attention_max_logit: heads of attention within 6 modules, known when it runs, x 1 (max)" in lines
     assert "  1 keys; a table of 0 B to copy to the host, once" in lines
-
-
-def test_attention_through_the_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As YAML: the option, and a rule of one of its kinds."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.yaml").write_text("""
-trainer:
-  accelerator: cpu
-  logger: false
-  max_steps: 2
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  limit_val_batches: 0
-  callbacks:
-    - class_path: lightning_module_monitor.ModuleMonitorCallback
-      init_args:
-        every_n_steps: 1
-        attention: true
-        rules:
-          - {kinds: [attention_entropy, attention_sink], statistics: std}
-""")
-    cli = LightningCLI(Gpt, args=["fit", "--config=config.yaml"], save_config_callback=None, seed_everything_default=0)
-    (callback,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, ModuleMonitorCallback)]  # type: ignore[attr-defined]
-    assert callback.last_record is not None
-    more = {f"{kind}/{site}/std" for kind in ("attention_entropy", "attention_sink") for site in SITES}
-    assert set(measured(callback.last_record)) == {*KEYS, *more, "monitor/errors"}
-    assert Truth._fields == tuple(STATISTICS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers.lightning_package import NAME, LightningCLI, LightningDataModule
+from helpers.lightning_package import LightningCLI, LightningDataModule
 from helpers.tiny import Tiny, loader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -214,28 +214,6 @@ def test_store_is_off_on_or_at_a_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capture", "expected"),
-    [
-        (
-            {"sites": r"model\.0.*", "steps": [0, 3]},
-            [(kind, f"model.0{name}", step) for step in (0, 3) for kind, name in [("activation", ""), ("activation_gradient", ""),
-             ("parameter", ".weight"), ("parameter", ".bias"), ("gradient", ".weight"), ("gradient", ".bias")]],
-        ),
-        (
-            {"sites": ["model", r"model\.2"], "steps": 2, "kinds": "activation"},
-            [("activation", "model.2", 2), ("activation", "model", 2)],
-        ),
-    ],
-)  # fmt: skip
-def test_capture(capture: dict[str, Any], expected: list[tuple[str, str, int]]) -> None:
-    """One or several sites, steps and kinds; the tensors are beside the store."""
-    callback = fit_with(every_n_steps=10, rules=[rule()], capture=capture)
-    store = load_store(callback.store_path or "")
-    assert [(one.kind, one.site, one.step) for one in store.tensors()] == expected
-    assert Path("monitor.tensors.h5").exists()
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"health": 1}, "health is 1; expected options, e.g. {nonfinite: always}."),
@@ -273,32 +251,6 @@ def test_the_short_name_is_known_once_the_class_is_imported() -> None:
         "--trainer.callbacks.health.nonfinite=always",
     )
     assert load_store(callback.store_path).series("monitor/errors")[0].tolist() == [0, 3]
-
-
-def test_max_logged_keys() -> None:
-    """Loggers get roll-ups beyond it, and the values of the model's blocks, here its two layers with parameters."""
-    config = write_config(every_n_steps=1, rules=[rule()], max_logged_keys=2)
-    logger = f'{{class_path: {NAME}.loggers.CSVLogger, init_args: {{save_dir: logs, name: "", version: csv}}}}'
-    run_cli(config, f"--trainer.logger={logger}")
-    head = Path("logs/csv/metrics.csv").read_text().splitlines()[0].split(",")
-    assert {column for column in head if column.startswith("activation")} == {
-        f"activation/{site}/rms" for site in ("_min_", "_median_", "_max_", "model.0", "model.2")
-    }
-
-
-def broken(x: Tensor) -> Tensor:
-    """A function of the user's that does not work."""
-    raise ZeroDivisionError("no")
-
-
-def test_on_error() -> None:
-    """``warn`` records NaN and counts; ``raise`` ends the run."""
-    rules = [rule(functions={"broken": f"{__name__}.broken"}, sites=r"model\.0")]
-    callback = fit_with(every_n_steps=1, rules=rules)
-    assert callback.last_record is not None
-    assert callback.last_record.values["monitor/errors"] == 1.0
-    with pytest.raises(RuntimeError, match=r"model\.0.*\(5, 8\).*ZeroDivisionError"):
-        fit_with(every_n_steps=1, rules=rules, on_error="raise")
 
 
 # print_config, and flags

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.lightning_package import NAME, CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -14,7 +13,6 @@ from helpers.offline_wandb import history
 from helpers.textbook import histogram
 from helpers.tiny import KeepRecords, Tiny, fit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
 
 from lightning_module_monitor import Health, Histogram, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.errors import ConfigError
@@ -134,28 +132,6 @@ def test_roll_ups_have_the_histogram_of_all_sites(tmp_path: Path) -> None:
     assert len(load_store(callback.store_path).histogram_keys()) == 20
 
 
-@pytest.mark.shows("Trainer, one device", "histograms")
-def test_the_store_has_every_histogram(tmp_path: Path) -> None:
-    """All counts, with their steps and edges; keys(), to_frame and series have only numbers."""
-    callback, kept = train(tmp_path)
-    store = load_store(callback.store_path)
-    expected = recorded(kept)
-    assert set(store.histogram_keys()) == {key for key, _step in expected}
-    assert not [key for key in store if key.endswith("/hist")]
-    for key in store.histogram_keys():
-        steps, counts, edges = store.histogram(key)
-        np.testing.assert_array_equal(edges, Histogram.edges)
-        assert steps.tolist() == [step for one, step in expected if one == key]
-        np.testing.assert_array_equal(counts, np.stack([expected[key, step].counts for step in steps.tolist()]))
-        assert store.nonfinite(key)[1].sum() == 0
-    frame = store.to_frame()
-    assert set(frame["statistic"][frame["kind"] != "context"]) == {"rms", "errors"}
-    with pytest.raises(KeyError, match=r"is a histogram, not a series of numbers; read it with histogram\('activation/model.0/hist'\)"):
-        store.series("activation/model.0/hist")
-    with pytest.raises(KeyError, match=r"no histogram 'activation/model.0/rms'; nearest: 'activation/model.0/hist'"):
-        store.histogram("activation/model.0/rms")
-
-
 class Sick(Tiny):
     """Some weights of the last layer are not finite."""
 
@@ -186,36 +162,6 @@ def test_what_is_not_finite_is_counted_apart(
     assert store.histogram("gradient/model.0.weight/hist")[1][1].sum() == 0
     if loggers == ["wandb"]:
         assert any("parameter/model.0.weight/hist/values" in row for row in history(tmp_path))
-
-
-def test_a_histogram_that_turns_up_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A further output at step 2 gets a column then; earlier rows stay."""
-
-    class Late(nn.Module):
-        calls = 0
-
-        def forward(self, x: Any) -> Any:
-            self.calls += 1
-            return (x, x * 2) if self.calls > 2 else (x,)
-
-    class Grows(Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            self.late = Late()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.model(self.late(batch[0])[0]).pow(2).mean()
-
-    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", statistics="hist")])
-    with caplog.at_level(logging.INFO, logger=NAME):
-        fit(tmp_path, [callback], Grows, max_steps=4)
-    store = load_store(callback.store_path)
-    assert store.histogram("activation/late/hist")[0].tolist() == [0, 1, 2, 3]
-    steps, counts, _edges = store.histogram("activation/late.output_1/hist")
-    assert steps.tolist() == [2, 3]
-    assert counts.sum(1).tolist() == [20, 20]
-    messages = [record.getMessage() for record in caplog.records if "new keys" in record.getMessage()]
-    assert messages == ["Step 2 brought 1 new keys (activation/late.output_1/hist, ...): the store gets columns for them."]
 
 
 def test_callback_metrics_cannot_be_histograms(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.trainer.laid_out import LaidOutCopy
+from lightning_module_monitor.trainer.reference_controller import LaidOutCopy
 
 DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], statistics=["norm", "ratio", "cosine"])
 

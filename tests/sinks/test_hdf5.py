@@ -18,11 +18,12 @@ from helpers.stores import digests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_module_monitor.record import Finding, Record
+from lightning_module_monitor.record import Finding, ModuleInfo, Record
 from lightning_module_monitor.sinks.files import is_numbered_path_of, tensors_path
 from lightning_module_monitor.sinks.store import lock, schema
 from lightning_module_monitor.sinks.store.read_access import is_in_use
 from lightning_module_monitor.sinks.store.reader import load_store
+from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.sinks.store.writer import Store
 
 RMS = "activation/model.fc/rms"
@@ -63,12 +64,6 @@ def test_a_key_comes_back_from_its_place(key: str) -> None:
     group, column = schema.split(key)
     assert schema.join(group, column) == key
     assert not {"", ".", "values", "steps", "columns", "superseded"} & set(group.split("/"))
-
-
-@given(st.lists(any_key, min_size=2, max_size=2, unique=True))
-def test_two_keys_never_share_a_place(keys: list[str]) -> None:
-    """Different keys have different columns."""
-    assert schema.split(keys[0]) != schema.split(keys[1])
 
 
 plain_key = st.sampled_from(
@@ -127,9 +122,12 @@ def test_layout_is_the_documented_one(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
-    """A closed file is plain HDF5: xarray reads the same numbers."""
+    """A closed file is plain HDF5: xarray reads the same numbers, and opens groups with a table of modules."""
     xarray = pytest.importorskip("xarray")
-    store(tmp_path / "m.h5", Record(0, {RMS: 1.0, STD: -2.0}), Record(5, {RMS: 3.0, STD: math.inf}))
+    modules = [ModuleInfo("model.fc", "Linear", 3, (2, 1), "float32")]
+    store(tmp_path / "m.h5", Record(0, {RMS: 1.0, STD: -2.0}, modules=modules), Record(5, {RMS: 3.0, STD: math.inf}))
+    with xarray.open_dataset(tmp_path / "m.h5", engine="h5netcdf") as dataset:
+        assert "module table" in dataset.variables
     with xarray.open_dataset(tmp_path / "m.h5", group="activation", engine="h5netcdf") as dataset:
         assert dataset["steps"].values.tolist() == [0, 5]
         assert dataset["values"].values.tolist() == [[1.0, -2.0], [3.0, math.inf]]
@@ -137,9 +135,13 @@ def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
 
 
 def test_nothing_recorded_leaves_no_file(tmp_path: Path) -> None:
-    """A run without records creates neither file nor folder."""
+    """A run without records creates neither file nor folder; a run without tensors only the store, and no lock."""
     store(tmp_path / "logs" / "m.h5", Record(0, {}), keys=[RMS])
     assert list(tmp_path.iterdir()) == []
+    files = RunFiles(tmp_path / "m.h5", configuration={})
+    files.write(Record(0, {RMS: 1.0}))
+    files.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["m.h5"]
 
 
 def test_close_leaves_only_the_file_and_does_no_harm_twice(tmp_path: Path) -> None:
@@ -171,22 +173,6 @@ def test_an_existing_file_is_never_touched(tmp_path: Path, caplog: pytest.LogCap
     assert [r.getMessage() for r in caplog.records] == [
         f"The store at {path} is left as it is: it exists. This run writes to {second.path}."
     ]
-
-
-def test_two_stores_on_one_path_in_one_process(tmp_path: Path) -> None:
-    """Two callbacks with one path write two files; a run that resumes a live run begins its own file with the earlier rows."""
-    first, second = (Store(tmp_path / "m.h5", configuration={}) for _ in range(2))
-    for step in range(3):
-        first.write(Record(step, {RMS: 1.0}))
-        second.write(Record(step, {RMS: 2.0}))
-    third = Store(tmp_path / "m.h5", configuration={}, resumed=tmp_path / "m.h5", resume_from=1)
-    third.write(Record(1, {RMS: 3.0}))
-    for opened in (first, second, third):
-        opened.close()
-    assert [s.path.name for s in (first, second, third)] == ["m.h5", "m-2.h5", "m-3.h5"]
-    assert content(first.path) == {RMS: [(step, bits(1.0)) for step in range(3)]}
-    assert content(second.path) == {RMS: [(step, bits(2.0)) for step in range(3)]}
-    assert content(third.path) == {RMS: [(0, bits(1.0)), (1, bits(3.0))]}
 
 
 def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
@@ -350,14 +336,6 @@ def test_a_resumed_run_whose_other_file_cannot_be_read(tmp_path: Path, caplog: p
 def test_the_names_that_a_run_writes_by_itself(tmp_path: Path, name: str, is_own: bool) -> None:
     """The wanted path, and the numbered names beside it."""
     assert is_numbered_path_of((tmp_path / name).resolve(), tmp_path / "m.h5") is is_own
-
-
-def test_resume_without_the_file_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A missing file is no failure: a new file has its path."""
-    resumed = store(tmp_path / "gone" / "m.h5", Record(3, {RMS: 1.0}), resume_from=3)
-    assert resumed.path == tmp_path / "gone" / "m.h5"
-    assert content(resumed.path) == {RMS: [(3, bits(1.0))]}
-    assert not caplog.records
 
 
 def spoil(path: Path, how: str) -> None:

@@ -52,6 +52,11 @@ def test_a_round_trip(tmp_path: Path) -> None:
     assert reader.series("activation/fc/rms")[1].tolist() == [1.0, 2.0]
     assert (reader.histogram("update/w/hist")[1] == 2**53 + 1).all()
     assert reader.histogram("run/gradient/w/hist")[0].tolist() == [2]
+    assert set(reader.to_frame()["statistic"]) == {"rms"}
+    with pytest.raises(KeyError, match=r"is a histogram, not a series of numbers; read it with histogram\('activation/fc/hist'\)"):
+        reader.series(KEY)
+    with pytest.raises(KeyError, match=r"no histogram 'activation/fc/rms'; nearest: 'activation/fc/hist'"):
+        reader.histogram("activation/fc/rms")
 
 
 def test_a_kind_is_read_as_a_matrix(tmp_path: Path) -> None:

@@ -152,13 +152,3 @@ def test_a_shape_or_a_name_that_is_too_long(tmp_path: Path) -> None:
     store.close()
     [found] = load_store(store.path).modules()
     assert found == ModuleInfo("net", "N" * 77 + "...", 1, None, "float32")
-
-
-def test_xarray_opens_the_groups_of_a_store_with_a_table(tmp_path: Path) -> None:
-    """The table has a dimension, which xarray requires of each dataset."""
-    xarray = pytest.importorskip("xarray")
-    callback = ModuleMonitorCallback(every_n_steps=1)
-    fit(tmp_path, [callback])
-    for group in (None, "activation", "context"):
-        with xarray.open_dataset(callback.store_path, engine="h5netcdf", group=group) as dataset:
-            assert len(dataset.variables) > 0

@@ -71,14 +71,6 @@ def test_what_never_came_is_nowhere(tmp_path: Path) -> None:
     np.testing.assert_array_equal(of_kind.counts, [[row[FINITE]]])
 
 
-def test_every_series_has_its_own_values(path: Path) -> None:
-    """No key has another's values: prefixes, stages, keys with one, two and three parts."""
-    reader = load_store(path)
-    first = {key: [part[0] for part in reader.series(key)] for key in VALUES}
-    assert first == {key: [0, value] for key, value in VALUES.items()}
-    assert reader.series("activation/model.out/rms")[0].tolist() == [0, 20]
-
-
 def test_a_pattern_gives_a_column_for_each_key(path: Path) -> None:
     """Steps in which any of them was recorded, NaN where a key was not; from several kinds, with the names from ``keys``."""
     reader = load_store(path)
@@ -183,18 +175,6 @@ def test_errors_name_the_path_and_the_nearest(path: Path) -> None:
     pytest.importorskip("xarray")
     with pytest.raises(KeyError, match="nearest: 'activation'"):
         load_store(path).to_xarray("activations")
-
-
-def test_the_newest_is_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    """A reader, which keeps no file open, reads each record as soon as it is written, also in the writing process."""
-    store = Store(tmp_path / "m.h5", configuration={})
-    store.write(Record(0, {"loss": 0.0}))
-    reader = load_store(str(tmp_path / "m.h5"))
-    for step in range(1, 4):
-        store.write(Record(step, {"loss": float(step)}))
-        assert reader.series("loss")[1].tolist() == [float(i) for i in range(step + 1)]
-    store.close()
-    assert reader.series("loss")[0].tolist() == [0, 1, 2, 3]
 
 
 def test_repair_refuses_a_live_file_and_leaves_a_plain_one(tmp_path: Path) -> None:

@@ -97,16 +97,6 @@ def test_views_are_written_as_their_elements(tmp_path: Path) -> None:
         assert torch.equal(store.tensor("activation", "fc", 0, call), view)
 
 
-def test_a_tensor_larger_than_any_chunk(tmp_path: Path) -> None:
-    """A tensor of several megabytes, and the next tensor."""
-    large, small = torch.randn(1 << 20), torch.randn(3)
-    run(tmp_path / "m.h5", record(0, raw(large), raw(small, "other")), record(1, raw(small)))
-    store = load_store(tmp_path / "m.h5")
-    assert torch.equal(store.tensor("activation", "fc", 0), large)
-    assert torch.equal(store.tensor("activation", "other", 0), small)
-    assert torch.equal(store.tensor("activation", "fc", 1), small)
-
-
 def test_calls_kinds_sites_and_steps_are_distinct_and_listed(tmp_path: Path) -> None:
     """Each tensor has its value; ``tensors`` lists all or some in the order of capture."""
     names = [(kind, site, call) for kind in ("activation", "gradient") for site in ("fc", "fc.output_1") for call in (0, 1)]
@@ -195,12 +185,6 @@ def test_it_is_a_plain_file_while_the_run_goes_on(tmp_path: Path) -> None:
         with h5py.File(tmp_path / "m.tensors.h5") as file:
             assert [file[f"activation/fc/{step}"][0] for step in (0, 1)] == [1, 2]
     files.close()
-
-
-def test_nothing_captured_leaves_no_file(tmp_path: Path) -> None:
-    """Records without tensors create only the store, and no lock."""
-    run(tmp_path / "m.h5", record(0), record(1))
-    assert [path.name for path in tmp_path.iterdir()] == ["m.h5"]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("m.h5", "m.tensors.h5"), ("run", "run.tensors.h5"), ("v1.5", "v1.5.tensors.h5")])

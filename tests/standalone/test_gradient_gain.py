@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.flow import Block, batch, chain, loss_of, true_norms
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import GradientGainMonitor
 from lightning_module_monitor.kernels import elements
@@ -60,9 +60,6 @@ def by_hand(*norms: float | None, **options: Any) -> GradientGainMonitor:
         ends = [block(torch.zeros((), requires_grad=True) * 1) for block in blocks]
         torch.autograd.backward([end * norm for end, norm in zip(ends, norms, strict=True) if norm is not None])
     return monitor
-
-
-# Row: the constructor, as a context manager; list, ModuleList, Sequential; len
 
 
 @pytest.mark.parametrize(
@@ -164,9 +161,6 @@ PACKED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-# Row: tensor, tuple, list, dict (hidden_states, last_hidden_state, else first); wrong there: crashes on dataclass outputs
-
-
 @pytest.mark.parametrize("kind", PACKED)
 def test_outputs_of_every_kind(kind: str) -> None:
     """The gradient is measured at the tensor that the next block uses."""
@@ -195,9 +189,6 @@ def test_outputs_without_a_tensor_end_nothing() -> None:
         assert monitor.gains() == [None, None, None]
 
 
-# Wrong there: crashes on shared blocks
-
-
 @pytest.mark.parametrize("order", [(0, 1, 0), (0, 0, 1, 0), (0, 0, 0)], ids=str)
 def test_shared_blocks_have_a_norm_for_each_index(order: tuple[int, ...]) -> None:
     """A module at several indices: its first call is the block at the first index, and so on, also in the next pass."""
@@ -219,9 +210,6 @@ def test_a_block_called_several_times_in_one_pass_counts_as_one_tensor() -> None
         assert_close(monitor.norms(), true_norms(blocks, batch(3), batch(5)))
 
 
-# Row: norms() and gains()
-
-
 def test_norms_and_gains_before_any_backward_are_an_error() -> None:
     """A forward pass is not enough; the report is a sentence."""
     blocks = chain(2)
@@ -234,34 +222,20 @@ def test_norms_and_gains_before_any_backward_are_an_error() -> None:
 
 
 def test_norms_and_gains_by_hand() -> None:
-    """gamma_i = norm before / norm after; None without a gradient; inf where the denominator is below eps."""
+    """gamma_i = norm before / norm after; None without a gradient; inf where the denominator is below eps.
+
+    Its logarithm is -inf where only the numerator is below eps, unlike elsewhere; means leave infinities out.
+    """
     monitor = by_hand(1.0, 4.0, 2.0, None, 3.0, 1e-31, 5.0)
     assert monitor.norms() == pytest.approx([1.0, 4.0, 2.0, None, 3.0, 1e-31, 5.0])
     assert monitor.gains() == pytest.approx([0.25, 2.0, None, None, INF, 2e-32])
     assert by_hand(1.0, 4.0, 2.0, eps=3.0).gains() == [0.25, INF]
-
-
-# Row: log_gains(); wrong there: +inf where the numerator is zero
-
-
-def test_log_gains_by_hand() -> None:
-    """It is inf where the denominator is below eps, else -inf where the numerator is; means leave infinities out."""
     monitor = by_hand(math.e, 1.0, 0.0, 0.0, 1.0, math.e**2, None)
     assert monitor.log_gains() == pytest.approx([1.0, INF, INF, -INF, -2.0, None], abs=1e-7)
     assert monitor.summary_stats()["mean_log_gain"] == pytest.approx(-0.5)
     assert monitor.summary_stats()["mean_gain"] == pytest.approx((math.e + 0.0 + math.e**-2) / 3)
-
-
-# Row: summary_stats()
-
-
-def test_summary_stats_thresholds_are_arguments() -> None:
-    """Gains 3, 1, 1/4."""
-    counts = by_hand(6.0, 2.0, 2.0, 8.0, thresholds=(0.2, 1.5)).summary_stats()
+    counts = by_hand(6.0, 2.0, 2.0, 8.0, thresholds=(0.2, 1.5)).summary_stats()  # gains 3, 1, 1/4
     assert [counts[f"num_{name}"] for name in ("amplifying", "damping", "healthy")] == [1, 0, 2]
-
-
-# Row: report()
 
 
 def test_report_by_hand() -> None:
@@ -336,9 +310,6 @@ def test_report_in_a_log_file_and_in_a_terminal() -> None:
     assert file.file.getvalue() == f"{report}\n"  # type: ignore[attr-defined]  # a StringIO
 
 
-# Row: checkpointing
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize(
     ("order", "checkpointed"),
@@ -360,18 +331,6 @@ def test_checkpointing_block_by_block(order: tuple[int, ...], checkpointed: tupl
             loss_of(h).backward()
             assert_close(monitor.norms(), true_norms(blocks, batch(size)))
             monitor.reset()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("segments", [1, 2, 3])
-def test_checkpointing_segments_of_several_blocks(segments: int, use_reentrant: bool) -> None:
-    """A segment with a shared block at two indices is recomputed as a whole; the last segment is not checkpointed."""
-    some = chain(3)
-    blocks = [some[i] for i in (0, 1, 0, 2, 0, 1)]
-    with GradientGainMonitor(blocks) as monitor:
-        h = batch(4).requires_grad_()
-        loss_of(checkpoint_sequential(blocks, segments, h, use_reentrant=use_reentrant)).backward()
-        assert_close(monitor.norms(), true_norms(blocks, batch(4)))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # torch, of the inner one, in the outer forward pass
@@ -407,9 +366,6 @@ def test_checkpointing_a_recurrent_block_is_one_backward(checkpointed: tuple[int
         loss_of(h).backward()
         norms = [norm or 0.0 for norm in true_norms(unrolled, batch(4))]
         assert_close(monitor.norms(), [math.hypot(norms[0], norms[2]), math.hypot(norms[1], norms[3])])
-
-
-# Row: frozen blocks
 
 
 def test_frozen_blocks_pass_the_gradient_on() -> None:
@@ -455,9 +411,6 @@ def test_in_place_layers_are_left_alone() -> None:
     h += 1.0
     loss_of(h).backward()
     assert all(torch.equal(one, other.grad) for one, other in zip(gradients, blocks.parameters(), strict=True) if other.grad is not None)
-
-
-# Row: strict_single_backward, reset(), close()
 
 
 def test_a_second_backward_is_an_error_if_strict() -> None:

@@ -178,11 +178,6 @@ def test_the_store_holds_every_record(tmp_path: Path) -> None:
     json.dumps(configuration)
 
 
-def checkpointing(folder: Path, every: int) -> ModelCheckpoint:
-    """A real checkpoint callback."""
-    return ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, filename="{step}")
-
-
 @pytest.mark.shows("resume at a step", "activations", "parameters", "gradients", "store and loggers")
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     """Repeated steps are removed; the file equals that of an uninterrupted run, to the last bit."""
@@ -192,7 +187,8 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
         seed()
         callback = ModuleMonitorCallback(every_n_steps=1, rules=rules)
         options: dict[str, Any] = {"enable_checkpointing": True, "max_steps": steps, "max_epochs": -1}
-        run = trainer(folder, [callback, checkpointing(folder / f"to_{steps}", 5)], **options)
+        checkpoints = ModelCheckpoint(folder / f"to_{steps}", every_n_train_steps=5, save_top_k=-1, filename="{step}")
+        run = trainer(folder, [callback, checkpoints], **options)
         run.fit(Classifier(nn.Linear(6, 3)), loader(), loader(8), ckpt_path=resume)
         return callback
 

@@ -152,27 +152,6 @@ def test_modules_and_their_store(tmp_path: Path) -> None:
     assert values_of(records.records[0], "model.layers.0") == values_of(records.records[0])
 
 
-def trained(folder: Path, noise: Any, **options: Any) -> tuple[list[Tensor], dict[str, Tensor], Any]:
-    """Losses, weights and random states of a run."""
-    callback = ModuleMonitorCallback(2, rules=[], gradient_noise=noise, store=False) if noise else Callback()
-    losses = KeepLosses()
-    seed()
-    module = Classifier(options.pop("model", "transformer"))
-    trainer(folder, [callback, losses], **{"accumulate_grad_batches": 2, "max_epochs": 2, **options}).fit(module, loader(36), loader(8))
-    return losses.losses, module.state_dict(), losses.random_states
-
-
-@pytest.mark.parametrize("model", ["cnn", "transformer", "shared"])
-def test_training_is_bit_identical(model: str, tmp_path: Path) -> None:
-    """Losses, weights and random states are those of a run without."""
-    for options in ({}, {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}):
-        with_noise = trained(tmp_path, {"per_module": ".*"}, model=model, **options)
-        without = trained(tmp_path, None, model=model, **options)
-        assert all(map(torch.equal, with_noise[0], without[0]))
-        assert all(torch.equal(with_noise[1][name], value) for name, value in without[1].items())
-        assert with_noise[2] == without[2]
-
-
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_resumed_run_goes_on_with_the_averages(tmp_path: Path) -> None:
     """The scales after a checkpoint are those of a run that was not interrupted."""

@@ -91,6 +91,11 @@ def _is_initialized() -> bool:
 
 
 @torch.no_grad()
+def least_of_all(value: float, ranks: Ranks | None) -> float:
+    """The least of a number of all ranks, by one collective; of one process its own."""
+    return value if ranks is None else -float(ranks.all_reduce(torch.tensor([-value], dtype=torch.float64, device="cpu"), "max"))
+
+
 def share_values_of_first(tensors: Iterable[Tensor]) -> None:
     """Broadcast the values of plain tensors from rank 0, as DDP does for a model; called on every rank."""
     for tensor in tensors if _is_initialized() else ():

@@ -127,38 +127,29 @@ class GradientGainMonitor:
         return self._probe.norms()
 
     def gains(self) -> list[float | None]:
-        """The gain of each transition between two blocks.
+        """The gain of each transition between two blocks. Raises as :meth:`norms`.
 
         Returns:
             Norm at a block over norm at the next block: inf if the latter is below ``eps``; ``None`` if one of the two got
             no gradient.
-
-        Raises:
-            RuntimeError: As :meth:`norms`.
         """
         return [transition.gain for transition in self._transitions()]
 
     def log_gains(self) -> list[float | None]:
-        """The natural logarithm of each gain.
+        """The natural logarithm of each gain. Raises as :meth:`norms`.
 
         Returns:
             As :meth:`gains`: inf if the later block's norm is below ``eps``, else -inf if the earlier block's norm is.
-
-        Raises:
-            RuntimeError: As :meth:`norms`.
         """
         return [transition.log_gain for transition in self._transitions()]
 
     def summary_stats(self) -> dict[str, float | int | None]:
-        """The summary of all transitions.
+        """The summary of all transitions. Raises as :meth:`norms`.
 
         Returns:
             ``mean_gain``, ``min_gain``, ``max_gain`` and ``mean_log_gain`` of the values that are not infinite: ``None`` without
             such values, NaN if a value is NaN. Number of transitions by category: ``num_amplifying``, ``num_damping``, ``num_healthy``,
             ``num_vanishing`` (the later block's norm is below ``eps``), ``num_missing`` (no gradient).
-
-        Raises:
-            RuntimeError: As :meth:`norms`.
         """
         return summary(self._transitions())
 
@@ -229,7 +220,8 @@ class _Probe(BlockGradientProbe):
         self._accumulator.observe(self._streams[index], elements_of(gradient))
 
     def fail_block(self, index: int, output: object, error: Exception) -> None:
-        _warn(f"Block {index}, a {type(output).__name__}", error, "It counts as a block without a gradient.")
+        message = f"Block {index}, a {type(output).__name__}: {type(error).__name__}: {error}. It counts as a block without a gradient."
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _checked_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -243,12 +235,9 @@ def _checked_blocks(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return checked
 
 
-def _warn(observed: str, error: Exception, consequence: str) -> None:
-    warnings.warn(f"{observed}: {type(error).__name__}: {error}. {consequence}", RuntimeWarning, stacklevel=2)
-
-
 def _warn_of_gradient(stream: Stream, _name: str, observed: str, error: Exception) -> None:
-    _warn(f"Gradient at {stream.site}, {observed}", error, "Its norm is NaN.")
+    message = f"Gradient at {stream.site}, {observed}: {type(error).__name__}: {error}. Its norm is NaN."
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _report(norms: Sequence[float | None], transitions: Sequence[Transition], norm_type: str, thresholds: Thresholds) -> GainReport:

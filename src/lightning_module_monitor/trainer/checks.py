@@ -13,42 +13,36 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples
 from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, is_overridden, messages
-from lightning_module_monitor.model.compiled import compiled_parts
-from lightning_module_monitor.model.names import ROOT, without_wrappers
+from lightning_module_monitor.model.compiled import UNCOMPILED, compiled_parts
+from lightning_module_monitor.model.names import ROOT, ModelIndex, without_wrappers
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
+from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key, Record
+from lightning_module_monitor.trainer.options import Options
 
 
-def check_compiled(pl_module: LightningModule, reporter: ErrorReporter, *, at_every_step: bool) -> None:
-    """Check a model under ``compiled: uncompiled``, and log that monitored steps run it uncompiled.
-
-    Raises:
-        ConfigError: If the model is compiled, and either every step needs hooks or this version of torch cannot run it uncompiled.
-    """
+def check_compiled(pl_module: LightningModule, options: Options, reporter: ErrorReporter) -> None:
+    """Under ``compiled: uncompiled`` log that monitored steps run a compiled model uncompiled; refuse it where that is not possible."""
     parts = compiled_parts(pl_module)
     compiled = [without_wrappers(name).replace(ROOT, "The model") for name in parts.names if parts.inside]
-    if compiled and at_every_step:
+    if not compiled or options.arguments["compiled"] != UNCOMPILED:
+        return
+    if options.health.is_at_every_step:
         expected = "expected compiled: keep, or health: {nonfinite: warn}, which looks at monitored steps, when it runs uncompiled"
         raise ConfigError(
             f"health.nonfinite looks at every step, and {compiled[0]} is compiled, and hooks do not run in compiled modules; {expected}."
         )
-    if compiled and not hasattr(torch.compiler, "set_stance"):
+    if not hasattr(torch.compiler, "set_stance"):
         reason = f"torch {torch.__version__} cannot run it uncompiled in monitored steps"
         raise ConfigError(f"{compiled[0]} is compiled, and {reason}; expected torch 2.6 or later, or compiled: keep.")
-    if compiled:
-        consequence = "monitored steps run it uncompiled, with the time and the memory that this takes"
-        reporter.log_once(
-            f"{compiled[0]} is compiled: {consequence}. compiled: keep leaves it compiled, and observes what is outside of it."
-        )
+    consequence = "monitored steps run it uncompiled, with the time and the memory that this takes"
+    reporter.log_once(f"{compiled[0]} is compiled: {consequence}. compiled: keep leaves it compiled, and observes what is outside of it.")
 
 
 def check_manual_optimization(pl_module: LightningModule, recipe: Recipe, reference: str) -> None:
-    """Under manual optimization refuse a reference that runs its own ``training_step``, and gradients before clipping.
-
-    ``reference`` is the name of the option that requests such a reference, or empty.
-    """
+    """Under manual optimization refuse a reference (the option's name, or empty) that runs itself, and gradients before clipping."""
     if pl_module.automatic_optimization:
         return
     model = type(pl_module).__name__
@@ -62,17 +56,8 @@ def check_manual_optimization(pl_module: LightningModule, recipe: Recipe, refere
         raise ConfigError(f"{rule}: {reason}; expected 'gradient', what the optimizer uses.")
 
 
-def clips(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Whether the Trainer clips gradients: under manual optimization the module does, at a time that is not known."""
-    return bool(trainer.gradient_clip_val) and pl_module.automatic_optimization
-
-
 def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequence[re.Pattern[str]], reporter: ErrorReporter) -> None:
-    """Check that ``callback_metrics`` gives other callbacks the planned keys that they monitor.
-
-    Raises:
-        ConfigError: If EarlyStopping would end the run with an error. For other callbacks a warning is logged.
-    """
+    """Warn of callbacks whose planned keys ``callback_metrics`` does not give them; refuse EarlyStopping that would end the run."""
     for callback in trainer.callbacks:  # type: ignore[union-attr]  # set by a connector, where mypy does not look
         key = getattr(callback, "monitor", None)
         if not isinstance(key, str) or key not in keys or any(pattern.fullmatch(key) for pattern in patterns):
@@ -85,14 +70,7 @@ def check_monitored_keys(trainer: Trainer, keys: Collection[str], patterns: Sequ
 
 
 def check_keys(planner: Planner, pattern: re.Pattern[str], label: str, keys: Sequence[str], histograms: Sequence[str]) -> bool:
-    """Check that the pattern of an option (``label``) matches a planned key of a number (``keys``), or may match a later key.
-
-    Returns:
-        Whether it matches a planned key.
-
-    Raises:
-        ConfigError: If it cannot match any key.
-    """
+    """Refuse the pattern of an option (``label``) that can match no key; return whether it matches a planned key of a number (``keys``)."""
     if any(pattern.fullmatch(key) for key in keys):
         return True
     streams = [stream for watched in planner.plan_inside().modules for stream in watched.all_streams()]
@@ -153,25 +131,29 @@ def check_detectors(planner: Planner, names: Collection[str], record: Record, re
         reporter.log_once(f"health.watch {detector.name!r} has nothing to judge: {reason}", logging.WARNING)
 
 
-class AwaitedKeys:
-    """Patterns of options that match no planned key: the first record may have matching keys."""
+def check_coordinate_check(index: ModelIndex, reporter: ErrorReporter) -> None:
+    """Check that the model has a layer that the coordinate check knows."""
+    if any(layer_parts(site.module) for site in index.modules):
+        return
+    inside = [site.name for site in index.whole.modules if layer_parts(site.module)]
+    if inside:
+        raise index.refusal("rcc", inside)
+    layer = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+    reporter.log_once(f"rcc: none of the {len(index.modules)} modules is {layer}; nothing of it is recorded.")
 
-    def __init__(self) -> None:
-        self._was_compared: dict[tuple[str, re.Pattern[str]], bool] = {}
-        """Whether a pattern was compared with the first record of a run, by label and pattern."""
 
-    def add(self, label: str, pattern: re.Pattern[str]) -> None:
-        """Compare a pattern with the first record, unless an earlier run did."""
-        self._was_compared.setdefault((label, pattern), False)
+AwaitedKeys = dict[tuple[str, re.Pattern[str]], bool]
+"""Whether a pattern without a planned key was compared with the first record of a run, by the option's label and pattern."""
 
-    def compare(self, record: Record) -> None:
-        """Warn of patterns that match no key of the first record either, e.g. because of a typo."""
-        for label, pattern in [option for option, was_compared in self._was_compared.items() if not was_compared]:
-            self._was_compared[label, pattern] = True
-            if is_first_process() and not any(map(pattern.fullmatch, record.values)):
-                keys, wrong = [*record.values], f"{label} {pattern.pattern!r} matches none of the"
-                near = or_examples(nearest_pattern(pattern.pattern, keys), keys).removesuffix(".")
-                messages.warning("%s %d keys of the first record%s. It waits for keys that come later.", wrong, len(keys), near)
+
+def check_awaited(awaited: AwaitedKeys, record: Record) -> None:
+    """Warn of patterns that match no key of the first record either, e.g. because of a typo."""
+    for label, pattern in [option for option, was_compared in awaited.items() if not was_compared]:
+        awaited[label, pattern] = True
+        if is_first_process() and not any(map(pattern.fullmatch, record.values)):
+            keys, wrong = [*record.values], f"{label} {pattern.pattern!r} matches none of the"
+            near = or_examples(nearest_pattern(pattern.pattern, keys), keys).removesuffix(".")
+            messages.warning("%s %d keys of the first record%s. It waits for keys that come later.", wrong, len(keys), near)
 
 
 def _may_come(planner: Planner, pattern: str) -> bool:

@@ -13,18 +13,16 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alert_options import watch_rules
 from lightning_module_monitor.kernels.table import warm_up
 from lightning_module_monitor.lightning_packages import messages
-from lightning_module_monitor.model.compiled import UNCOMPILED
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.blocks import block_rules, blocks_of
 from lightning_module_monitor.plan.matching import OF_WATCHES
-from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import ROOT_SITE, Record, is_context
 from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import Options
-from lightning_module_monitor.trainer.reference_controller import ReferenceController, ReferenceOrigin
+from lightning_module_monitor.trainer.reference_controller import ReferenceOrigin
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.sinks import SinksController
 from lightning_module_monitor.trainer.step import StepController
@@ -40,11 +38,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(arguments: Mapping[str, Any]) -> Prepared:
-    """Parse the arguments of a callback, and make its monitor.
-
-    Raises:
-        ConfigError: If an option is wrong.
-    """
+    """Parse the arguments of a callback, and make its monitor; a wrong option is a ``ConfigError``."""
     options = Options.parse(**arguments)
     parsed = options.arguments
     names = ("gradient_flow", "gradient_noise", "capture", "exclude", "module", "prefix", "on_error", "compiled")
@@ -66,40 +60,25 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
     return Prepared(options, monitor, ErrorReporter(messages, parsed["on_error"], is_first_process))
 
 
-class Observed(NamedTuple):
-    """The controllers of a run whose model exists and is about to run."""
-
-    health: HealthController
-    steps: StepController
-    reference: ReferenceController | None
-
-
 class RunController:
-    """Owns the controllers of a run: of its sinks and, once its model exists, of its health, its steps and its reference.
-
-    Args:
-        run: The run.
-        keys_of_others: Functions that return the planned keys of the other callbacks of the Trainer.
-    """
+    """Owns the controllers of a run: of its sinks and, once its model exists, of its steps, with its health and its reference."""
 
     def __init__(self, run: Run, keys_of_others: Sequence[Callable[[], Sequence[str]]]) -> None:
         self._run = run
         self._keys_of_others = keys_of_others
+        """Functions that return the planned keys of the other callbacks of the Trainer."""
         self._resumed: dict[str, Any] = {}
         """The state of the resumed run."""
         self._sinks = SinksController(run)
         self._origin: ReferenceOrigin | None = None
         """Makes the reference, if the run has one."""
-        self.observed: Observed | None = None
+        self.steps: StepController | None = None
+        """The controller of the steps, from when the model is about to run."""
 
     # From setup to the end
 
     def begin(self) -> None:
-        """The run begins.
-
-        Raises:
-            ConfigError: If the run cannot be monitored, or a rule matches nothing in the model.
-        """
+        """The run begins; it is a ``ConfigError`` if the run cannot be monitored, or a rule matches nothing in the model."""
         run, options = self._run, self._run.options
         messages.follow(run.trainer)
         run.reporter.begin(run.module)
@@ -111,24 +90,24 @@ class RunController:
         strategy.check_strategy(run.trainer, options.health, run.recipe)
         if run.is_fit and run.recipe.gradient_noise is not None:
             strategy.check_gradient_noise(run.trainer)
-        self._check_compiled()
+        checks.check_compiled(run.module, options, run.reporter)
         if not checks.makes_layers_late(run.module):
             self._set_module()
-        if options.reference is not None and run.observes_training and strategy.can_copy(run.trainer):
+        can_copy = "parameter_difference" not in strategy.unavailable_kinds(run.trainer)
+        if options.reference is not None and run.observes_training and can_copy:
             self._origin = ReferenceOrigin(run)
 
     def observe(self) -> None:
         """The model is about to run: every layer exists now, and parameters are those that will be trained."""
         run, options = self._run, self._run.options
-        if self.observed is not None:
+        if self.steps is not None:
             return
         if run.monitor.module is None:
-            self._check_compiled()  # layers that were created since setup may be compiled
+            checks.check_compiled(run.module, options, run.reporter)  # layers that were created since setup may be compiled
             self._set_module()
-        health = HealthController(run, self._sinks)
+        health, reference = HealthController(run, self._sinks), None
         health.load(self._resumed.get("health", {}))
         run.model.noise.load(self._resumed.get("gradient_noise", {}))
-        reference = None
         if run.is_fit:
             run.model.wrapper = run.trainer.strategy.model
             if options.observes("validate") and run.trainer.is_global_zero:
@@ -140,53 +119,35 @@ class RunController:
             if run.trainer.is_global_zero and options.dry_run:
                 print(dry_run(run.planner, options.every_n_steps, run.trainer.max_steps))
             elif run.trainer.is_global_zero:
-                run.reporter.log_once(summary(run.planner, options.every_n_steps, self._sinks.roll_ups_in_words()))
-        self.observed = Observed(health, StepController(run, health, self._sinks, reference), reference)
-
-    def _check_compiled(self) -> None:
-        run = self._run
-        if run.options.arguments["compiled"] == UNCOMPILED:
-            checks.check_compiled(run.module, run.reporter, at_every_step=run.options.health.is_at_every_step)
+                limit = f"max_logged_keys={options.max_logged_keys}"
+                roll_ups = f" Loggers get roll-ups, as these are more than {limit}." if self._sinks.rolls_up() else ""
+                run.reporter.log_once(summary(run.planner, options.every_n_steps, roll_ups))
+        self.steps = StepController(run, health, self._sinks, reference)
 
     def _set_module(self) -> None:
-        """Set the module to monitor, and check the options against its names.
-
-        Raises:
-            ConfigError: If a pattern matches nothing in it, or another callback has the same keys.
-        """
+        """Set the module to monitor; refuse patterns that match nothing in it, and keys that another callback has, too."""
         run, monitor, trainer = self._run, self._run.monitor, self._run.trainer
         monitor.distributed, monitor.access = strategy.ranks_of(trainer), strategy.access_of(trainer)
         left_out = run.engine.leave_out(strategy.unavailable_kinds(trainer))
         if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
             run.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
         monitor.set_module(run.module)
-        if run.options.arguments["rules"] is None and (checks.clips(trainer, run.module) or "gradient" in left_out):
+        # Under manual optimization the module clips, at a time that is not known.
+        clips = bool(trainer.gradient_clip_val) and run.module.automatic_optimization
+        if run.options.arguments["rules"] is None and (clips or "gradient" in left_out):
             before = Rule(kinds="gradient_before_clip", per_module=ROOT_SITE, statistics="norm")
             run.model.add_rule(run.recipe.parsed(before, "rules", is_optional=True))
-        if self._sinks.rolls_up():
-            self._add_values_by_block()
+        if self._sinks.rolls_up():  # loggers also get values by block
+            blocks = blocks_of(run.planner.index)
+            rules = block_rules(run.recipe.rules, run.planner.index, blocks)
+            for rule in rules if len(rules) * len(blocks) <= run.options.max_logged_keys else ():
+                run.model.add_rule(rule)
         warm_up(trainer.strategy.root_device)
         if not run.recipe.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
-        self._check_coordinate_check()
+        if run.options.rcc:
+            checks.check_coordinate_check(run.planner.index, run.reporter)
         self._check_keys()
-
-    def _add_values_by_block(self) -> None:
-        """Record the values that loggers get beside roll-ups."""
-        run, blocks = self._run, blocks_of(self._run.index)
-        rules = block_rules(run.recipe.rules, run.index, blocks)
-        for rule in rules if len(rules) * len(blocks) <= run.options.max_logged_keys else ():
-            run.model.add_rule(rule)
-
-    def _check_coordinate_check(self) -> None:
-        """Check that the model has a layer that the coordinate check knows."""
-        index = self._run.index
-        if self._run.options.rcc and not any(layer_parts(site.module) for site in index.modules):
-            inside = [site.name for site in index.whole.modules if layer_parts(site.module)]
-            if inside:
-                raise index.refusal("rcc", inside)
-            layer = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
-            self._run.reporter.log_once(f"rcc: none of the {len(index.modules)} modules is {layer}; nothing of it is recorded.")
 
     def _check_keys(self) -> None:
         """Compare the keys of this run with the patterns of options, and with the keys of other callbacks."""
@@ -195,7 +156,7 @@ class RunController:
             hides_context = label == "callback_metrics" and not names_context(pattern)
             known = [key for key in keys if not (hides_context and is_context(key))]
             if not checks.check_keys(run.planner, pattern, label, known, histograms):
-                run.results.awaited.add(label, pattern)
+                run.results.awaited.setdefault((label, pattern), False)
         for planned_keys in self._keys_of_others:
             common = {*keys, *histograms} & {*planned_keys()}
             if common:
@@ -214,11 +175,11 @@ class RunController:
         reference: dict[str, Any] = {}
         if not self._run.is_fit:
             state |= self._run.results.state
-        elif self.observed is not None:
-            state["health"] = self.observed.health.state()
+        elif self.steps is not None:
+            state["health"] = self.steps.health.state()
             state["gradient_noise"] = self._run.model.noise.state()
-            reference = {} if self.observed.reference is None else self.observed.reference.state()
-        return state | self._sinks.state() | reference
+            reference = {} if self.steps.reference is None else self.steps.reference.state()
+        return state | {"store": self._sinks.store_path} | reference
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from the :meth:`state` of an earlier run; validating or testing a checkpoint resumes nothing."""
@@ -228,36 +189,32 @@ class RunController:
         self._sinks.resume(state)
         if self._origin is not None:
             self._origin.load(state)
-        if self.observed is not None:
-            self.observed.health.load(state.get("health", {}))
+        if self.steps is not None:
+            self.steps.health.load(state.get("health", {}))
             self._run.model.noise.load(state.get("gradient_noise", {}))
-            if self.observed.reference is not None:
-                self.observed.reference.load(state)
+            if self.steps.reference is not None:
+                self.steps.reference.is_restored |= "reference" in state
 
     def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The weights of a checkpoint were loaded."""
         # A checkpoint from before the first step resumes nothing: a finder of learning rates loads such a checkpoint.
-        reference = self._origin if self.observed is None else self.observed.reference
+        reference = self._origin if self.steps is None else self.steps.reference
         if reference is not None and checkpoint.get("global_step", 0) > 0:
             reference.note_checkpoint()
 
     def close(self, *, leaves_device: bool = False) -> None:
-        """Remove every hook and close the sinks; a second call does nothing.
-
-        Args:
-            leaves_device: Whether the model leaves the device, and the reference with it.
-        """
-        observed, findings = self.observed, []
+        """Remove every hook and close the sinks; a second call does nothing. The reference ``leaves_device`` with the model."""
+        steps, findings = self.steps, []
         with ExitStack() as stack:
             stack.callback(self._sinks.close)
             stack.callback(self._run.monitor.close)
-            if observed is not None:
-                observed.steps.close()
-            if leaves_device and observed is not None and observed.reference is not None:
-                observed.reference.leave_device()
+            if steps is not None:
+                steps.close()
+            if leaves_device and steps is not None and steps.reference is not None:
+                steps.reference.leave_device()
             self._run.results.state = self.state()
             try:
-                findings = [] if observed is None else observed.health.finish()
+                findings = [] if steps is None else steps.health.finish()
             except Exception as error:
                 messages.warning("The run as a whole was not judged (%s: %s).", type(error).__name__, error)
             if findings:

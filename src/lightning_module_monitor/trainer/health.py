@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
-from lightning_module_monitor.health.alert_options import IGNORE
 from lightning_module_monitor.health.alerts import Action
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import verdict_of
@@ -32,11 +31,11 @@ class HealthController:
         self._sinks = sinks
         self._trainer = run.trainer
         self.options = run.options.health
-        index = run.index
+        index = run.planner.index
         modules = [site.name for site in index.whole.modules]
         self._judge = Judge(self.options.rules, [*modules, *(site.name for site in index.parameters)], modules)
         run.results.history = self._judge.history
-        self.nonfinite = None if self.options.nonfinite == IGNORE else NonfiniteSearch(run)
+        self.nonfinite = NonfiniteSearch(run)
         self._details: dict[str, list[int]] = {}
         """Steps in which a site is recorded in detail, by site."""
         self._pending: list[Finding] = []
@@ -47,15 +46,13 @@ class HealthController:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
         self._judge.load(state.get("alerts", {}))
-        if self.nonfinite is not None:
-            self.nonfinite.is_reported = state.get("is_reported", False)
+        self.nonfinite.is_reported = state.get("is_reported", False)
         for site, steps in state.get("details", {}).items() if self.options.may_capture else ():
             self._record_in_detail(site, steps)
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, in plain numbers and texts: a resumed run repeats no finding and continues all streaks."""
-        is_reported = self.nonfinite is not None and self.nonfinite.is_reported
-        return {"alerts": self._judge.state(), "is_reported": is_reported, "details": self._details}
+        return {"alerts": self._judge.state(), "is_reported": self.nonfinite.is_reported, "details": self._details}
 
     def finish(self) -> list[Finding]:
         """The findings about the whole fit; logs the diagnoses and the verdict."""
@@ -69,15 +66,10 @@ class HealthController:
                 messages.warning("[monitor] Diagnosis %d: %s", number, diagnosis)
             self._sinks.write_diagnoses()
             if self._judge.history.steps and not self.options.is_off:
-                types = {type(site.module).__name__ for site in self._run.index.modules}
+                types = {type(site.module).__name__ for site in self._run.planner.index.modules}
                 verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)
                 messages.info("[monitor] Verdict: %s.", verdict.sentence)
         return findings
-
-    def close(self) -> None:
-        """Remove every hook; a second call does nothing."""
-        if self.nonfinite is not None:
-            self.nonfinite.close()
 
     # Findings
 
@@ -144,7 +136,7 @@ class HealthController:
         that the gradient has passed.
         """
         self._details[site] = steps
-        sites, chain = self._run.index, self._run.planner.plan().chain
+        sites, chain = self._run.planner.index, self._run.planner.plan().chain
         streams = {} if chain is None else dict(zip(chain.transitions, chain.streams[1:], strict=True))
         name = streams[site].site if site in streams else site
         while sites.module_site(name) is None and "." in name:

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.distributed.ranks import Ranks, least_of_all
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.health.alert_options import WARN
+from lightning_module_monitor.health.alert_options import IGNORE, WARN
 from lightning_module_monitor.health.figures import FINITE_STATISTICS
 from lightning_module_monitor.health.producer import Producer, producer
 from lightning_module_monitor.lightning_packages import messages
@@ -62,17 +61,15 @@ class NonfiniteSearch:
     """
 
     def __init__(self, run: Run) -> None:
+        self._run = run
         self._options = run.options.health
-        self._monitor = run.monitor
+        self.is_on = self._options.nonfinite != IGNORE
+        """Whether steps are searched: otherwise none begins here."""
         self._engine = run.engine
-        self._recipe = run.recipe
         self._trainer = run.trainer
-        self._module = run.module
-        self._on_error = run.options.arguments["on_error"]
-        index = run.index
-        self._probe = NonfiniteProbe(index.modules, self._report_hook_error)
+        self._probe = NonfiniteProbe(run.planner.index.modules, self._report_hook_error)
         # The flag and the second run also cover compiled code: by gradients, and by a copy that runs uncompiled.
-        self._all_sites = index.whole.modules
+        self._all_sites = run.planner.index.whole.modules
         self._flag = FiniteStep(self._all_sites)
         self._marks_steps = marks_steps(run)
         self._runs_again = can_run_again(run.trainer)
@@ -86,7 +83,7 @@ class NonfiniteSearch:
     @cached_property
     def _weights(self) -> list[nn.Parameter]:
         """The model's weights when the first step begins that can be repeated exactly, without lazy parameters and inference tensors."""
-        return [weight for weight in self._module.parameters() if not (nn.parameter.is_lazy(weight) or weight.is_inference())]
+        return [weight for weight in self._run.module.parameters() if not (nn.parameter.is_lazy(weight) or weight.is_inference())]
 
     def close(self) -> None:
         """Remove every hook; a second call does nothing."""
@@ -100,7 +97,7 @@ class NonfiniteSearch:
         is_automatic = self._trainer.lightning_module.automatic_optimization
         has_probe = not is_light and (self._marks_steps or not (self._runs_again and is_automatic))
         has_rerun = is_automatic and not (has_probe or self._marks_steps)
-        rerun = StepRerun(self._module, self._all_sites, None if is_light else self._weights) if has_rerun else None
+        rerun = StepRerun(self._run.module, self._all_sites, None if is_light else self._weights) if has_rerun else None
         self._search = _StepSearch(is_light, has_probe, rerun, has_flag=is_light or not self._marks_steps)
         if has_probe and not self._probe.is_attached():
             self._probe.attach()
@@ -135,11 +132,7 @@ class NonfiniteSearch:
         self._probe.end_backward()
 
     def before_update(self, step: int) -> Finding | None:
-        """Search the step; parameters are as they were in the forward pass.
-
-        Returns:
-            The finding of the first non-finite value of a series, if the flag is read now.
-        """
+        """Search the step before the parameters move; returns the finding of the first of a series, if the flag is read now."""
         search = self._search
         if self._marks_steps:
             if search is not None and search.is_light:
@@ -152,12 +145,13 @@ class NonfiniteSearch:
             return None
         first_here = self._flag.first_nonfinite()
         self._flag.forget()
-        first = _first_of_all_ranks(first_here, self._engine.model.ranks)
+        least = least_of_all(math.inf if first_here is None else first_here, self._engine.model.ranks)
+        first = int(least) if math.isfinite(least) else None
         if search is not None:
             search.was_finite = first is None and search.was_finite is not False
         if first is None or self.is_reported:
             return None
-        with self._monitor.no_monitor():
+        with self._run.monitor.no_monitor():
             return self._find(step, first, is_here=first_here == first)
 
     def end_micro_batch(self) -> None:
@@ -165,16 +159,15 @@ class NonfiniteSearch:
         self._probe.end_micro_batch()
 
     def end_step(self, step: int, record: Record | None) -> Finding | None:
-        """The step is over; ``record`` is its record, if it was monitored.
-
-        Returns:
-            The finding, if only the record shows the non-finite value.
-        """
-        num_steps = 0.0 if record is None else record.values.get(self._recipe.figure_key(STEPS_SINCE_NONFINITE), 0.0)
-        finding = None if self.is_reported or not num_steps > 0 else self._finding_of_marked_step(step, num_steps)
-        search = self._search
+        """End a step, which has a record if it was monitored; returns the finding, if only the record shows the non-finite value."""
+        search, finding, figure_key = self._search, None, self._run.recipe.figure_key
+        num_steps = 0.0 if record is None else record.values.get(figure_key(STEPS_SINCE_NONFINITE), 0.0)
+        if num_steps > 0 and not self.is_reported:
+            self.is_reported = True
+            words = f"The loss or a gradient was not finite for the first time, in a step that was not monitored. {ALWAYS_NAMES}"
+            finding = Finding(step - int(num_steps), "nonfinite", ROOT, "", words, "error")
         if search is not None and search.has_probe and self._marks_steps and record is not None:
-            was_skipped = record.values.get(self._recipe.figure_key(STEP_SKIPPED), 0.0) > 0
+            was_skipped = record.values.get(figure_key(STEP_SKIPPED), 0.0) > 0
             search.was_finite = not _has_nonfinite(record, was_skipped=was_skipped)
             if not search.was_finite:
                 rank, first = _earliest(producer(self._probe.observed()), self._engine.model.ranks)
@@ -192,13 +185,7 @@ class NonfiniteSearch:
             self._probe.close()
 
     def _find(self, step: int, micro_batch: int, *, is_here: bool) -> Finding:
-        """Find the module that made a non-finite value, on all ranks.
-
-        Args:
-            step: The step.
-            micro_batch: The first micro-batch of all ranks with a non-finite value.
-            is_here: Whether it is also the first micro-batch of this rank with a non-finite value.
-        """
+        """Find, with all ranks, the module of the first non-finite value: in a micro-batch, the first of this rank too if ``is_here``."""
         search, source = self._search, None
         reason = "all was finite when the step was run again"
         try:
@@ -222,18 +209,12 @@ class NonfiniteSearch:
             first = Producer(ROOT, True, UNKNOWN, 0, words)
         return self._finding(step, rank, first)
 
-    def _finding_of_marked_step(self, step: int, num_steps: float) -> Finding:
-        """The finding of the first marked step, ``num_steps`` before this step."""
-        self.is_reported = True
-        words = f"The loss or a gradient was not finite for the first time, in a step that was not monitored. {ALWAYS_NAMES}"
-        return Finding(step - int(num_steps), "nonfinite", ROOT, "", words, "error")
-
     def _finding(self, step: int, rank: int, source: Producer) -> Finding:
         self.is_reported = True
         if str(self._trainer.precision).startswith("16"):
             words = f"The run computes in float16 (precision: {self._trainer.precision}), in which values above 65504 are infinite."
             source = replace(source, words=f"{source.words} {words}", cause=source.cause if source.cause == "data" else "overflow")
-        where = f"micro-batch {source.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
+        where = f"micro-batch {source.micro_batch}" + (f" on rank {rank}" if self._run.monitor.distributed is not False else "")
         direction = f"the {'forward' if source.is_forward else 'backward'} pass of "
         direction = "" if direction in source.location else f"in {direction}"
         indices = [] if self._search is None else self._search.batch_indices
@@ -247,18 +228,9 @@ class NonfiniteSearch:
 
     def _report_hook_error(self, error: Exception) -> None:
         message = f"The search for non-finite values failed ({type(error).__name__}: {error})"
-        if self._on_error == "raise":
+        if self._run.options.arguments["on_error"] == "raise":
             raise MonitorError(f"{message}.") from error
         messages.warning("%s; this step is not searched.", message)
-
-
-def _first_of_all_ranks(micro_batch: int | None, ranks: Ranks | None) -> int | None:
-    """The first micro-batch of all ranks, by one collective of one number; ``None`` if no rank has one."""
-    if ranks is None:
-        return micro_batch
-    negated = torch.tensor([-math.inf if micro_batch is None else -micro_batch], dtype=torch.float64, device="cpu")
-    first = -float(ranks.all_reduce(negated, "max")[0])
-    return int(first) if math.isfinite(first) else None
 
 
 def _earliest(source: Producer | None, ranks: Ranks | None) -> tuple[int, Producer | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -51,11 +52,7 @@ class Options:
 
     @classmethod
     def parse(cls, **arguments: Any) -> Options:
-        """Parse the arguments of the callback.
-
-        Raises:
-            ConfigError: If a value is wrong.
-        """
+        """Parse the arguments of the callback; a wrong value is a ``ConfigError``."""
         plain_arguments = {name: plain(value) for name, value in arguments.items()}
         parsed = {name: parse(plain_arguments[name], name) for name, parse in _PARSERS.items()}
         alerts, has_default_rules = as_tuple(plain_arguments["alerts"]), plain_arguments["rules"] is None
@@ -105,10 +102,6 @@ def _parse_flag(value: object, name: str) -> bool:
     return value
 
 
-def _parse_every_n_steps(value: Any, name: str) -> ParsedSchedule:  # noqa: ANN401  # any value of the user
-    return parse_schedule(value, name, may_be_by_clock=True)
-
-
 def _parse_stages(value: object, name: str) -> tuple[str, ...]:
     stages = ("train",) if value is None else as_tuple(value)
     if not stages:
@@ -155,7 +148,7 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "stages": _parse_stages,
     "reference": _parse_reference,
     "max_overhead": _parse_max_overhead,
-    "every_n_steps": _parse_every_n_steps,
+    "every_n_steps": functools.partial(parse_schedule, may_be_by_clock=True),
     "max_logged_keys": _parse_max_logged_keys,
     "callback_metrics": parse_patterns,
     "store": _parse_store,

@@ -1,23 +1,26 @@
-"""The reference of a run: how it is made, saved in a checkpoint and restored."""
+"""The reference of a run: how it is made, also of shards, saved in a checkpoint and restored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from lightning_module_monitor.distributed.ranks import share_values_of_first
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
-from lightning_module_monitor.lightning_packages import LightningModule, messages
+from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, messages
 from lightning_module_monitor.model import copies
-from lightning_module_monitor.trainer.laid_out import LaidOutCopy
+from lightning_module_monitor.model.compiled import uncompile
+from lightning_module_monitor.model.names import is_fsdp_wrapper
+from lightning_module_monitor.model.unchanged import unchanged_random_states
 from lightning_module_monitor.trainer.options import INIT
 from lightning_module_monitor.trainer.run import Run
-from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
+from lightning_module_monitor.trainer.silent_copy import attach, run_training_step, silence
 
 MODULE = "module"
 """Origin of a reference that the user has passed as a module."""
@@ -34,7 +37,7 @@ class ReferenceController:
     """``init``, ``module`` or the path of a checkpoint."""
     module: nn.Module
     is_restored: bool
-    """Whether the checkpoint of the resumed run held it."""
+    """Whether the checkpoint of the resumed run held it, which a strategy may load after the start of the fit."""
     is_laid_out: bool = False
     """Whether each rank has a part of it, as it has a part of the model."""
     wrapper: nn.Module | None = None
@@ -53,10 +56,6 @@ class ReferenceController:
         # For a reference from a file, the path is enough.
         tensors = copies.tensors_of(self.module) if self.source in (INIT, MODULE) else {}
         return {"reference": {"source": self.source, "tensors": tensors}}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Note whether a checkpoint of this callback that was loaded after the start of the fit holds a reference."""
-        self.is_restored |= "reference" in state
 
     def note_checkpoint(self) -> None:
         """A checkpoint's weights were loaded after the start of the fit, as strategies do that lay parameters out."""
@@ -89,14 +88,15 @@ class ReferenceOrigin:
         self._is_resumed = False
         self._initial = self._present_values() if self._source == INIT else {}
         """The values of the model; empty if it does not exist yet."""
-        needs_layout = self._source == INIT and run.recipe.first_of_reference(running=True) is not None
-        self._unconfigured = LaidOutCopy.of(run.trainer, run.module) if needs_layout else None
-        """A copy of the model from before it was laid out over ranks."""
+        runs = self._source == INIT and run.recipe.first_of_reference(running=True) is not None
+        will_lay_out = is_a(run.trainer.strategy, "FSDPStrategy", "ModelParallelStrategy") and not is_laid_out(run.module)
+        self._unconfigured = LaidOutCopy(run.trainer.strategy, run.module) if runs and will_lay_out else None
+        """A copy of the model from before it is laid out over ranks."""
 
     def _present_values(self) -> Mapping[str, Tensor]:
         module, within = self._run.module, self._within or ""
         try:
-            live = self._run.index.within if self._run.monitor.module is not None else module.get_submodule(within)
+            live = self._run.planner.index.within if self._run.monitor.module is not None else module.get_submodule(within)
         except AttributeError:  # the submodule does not exist yet
             return {}
         if copies.lazy_tensors(live):
@@ -122,7 +122,7 @@ class ReferenceOrigin:
             ConfigError: If it cannot be made, or does not have the model's structure.
         """
         run, trainer, wrapper = self._run, self._run.trainer, None
-        has_shards = is_laid_out(run.index.within)
+        has_shards = is_laid_out(run.planner.index.within)
         if has_shards:
             reference, wrapper = self._made_of_shards()
         else:
@@ -142,7 +142,7 @@ class ReferenceOrigin:
     def _copied(self) -> nn.Module:
         """A frozen copy of the model or of the user's module; with the weights of the file, if there is one."""
         # The user's module is copied too, and stays as it is.
-        live = self._source if isinstance(self._source, nn.Module) else self._run.index.within
+        live = self._source if isinstance(self._source, nn.Module) else self._run.planner.index.within
         if self._within is None and not callable(getattr(live, "training_step", None)):
             expected = f"expected a LightningModule as the model, or module, the name of the submodule that a {type(live).__name__} is of"
             raise ConfigError(f"reference is a {type(live).__name__}, and has no training_step; {expected}.")
@@ -154,12 +154,8 @@ class ReferenceOrigin:
         return reference
 
     def _made_of_shards(self) -> tuple[nn.Module, nn.Module | None]:
-        """The reference of a model that is laid out over ranks, and its unit of FSDP1; only its parameters, if it does not have to run.
-
-        Raises:
-            ConfigError: If it cannot be made.
-        """
-        live, reason = self._run.index.within, "the model is laid out over ranks"
+        """The reference of a model that is laid out over ranks, and its unit of FSDP1; only its parameters, if it does not have to run."""
+        live, reason = self._run.planner.index.within, "the model is laid out over ranks"
         if self._source != INIT:
             raise ConfigError(f"reference is {self._name!r}, and {reason}; expected reference: init.")
         needed_by = self._run.recipe.first_of_reference(running=True)
@@ -199,14 +195,86 @@ def _warn_of_new_values(values: str) -> None:
 
 
 def _check_memory(module: nn.Module) -> None:
-    """Check that all tensors of a module have memory; otherwise torch would read past the end of a storage, and crash.
-
-    Raises:
-        ConfigError: If a tensor has no memory; names it.
-    """
+    """Refuse a module with a tensor that has no memory: torch would read past the end of a storage, and crash."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         try:
             in_memory(tensor)
         except ValueError as error:
             cure = "Bring it back before the fit, or give a module as the reference"
             raise ConfigError(f"reference is a copy of the model, and {name} cannot be copied ({error}). {cure}.") from error
+
+
+# A reference that FSDP lays out over ranks like the model: a copy made before, which goes through the same steps
+
+
+class LaidOutCopy:
+    """A copy of a model, made before ``configure_model``, that FSDPStrategy or ModelParallelStrategy has not laid out yet."""
+
+    def __init__(self, strategy: Any, model: LightningModule) -> None:  # noqa: ANN401  # of either package
+        self._strategy = strategy
+        self.module = cast(LightningModule, copies.frozen_copy(model))
+        self.wrapper: nn.Module | None = None
+        """The unit that runs the copy under FSDP1: it calls its first argument with all others."""
+        siblings: dict[object, Any] = dict(zip(model.modules(), self.module.modules(), strict=True))
+        siblings |= dict(zip(model.parameters(), self.module.parameters(), strict=True))
+        # An iterator is left alone: the wrapper of the model consumes it.
+        self._options = {
+            name: [siblings.get(item, item) for item in value]
+            if name in ("ignored_modules", "ignored_states") and isinstance(value, Collection)
+            else value
+            for name, value in getattr(strategy, "kwargs", {}).items()
+        }
+
+    def lay_out(self, trainer: Trainer, model: LightningModule) -> None:
+        """Lay the copy out as Lightning has laid out the model, and freeze it; random states stay as they are."""
+        strategy, copied = self._strategy, self.module
+        copied._device_mesh = model._device_mesh  # the property device_mesh, which configure_model reads, has no setter
+        contexts = strategy.tensor_init_context(), strategy.model_sharded_context(), trainer.precision_plugin.module_init_context()
+        attach(copied, trainer)
+        try:
+            with unchanged_random_states(model.device), contexts[0], contexts[1], contexts[2]:
+                copied.configure_model()
+        finally:
+            copied.trainer = None
+        uncompile(copied.modules())
+        trainer.precision_plugin.convert_module(copied.requires_grad_(requires_grad=False))
+        if is_a(strategy, "FSDPStrategy"):
+            self.wrapper = None if any(map(is_fsdp_wrapper, copied.modules())) else _wrapped(copied, strategy, self._options)
+            return
+        if any(tensor.is_meta for tensor in copies.tensors_of(copied).values()):
+            copied.to_empty(device=strategy.root_device)
+        copied.to(strategy.root_device)
+
+
+class _Call(nn.Module):
+    """Replaces a module that FSDP1 wraps: calls a function while the module's parameters are whole, without its hooks.
+
+    Lightning does the same with ``training_step``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+
+def _wrapped(copied: nn.Module, strategy: Any, options: dict[str, Any]) -> nn.Module:  # noqa: ANN401  # of either package
+    """A copy in FSDP1's wrapper, with the options of the model's wrapper."""
+    # The other sharding strategies keep whole parameters for a backward pass, which does not follow here.
+    without_backward = {
+        ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy.FULL_SHARD,
+        ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.HYBRID_SHARD,
+    }
+    common: dict[str, Any] = {
+        "cpu_offload": strategy.cpu_offload,
+        "mixed_precision": strategy.mixed_precision_config,
+        "sharding_strategy": without_backward.get(strategy.sharding_strategy, strategy.sharding_strategy),
+        "device_id": strategy.root_device.index,
+    }
+    unit = FullyShardedDataParallel(copied, **common, **options)
+    unit._fsdp_wrapped_module = _Call(copied)
+    # Only the outermost unit stays whole after a forward pass; so the outermost unit is one without parameters.
+    shared = {name: options[name] for name in ("process_group", "device_mesh", "use_orig_params") if name in options}
+    return FullyShardedDataParallel(unit, **common, **shared)

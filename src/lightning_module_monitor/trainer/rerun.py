@@ -55,12 +55,9 @@ class _Kept:
 class StepRerun:
     """Keeps the batches of one step, up to a limit, and the random states before each, to run one of them again before the update.
 
-    Args:
-        model: The model.
-        sites: The modules to observe in the second run.
-        weights: The model's weights, which the second run shares unless the forward pass writes into them. ``None``: the step is
-            kept lightly, i.e. torch's random states alone, and the batch as it is. That takes a tenth of the time and mostly
-            reproduces the step; the second run then uses copies of all weights.
+    The second run, in which ``sites`` are observed, shares the ``weights`` unless the forward pass writes into them. Without weights the
+    step is kept lightly, i.e. torch's random states alone, and the batch as it is. That takes a tenth of the time and mostly reproduces
+    the step; the second run then uses copies of all weights.
     """
 
     def __init__(self, model: LightningModule, sites: Sequence[ModuleSite], weights: Sequence[nn.Parameter] | None) -> None:

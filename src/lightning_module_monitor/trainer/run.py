@@ -12,7 +12,6 @@ from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.health.causes import Diagnoses, diagnose
 from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer
-from lightning_module_monitor.model.names import ModelIndex
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
@@ -34,7 +33,7 @@ class RunResults:
         """All findings since the latest fit began, in order."""
         self.history = History()
         """Values of the latest run that explain its findings."""
-        self.awaited = AwaitedKeys()
+        self.awaited: AwaitedKeys = {}
         self.state: dict[str, Any] = {}
         """The state for a checkpoint that is saved when no run is in progress."""
         self._writer: weakref.ref[Trainer] | None = None
@@ -88,13 +87,8 @@ class Run:
 
     @property
     def planner(self) -> Planner:
-        """The planner of the module: it knows what is recorded."""
+        """The planner of the module: it knows what is recorded, and the names of the module."""
         return self.model.planner
-
-    @property
-    def index(self) -> ModelIndex:
-        """The names of the module."""
-        return self.planner.index
 
     @property
     def is_fit(self) -> bool:

@@ -57,17 +57,11 @@ def attach(copied: nn.Module, trainer: Trainer) -> None:
 
 
 def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int, wrapper: nn.Module | None = None) -> Any:  # noqa: ANN401  # the result of training_step
-    """Run a copy's ``training_step`` as Lightning is about to run the model's.
+    """Run a silenced copy's ``training_step`` as Lightning is about to run the model's, and return the result.
 
-    Args:
-        reference: A silenced copy.
-        trainer: The copy is attached to this, without its loggers, while it runs.
-        batch: On the device and in the precision of the run. ``reference`` gets a copy, because it may write into it.
-        batch_idx: Number of the batch.
-        wrapper: The unit of FSDP1 that runs it, by calling its first argument with all others.
-
-    Returns:
-        The result of ``training_step``.
+    While it runs, the copy is attached to the trainer, without its loggers. It gets a copy of the batch, which is on the device and in the
+    precision of the run, because it may write into it. ``wrapper`` is the unit of FSDP1 that runs it: it calls its first argument with
+    all others.
     """
     takes_index = package_of(trainer).utilities.signature_utils.is_param_in_hook_signature(reference.training_step, "batch_idx", min_args=2)
     arguments = (copy.deepcopy(batch), batch_idx) if takes_index else (copy.deepcopy(batch),)

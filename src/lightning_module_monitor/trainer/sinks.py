@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,8 +49,8 @@ class SinksController:
         self._trainer = run.trainer
         self._patterns = run.options.callback_metrics
         self._stages = [name for stage, name in STAGES.items() if run.options.observes(stage)]
-        self._store_path = run.results.store_of(run.trainer)
-        """The store of this run; before it exists, the store that the run may continue: of the resumed run or the Trainer's last one."""
+        self.store_path = run.results.store_of(run.trainer)
+        """The store of this run, for its checkpoints; before it exists, the store to continue: of the resumed run or the Trainer's last."""
         self._open: _OpenSinks | None = None
         """The open sinks, from the first record to :meth:`close`."""
         self._runs_steps_again = False
@@ -69,16 +69,12 @@ class SinksController:
         if path is not None and not is_file and self._options.store is not False:
             message = "The store of the resumed run, %r, does not exist: this run's store begins without its earlier steps."
             messages.warning(message, path)
-        self._store_path = str(path) if is_file else None
+        self.store_path = str(path) if is_file else None
         self._runs_steps_again = True
 
     def begin_step(self, step: int) -> None:
         """A training step begins: from its first step on, a resumed run repeats steps of the earlier run."""
         self._first_step = min(self._first_step, step)
-
-    def state(self) -> dict[str, object]:
-        """The state for a checkpoint: the path of the store with the steps until now."""
-        return {"store": self._store_path}
 
     def close(self) -> None:
         """Close the files, write the page about them, and log their paths; a second call does nothing."""
@@ -95,8 +91,8 @@ class SinksController:
                 page = write_report(path)
             except Exception as error:  # the error that ended the run must reach the user, and not an error of the page
                 messages.warning("The page was not written (%s: %s).", type(error).__name__, error)
-        hint = f"; page: {page}. Verdict: {_command('summary', path)}" if page else f". Page: {_command('report', path)}"
-        messages.info("Monitored values: %s%s", path, hint)
+        command, label = ("summary", f"; page: {page}. Verdict") if page else ("report", ". Page")
+        messages.info("Monitored values: %s%s: lightning-module-monitor %s %s", path, label, command, shlex.quote(str(path)))
 
     # Keys
 
@@ -116,10 +112,6 @@ class SinksController:
     def planned_histograms(self) -> list[str]:
         """Every key of a histogram that is known before the first step."""
         return self._run.planner.planned_histograms(self._stages)
-
-    def roll_ups_in_words(self) -> str:
-        """A sentence about roll-ups, if loggers get any."""
-        return f" Loggers get roll-ups, as these are more than max_logged_keys={self._options.max_logged_keys}." if self.rolls_up() else ""
 
     def rolls_up(self) -> bool:
         """Whether loggers get roll-ups; by the plan and not by the record, so that a logger has the same columns at every step."""
@@ -149,8 +141,8 @@ class SinksController:
         files = self._open.files
         if files is not None:
             files.write(record)
-            self._store_path = str(files.path)
-            self._run.results.note_store(self._trainer, self._store_path)
+            self.store_path = str(files.path)
+            self._run.results.note_store(self._trainer, self.store_path)
         self._open.loggers.write(record)
         if record.findings:
             self.write_diagnoses()
@@ -166,24 +158,20 @@ class SinksController:
         # Keys of attention's heads are not planned; the first record has as many as any later record.
         rolls_up = self.rolls_up() or len(without_context(record.values)) + len(record.histograms) > self._options.max_logged_keys
         keys, modules = [*self.planned_keys(), *record.values], [module.name for module in record.modules]
-        blocks = self._logged_blocks(keys) if rolls_up else []
+        blocks = blocks_of(self._run.planner.index) if rolls_up else []
+        if sum(Key.parse(key).site in blocks for key in {*keys}) > self._options.max_logged_keys:
+            blocks = []  # the values of the blocks are many, too
         loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, keys, modules=modules, blocks=blocks)
         path = self._new_store_path() if self._options.store else None
         files = None if path is None else self._open_files(path.resolve())
         return _OpenSinks(files, loggers, HeatMaps(self._trainer.loggers, messages))
-
-    def _logged_blocks(self, keys: Iterable[str]) -> list[str]:
-        """The blocks whose values loggers get beside roll-ups; none if these are many, too."""
-        blocks = blocks_of(self._run.index)
-        sites = [Key.parse(key).site for key in {*keys}]
-        return blocks if sum(site in blocks for site in sites) <= self._options.max_logged_keys else []
 
     def _open_files(self, path: Path) -> RunFiles:
         """The store of this run, and the file of raw tensors beside it.
 
         A resumed run continues the store only if it would write there anyway. Else it begins with a copy.
         """
-        earlier = None if self._store_path is None else Path(self._store_path).resolve()
+        earlier = None if self.store_path is None else Path(self.store_path).resolve()
         return RunFiles(
             earlier if earlier is not None and is_numbered_path_of(earlier, path) else path,
             configuration=self._options.described(),
@@ -215,7 +203,3 @@ class SinksController:
         logger = trainer.loggers[0]
         version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
         return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version, "monitor.h5")
-
-
-def _command(name: str, store: Path) -> str:
-    return f"lightning-module-monitor {name} {shlex.quote(str(store))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -15,8 +16,8 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.alert_options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION, Record
-from lightning_module_monitor.trainer.checks import check_detectors
-from lightning_module_monitor.trainer.context import ContextNames, MonitoredStep, note_accumulation
+from lightning_module_monitor.trainer.checks import check_awaited, check_detectors
+from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, note_accumulation
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
@@ -34,10 +35,10 @@ class StepController:
         self._engine = run.engine
         self._trainer = run.trainer
         self._observes_training = run.observes_training
-        self._health = health
+        self.health = health
         self._nonfinite = health.nonfinite
         self._sinks = sinks
-        self._reference = reference
+        self.reference = reference
         limit = run.options.max_overhead
         self._overhead = None if limit is None else Overhead(limit, clock_of(run.module.device))
         self.is_idle = True
@@ -50,8 +51,8 @@ class StepController:
         """The open step, if it is monitored."""
 
     @cached_property
-    def _names(self) -> ContextNames:
-        return ContextNames(self._run.model, self._trainer.optimizers)
+    def _name_of_metric(self) -> Callable[[str], str]:
+        return announce_context(self._run.model, self._trainer.optimizers)
 
     # A training step
 
@@ -67,7 +68,7 @@ class StepController:
             self._sinks.begin_step(step)
         if self.is_idle:
             if self._engine.has_lost_ranks:
-                self._health.close()
+                self._nonfinite.close()
             return
         if self._overhead is not None:
             self._overhead.begin_batch()
@@ -79,49 +80,40 @@ class StepController:
         self._monitor.end_backward()
         if self._monitored is not None:
             self._monitored.begin_batch(batch)
-        if self._reference is not None and self._engine.awaits_reference():
-            self._reference.run_on(batch, batch_idx)
-        if self._nonfinite is not None:
-            if is_first:
-                self._nonfinite.begin_step(step, is_monitored=self._monitor.is_monitoring())
-            self._nonfinite.begin_micro_batch(batch, batch_idx)
+        if self.reference is not None and self._engine.awaits_reference():
+            self.reference.run_on(batch, batch_idx)
+        if is_first and self._nonfinite.is_on:
+            self._nonfinite.begin_step(step, is_monitored=self._monitor.is_monitoring())
+        self._nonfinite.begin_micro_batch(batch, batch_idx)
 
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of the loss begins."""
-        if self._nonfinite is not None:
-            self._nonfinite.begin_backward(loss)
+        self._nonfinite.begin_backward(loss)
         if self._monitored is not None:
             self._monitored.begin_backward(loss)
 
     def end_backward(self) -> None:
         """The backward pass is over."""
         self._monitor.end_backward()
-        if self._nonfinite is not None:
-            self._nonfinite.end_backward()
+        self._nonfinite.end_backward()
 
     def before_clipping(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are complete and not clipped.
-
-        Raises:
-            NonfiniteError: If there is a non-finite value, and ``health.nonfinite`` is ``stop``.
-        """
+        """The gradients of an optimizer are complete and not clipped; a non-finite value raises if ``health.nonfinite`` is ``stop``."""
         if self._trainer.fit_loop._should_accumulate():
             return  # DeepSpeed accumulates itself, and its optimizer is called for each micro-batch
-        if self._nonfinite is not None:
-            step = step_of(self._trainer)
-            finding = self._nonfinite.before_update(step)
-            self._health.note(finding)
-            if finding is not None and self._run.options.health.nonfinite == STOP:
-                self._emit(None)
-                message = f"Step {step}, {finding.site}: {finding.words} Training ends here, as health.nonfinite is 'stop'."
-                raise NonfiniteError(message)
+        step = step_of(self._trainer)
+        finding = self._nonfinite.before_update(step)
+        self.health.note(finding)
+        if finding is not None and self._run.options.health.nonfinite == STOP:
+            self._emit(None)
+            message = f"Step {step}, {finding.site}: {finding.words} Training ends here, as health.nonfinite is 'stop'."
+            raise NonfiniteError(message)
         if self._monitored is not None:
             self._monitored.before_clipping(optimizer)
 
     def end_batch(self) -> None:
         """A micro-batch is over; the last micro-batch of a step ends the step."""
-        if self._nonfinite is not None:
-            self._nonfinite.end_micro_batch()
+        self._nonfinite.end_micro_batch()
         self._monitor.after_micro_batch()
         ends_step = not self._trainer.fit_loop._should_accumulate()
         if ends_step:
@@ -155,18 +147,13 @@ class StepController:
     # The end
 
     def fail(self, event: str, error: Exception) -> None:
-        """An error of the monitor, raised in an event, ends the monitoring of this step, and not the run.
-
-        Raises:
-            Exception: The error, if errors are to be raised or it is meant for the user.
-        """
+        """An error in an event ends the monitoring of this step, and not the run, unless errors are raised or it is meant for the user."""
         is_meant_for_user = isinstance(error, MonitorError | ConfigError) or self._run.options.arguments["on_error"] == "raise"
         if is_meant_for_user and not isinstance(error, RanksLostError):
             raise error
         self._engine.gate.open(self)
         self._close_monitored()
-        if self._nonfinite is not None:
-            self._nonfinite.end_search()
+        self._nonfinite.end_search()
         if isinstance(error, RanksLostError):
             self._engine.lose_ranks(error)
             return
@@ -181,18 +168,18 @@ class StepController:
         with ExitStack() as stack:
             stack.callback(self._close_monitored)
             stack.callback(self._engine.gate.open, self)
-            stack.callback(self._health.close)
+            stack.callback(self._nonfinite.close)
 
     # Inside
 
     def _begin_step(self, step: int) -> bool:
         """Begin a step; returns whether any event of it matters: a step that is not monitored may be timed or searched."""
-        names, overhead = self._names, self._overhead
+        name_of_metric, overhead = self._name_of_metric, self._overhead
         note_accumulation(self._run)
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
-            self._monitored = MonitoredStep(self._run, names, self.fail)
-            self._monitored.attach()
-        return self._monitored is not None or overhead is not None or self._nonfinite is not None
+            self._monitored = MonitoredStep(self._run, name_of_metric, self.fail)
+            self._monitored.tracker.attach()
+        return self._monitored is not None or overhead is not None or self._nonfinite.is_on
 
     def _begin_limited(self, step: int, overhead: Overhead) -> bool:
         """Begin a step, unless the limit of overhead leaves it out, which is logged once; returns whether it is monitored."""
@@ -213,7 +200,7 @@ class StepController:
 
     def _close_monitored(self) -> None:
         if self._monitored is not None:
-            self._monitored.close()
+            self._monitored.tracker.close()
         self._monitored = None
 
     def _end_step(self) -> None:
@@ -233,28 +220,23 @@ class StepController:
         record = self._monitor.end_step()
         if record is not None and self._overhead is not None:
             self._overhead.decide(record.values.get(self._run.recipe.figure_key(OVERHEAD_FRACTION), math.nan))
-        if self._nonfinite is not None:
-            self._health.note(self._nonfinite.end_step(step_of(self._trainer), record))
+        self.health.note(self._nonfinite.end_step(step_of(self._trainer), record))
         if record is not None and monitored is not None:
             record = replace(record, facts=monitored.facts())
         self._emit(record)
 
-    def _check_detectors(self, record: Record) -> None:
-        """Compare the detectors that the user named with the first record of training."""
-        run = self._run
-        if not self._has_record and self._trainer.is_global_zero and run.is_fit and run.recipe.figure_key("errors") in record.values:
-            self._has_record = True
-            check_detectors(run.planner, run.options.health.named, record, run.reporter)
-
     def _emit(self, record: Record | None) -> None:
         """Give a record, and the findings since the last record, to every sink, and act on the findings."""
-        record = self._health.examined(step_of(self._trainer), record)
+        run, record = self._run, self.health.examined(step_of(self._trainer), record)
         if record is None:
             return
         if record.values:  # a step that was not monitored has only findings
-            self._run.results.awaited.compare(record)
-            self._check_detectors(record)
+            check_awaited(run.results.awaited, record)
+            has_training = run.is_fit and run.recipe.figure_key("errors") in record.values
+            if has_training and not self._has_record and self._trainer.is_global_zero:
+                self._has_record = True
+                check_detectors(run.planner, run.options.health.named, record, run.reporter)
             # Raw tensors are for the file, and may be large.
-            self._run.results.last_record = replace(record, tensors=())
+            run.results.last_record = replace(record, tensors=())
         self._sinks.emit(record)
-        self._health.follow(record.findings)
+        self.health.follow(record.findings)

@@ -86,11 +86,6 @@ def can_run_again(trainer: Trainer) -> bool:
     return is_known(trainer) and has_copies
 
 
-def can_copy(trainer: Trainer) -> bool:
-    """Whether the model can be copied into a reference."""
-    return has_parameters(trainer) and not is_a(trainer.strategy, "DeepSpeedStrategy")
-
-
 def access_of(trainer: Trainer) -> ParameterAccess:
     """The access to parameters and gradients under a strategy."""
     return DeepSpeedAccess() if is_a(trainer.strategy, "DeepSpeedStrategy") else ParameterAccess()
@@ -118,10 +113,8 @@ def unavailable_kinds(trainer: Trainer) -> tuple[str, ...]:
 def check_strategy(trainer: Trainer, health: ParsedHealth, recipe: Recipe) -> None:
     """Refuse options that a strategy cannot satisfy.
 
-    Raises:
-        ConfigError: If under an unknown strategy a finding of one rank would stop the run or save a checkpoint, which needs all ranks;
-            or if a rule requests token norms of parameters that are laid out over ranks, functions of their states, or under DeepSpeed
-            states, or gradients after a step.
+    Under an unknown strategy these are findings of one rank that stop the run or save a checkpoint, which needs all ranks. Of parameters
+    that are laid out over ranks these are token norms, and functions of states; under DeepSpeed states, and gradients after a step.
     """
     strategy: Any = trainer.strategy
     name = type(strategy).__name__
@@ -163,11 +156,7 @@ def _check_deepspeed(name: str, recipe: Recipe) -> None:
 
 
 def check_gradient_noise(trainer: Trainer) -> None:
-    """Refuse gradient noise where there is one gradient a step, or where gradients of micro-batches cannot be observed.
-
-    Raises:
-        ConfigError: If so.
-    """
+    """Refuse gradient noise where there is one gradient a step, or where gradients of micro-batches cannot be observed."""
     name = type(trainer.strategy).__name__
     if not is_known(trainer) or is_a(trainer.strategy, "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
         why = f"{name} shows no rank the whole gradient of its own micro-batch"

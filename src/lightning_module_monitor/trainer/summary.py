@@ -69,7 +69,11 @@ def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
     copies = sum(_num_bytes(parameter) for parameter in plan.parameters if "update" in parameter.streams)
     if copies:
         lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")
-    kept = sum(_num_bytes(parameter) for parameter in plan.parameters if _compares_with_previous(parameter))
+    kept = sum(
+        _num_bytes(parameter)
+        for parameter in plan.parameters
+        if (update := parameter.streams.get("update")) and "previous" in update.compared_with
+    )
     if kept:
         lines.append(f"  the last update for cosine_to_previous, in the dtype of the parameters: {in_bytes(kept)} from step to step")
     waiting = [] if plan.states is None else plan.states.waiting()
@@ -123,11 +127,6 @@ def _health_in_words(health: ParsedHealth) -> str:
     detectors = "no detectors" if health.is_off else counted(len(BUILT_IN), "detector")
     named = f" ({', '.join(health.named)} named)" if health.named and not health.is_off else ""
     return f"nonfinite: {health.nonfinite}, {detectors}{named}, {counted(len(health.alerts), 'alert')}"
-
-
-def _compares_with_previous(watched: WatchedParameter) -> bool:
-    stream = watched.streams.get("update")
-    return stream is not None and "previous" in stream.compared_with
 
 
 def _num_bytes(watched: WatchedParameter) -> int:

@@ -12,9 +12,6 @@ def acquire(path: Path) -> BaseFileLock | None:
     """Acquire the lock for writing to ``path``; ``None`` if another writer, in this or another process, holds it.
 
     HDF5 drops its own lock in SWMR mode, so this lock is on a hidden file beside the store.
-
-    Raises:
-        OSError: If the hidden file cannot be created.
     """
     file = _file_of(path)
     file.touch()  # raises an OSError if no file can be created: filelock would try again for ever on some file systems

@@ -264,11 +264,7 @@ def label_of(kind: str, statistic: str) -> str:
 
 
 def new_axes(num_rows: int = 20) -> Axes:
-    """Axes of a new figure that is high enough for the rows.
-
-    Raises:
-        ImportError: If matplotlib is not installed; the message has the command that installs it.
-    """
+    """Axes of a new figure that is high enough for the rows."""
     height = float(np.clip(1.4 + 0.19 * num_rows, 3.0, 12.0))
     axes: Axes = require("matplotlib.pyplot", "plot").subplots(figsize=(8.0, height), layout="constrained")[1]
     return axes

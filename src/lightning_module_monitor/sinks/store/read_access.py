@@ -41,11 +41,7 @@ class AbsentKeyError(KeyError):
 
 
 def find_store(path: Path) -> Path:
-    """The file of a run: ``path`` itself, or the newest file below a folder, with a warning that lists the others.
-
-    Raises:
-        FileNotFoundError: If the folder has no store.
-    """
+    """The file of a run: ``path`` itself, or the newest file below a folder, with a warning that lists the others; or an error."""
     if not path.is_dir():
         return path
     newest_first = sorted(filter(_is_of_run, path.rglob("*.h5")), key=lambda file: (file.stat().st_mtime_ns, file), reverse=True)
@@ -88,8 +84,9 @@ def open_store(path: Path, *, has_writer: bool = True, is_checked: bool = True) 
     """
     if not path.is_file():
         raise FileNotFoundError(f"There is no store at {str(path)!r}.")
-    # HDF5 would read a plain file that was cut short as if it were growing.
-    is_cut = is_in_use(path) and is_cut_short(path)
+    flags, end = _flags_and_end(path)
+    # HDF5 would read a plain file that was cut short, as by an interrupted copy, as if it were growing.
+    is_cut = flags != 0 and end > path.stat().st_size
     with ExitStack() as stack:
         view = stack.enter_context(ClosedView(path)) if is_cut or (not has_writer and is_in_use(path)) else None
         file = stack.enter_context(_open(path, view))
@@ -199,20 +196,15 @@ class ClosedView(io.FileIO):
 
 def is_in_use(path: Path) -> bool:
     """Whether a file is marked as open for writing, by a live or a killed writer."""
-    fields = _superblock(path)
-    return fields is not None and fields[1] != 0
+    return _flags_and_end(path)[0] != 0
 
 
-def is_cut_short(path: Path) -> bool:
-    """Whether a file is shorter than its superblock states, as an interrupted copy, which no writer completes."""
-    fields = _superblock(path)
-    return fields is not None and fields[4] > path.stat().st_size
-
-
-def _superblock(path: Path) -> tuple[int, ...] | None:
+def _flags_and_end(path: Path) -> tuple[int, int]:
+    """The flags of a file's superblock, and the length of the file by it; zeros for a superblock of another version."""
     with path.open("rb") as file:
         head = file.read(_SIZE)
-    return _SUPERBLOCK.unpack_from(head) if len(head) == _SIZE and head.startswith(_SIGNATURE_3) else None
+    fields = _SUPERBLOCK.unpack_from(head) if len(head) == _SIZE and head.startswith(_SIGNATURE_3) else (b"", 0, 0, 0, 0, 0)
+    return fields[1], fields[4]
 
 
 def _closed(head: bytes, num_bytes: int) -> bytes:

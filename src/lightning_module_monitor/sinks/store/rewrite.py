@@ -35,11 +35,7 @@ _LIBVER = ("v110", "v110")
 def new_file(
     path: Path, attributes: schema.Attributes, tables: Mapping[str, Sequence[str]] | None, modules: Sequence[ModuleInfo] = ()
 ) -> None:
-    """Write a new file without rows at ``path``; arguments as for :func:`schema.create`. After an error there is no file.
-
-    Raises:
-        NoSpaceError: If it cannot be written.
-    """
+    """Write a new file without rows at ``path``; arguments as for :func:`schema.create`. After a ``NoSpaceError`` there is no file."""
     image = io.BytesIO()  # HDF5 itself must not run out of disk space
     with h5py.File(image, "w", libver=_LIBVER) as file:
         schema.create(file, attributes, tables, modules)
@@ -111,14 +107,6 @@ def abandon(file: h5py.File) -> None:
 # ------------------------------------------------------------------ copies
 
 
-class Count(NamedTuple):
-    """Number of rows (of all tables together), or of raw tensors, in a copy."""
-
-    kept: int
-    superseded: int
-    """Number of rows or tensors that this copy supersedes."""
-
-
 class _Selection(NamedTuple):
     """Rows of a table or dataset of the source, or a whole raw tensor, with its path in the copy."""
 
@@ -136,7 +124,7 @@ def rewrite(
     modules: Sequence[ModuleInfo] = (),
     before_step: int | None = None,
     with_superseded: bool = True,
-) -> Count:
+) -> tuple[int, int]:
     """Copy a file, open in any mode, into a new, plain file at ``target``.
 
     Args:
@@ -147,6 +135,9 @@ def rewrite(
         modules: Modules to add to those of the source, or to replace modules of the same name.
         before_step: Rows of this step and later ones are superseded.
         with_superseded: Whether to copy superseded rows, also those of earlier resumes.
+
+    Returns:
+        Numbers of rows (of all tables together), or of raw tensors, that are kept, and that this copy supersedes.
     """
     has_tensors, columns = schema.has_tensors(source), schema.read_columns(source, with_superseded=True)
     until = sys.maxsize if before_step is None else before_step
@@ -173,7 +164,7 @@ def rewrite(
                 _copy_rows(source[part.source], copy[part.target], part.rows, copy)
     counted = [part for part in parts if has_tensors or part.source in columns]
     kept = sum(len(part.rows) for part in counted if not schema.is_superseded(part.target))
-    return Count(kept, sum(len(part.rows) for part in counted if part.source != part.target))
+    return kept, sum(len(part.rows) for part in counted if part.source != part.target)
 
 
 def _steps_by_name(source: h5py.File, tables: Iterable[str]) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
@@ -204,11 +195,7 @@ def _copy_rows(source: h5py.Dataset, target: h5py.Dataset, rows: NDArray[np.int6
 
 
 def repair(path: Path) -> None:
-    """Make a store that a killed run left open readable for every HDF5 program; its content stays. Atomic.
-
-    Raises:
-        RuntimeError: If a run is still writing to it.
-    """
+    """Do what ``StoreReader.repair`` describes."""
     path_lock = lock.acquire(path)
     if path_lock is None:
         message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."

@@ -218,8 +218,7 @@ def read_columns_of(file: h5py.File, group: str) -> list[str]:
 
 def read_steps(group: h5py.Group) -> NDArray[np.int64]:
     """The steps of the complete rows of a table, shape ``(rows,)``: a row is complete once its step is written."""
-    steps: NDArray[np.int64] = group["steps"][: len(group["values"])]
-    return steps
+    return np.asarray(group["steps"][: len(group["values"])], np.int64)
 
 
 def read_findings(group: h5py.Group) -> list[Finding]:

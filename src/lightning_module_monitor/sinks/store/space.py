@@ -52,8 +52,7 @@ def growth(dataset: h5py.Dataset, num_new: int, num_rows: int) -> int:
 
 def row_bytes(dataset: h5py.Dataset) -> int:
     """Size of one row of a dataset."""
-    num_bytes: int = dataset.dtype.itemsize * math.prod(dataset.shape[1:])
-    return num_bytes
+    return int(dataset.dtype.itemsize * math.prod(dataset.shape[1:]))
 
 
 def index_bytes(num_rows: int, num_new: int = 1) -> int:
@@ -78,11 +77,7 @@ def close(file: h5py.File) -> None:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Raise an ``OSError`` of the block as ``NoSpaceError``.
-
-    Raises:
-        NoSpaceError: With the system's reason.
-    """
+    """Raise an ``OSError`` of the block as ``NoSpaceError``, with the system's reason."""
     try:
         yield
     except OSError as error:

@@ -163,14 +163,14 @@ class Writer(ABC):
         self._lock = lock.acquire(self.path)
         if self._lock is None:
             return "it cannot be resumed: another run is writing to it"
-        count = self._copy_resumed(run, record, is_own=True)
-        if isinstance(count, str):
+        outcome = self._copy_resumed(run, record, is_own=True)
+        if isinstance(outcome, str):
             self._release()
             self._resumed = None
-            return f"it cannot be resumed: {count}".rstrip(".")
+            return f"it cannot be resumed: {outcome}".rstrip(".")
         if self._resume_from is not None:
             message = "%s goes on from step %d; %d %s of steps that run again are now in its group superseded."
-            self._logger.info(message, self.path, self._resume_from, count.superseded, self._ITEMS)
+            self._logger.info(message, self.path, self._resume_from, outcome[1], self._ITEMS)
         return ""
 
     def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
@@ -181,18 +181,18 @@ class Writer(ABC):
         if self.path != self._wanted:
             self._logger.warning("The store at %s is left as it is: %s. This run writes to %s.", self._wanted, reason, self.path)
         if self._resumed is not None:
-            count = self._copy_resumed(run | {"copied_from": str(self._resumed)}, record, is_own=False)
-            if not isinstance(count, str):
+            outcome = self._copy_resumed(run | {"copied_from": str(self._resumed)}, record, is_own=False)
+            if not isinstance(outcome, str):
                 message = "%s goes on from step %s; it begins with a copy of %d %s of earlier steps from %s, which is left as it is."
-                self._logger.info(message, self.path, record.step, count.kept, self._ITEMS, self._resumed)
+                self._logger.info(message, self.path, record.step, outcome[0], self._ITEMS, self._resumed)
                 return
             message = "%s begins without a copy of %s, which has the earlier steps of the resumed run, because that cannot be read: %s"
-            self._logger.warning(message, self.path, self._resumed, count)
+            self._logger.warning(message, self.path, self._resumed, outcome)
         attributes = schema.Attributes(package_version(), str(run["started"]), [run])
         rewrite.new_file(files.temporary_path(self.path), attributes, self._columns(record), record.modules)
 
-    def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> rewrite.Count | str:
-        """Copy the file of the resumed run, with columns for the record; returns the reason if that is not possible.
+    def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> tuple[int, int] | str:
+        """Copy the file of the resumed run, with columns for the record; returns numbers of rows, or the reason if that is not possible.
 
         ``is_own`` means that the copy replaces that file: superseded rows stay in it.
         """
@@ -297,7 +297,7 @@ class Store(Writer):
             return
         temporary, is_rewritten = files.temporary_path(self.path), False
         # A row interrupted by Ctrl-C or by lack of space has values without a step, which xarray does not open.
-        if open_file.has_partial_rows:
+        if any(len(table.values) > table.num_rows for table in (*open_file.numbers.tables, *open_file.histograms.tables)):
             with suppress(space.NoSpaceError):
                 rewrite.rewrite(open_file.file, temporary)
                 is_rewritten = True
@@ -323,11 +323,6 @@ class _OpenFile:
         self._last_facts = next((facts for _step, facts in reversed(schema.read_facts(file))), None)
         self._modules: Sequence[ModuleInfo] = schema.read_modules(file)
         self._last_modules: Sequence[ModuleInfo] = ()
-
-    @property
-    def has_partial_rows(self) -> bool:
-        """Whether a table has values without a step."""
-        return any(len(table.values) > table.num_rows for table in (*self.numbers.tables, *self.histograms.tables))
 
     def lacks(self, modules: Sequence[ModuleInfo]) -> bool:
         """Whether the file has no row for one of these modules, as after the resume of a run with fewer."""
