@@ -303,7 +303,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether the schedule picks a step, a rule with a cadence of its own is due in it, or tensors are captured in it."""
-        return self.engine.is_step_monitored(step)
+        return self.engine.due(step) is not None
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed: nothing is while torch traces (``torch.export``, ``FakeTensorMode``, any dispatch mode)."""

@@ -24,7 +24,7 @@ from lightning_module_monitor.plan.recipe import DETAIL, ActiveRules, Recipe
 from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe, ModuleTable
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
-from lightning_module_monitor.probes.base import Gate, Probe, StepTools
+from lightning_module_monitor.probes.base import Gate, Probe, StepTools, Watched
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.cosines import PreviousUpdates
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
@@ -193,17 +193,11 @@ class ObservedModel:
             raise ConfigError(differences)
         self._has_agreed = self.ranks is not None
 
-    def close(self) -> None:
-        """Release the process group."""
-        if self.ranks is not None:
-            self.ranks.close()
-
     # Steps
 
     def open(self, due: ActiveRules, step: int, stage: str) -> StepContext:
         """Open a step; its probes are not attached yet."""
-        self._find_compiled()
-        self._find_removed()
+        self._read_names_again()
         model = self.wrapper or self.module
         self._gate.wrapped = None if model is self.module else self.module
         planner, reporter, is_training = self.planner, self._reporter, stage == TRAIN
@@ -223,14 +217,13 @@ class ObservedModel:
         if calls is not None:
             probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._skipped_calls()))
             # After those that name the tensors of the reference that they need.
-            calls = calls if calls.is_needed() else None
+            calls = calls if calls.wanted else None
             probes += [] if calls is None else [calls]
         noise = None if plan.noise is None else GradientNoiseProbe(plan.noise, tools, modules, self.ranks, self.noise)
         probes += [] if noise is None else [noise]
         attention = None
-        if plan.has_heads():
-            is_requested = recipe.has_attention_rule(due)
-            attention = AttentionProbe(plan.modules, plan.modules_with_heads, tools, is_requested=is_requested)
+        if plan.modules_with_heads:
+            attention = AttentionProbe(plan.modules_with_heads, tools, is_requested=recipe.has_attention_rule(due))
             probes.append(attention)
         return StepContext(
             step,
@@ -294,22 +287,22 @@ class ObservedModel:
             raise ValueError(f"{what} is none of the {len(names)} modules {which}{near}")
         if site is None or context.accumulator.is_lost:  # it is excluded, or an error has ended the step
             return
-        probe = context.attention_by_hand()
-        watched = probe.watched(site)
+        if context.attention is None:  # no rule is about attention: without hooks
+            context.attention = AttentionProbe((), context.tools, is_requested=False)
+            context.probes.append(context.attention)
+        watched = next((recorded for recorded in context.plan.modules if recorded.site is site), Watched(site, {}))
         if reference is not None:
-            probe.keep_of_reference(watched, read_scaled_dot_product_attention, call, to_host=reference.cpu_offload)
+            context.attention.keep_of_reference(watched, call, to_host=reference.cpu_offload)
         else:
             watched = self.planner.attention_by_hand(watched, context.stage)
-            probe.observe(watched, read_scaled_dot_product_attention, call, is_reported=True)
+            context.attention.observe(watched, read_scaled_dot_product_attention, call, is_reported=True)
 
-    def _find_compiled(self) -> None:
-        """Look for what was compiled since the names were read, if anything was."""
+    def _read_names_again(self) -> None:
+        """Look for what was compiled since the names were read, if anything was, and for what was taken out of the model."""
         if self.planner.recipe.keeps_compiled and self._num_compiled != num_compiled():
             self._num_compiled, compiled = num_compiled(), compiled_parts(self.module, self.wrapper)
             if compiled != self.index.compiled:
                 self._use(self.planner.after_compiling(self.module, compiled))
-
-    def _find_removed(self) -> None:
         removed = self.index.forget_removed_modules()
         if removed:
             self._use(replace(self.planner))

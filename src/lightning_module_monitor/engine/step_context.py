@@ -1,4 +1,4 @@
-"""Steps, and loops of other stages, while they are observed."""
+"""A step, or a loop of another stage, while it is observed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 from lightning_module_monitor.config.schedule import MinutesSchedule
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.probes.attention import AttentionProbe
-from lightning_module_monitor.probes.base import Among, Gate, Probe, StepTools
+from lightning_module_monitor.probes.base import Among, Probe, StepTools
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe
 from lightning_module_monitor.probes.parameters import ParameterTap
@@ -27,7 +26,6 @@ from lightning_module_monitor.probes.reporting import unchanged_grad_mode
 from lightning_module_monitor.probes.tap import ModuleTap
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.stream import Stream
 
 
 @dataclass(eq=False)
@@ -54,7 +52,8 @@ class StepContext:
     """The schedule, if it picked the step by the clock."""
     uncompiled: Uncompiled | None
     """Has compiled code run uncompiled in the step."""
-    _num_unobserved: int = field(default_factory=lambda: Unobserved.number)
+    num_unobserved: int = field(default_factory=lambda: Unobserved.number)
+    """How much had not been observed before the step because torch traced it."""
 
     @property
     def accumulator(self) -> StepAccumulator:
@@ -68,11 +67,6 @@ class StepContext:
         for probe in self.probes:
             probe.attach()
 
-    def add(self, stream: Stream, name: str, value: Tensor | float) -> None:
-        """Add a value that no probe observes; a tensor is not read before the step ends."""
-        value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
-        self.accumulator.add_result(stream, name, value, size)
-
     def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Tensor | float | None) -> None:
         """Observe the gradients of some parameters, or of all."""
         among = _identities(parameters)
@@ -82,11 +76,6 @@ class StepContext:
         if self.noise is not None:
             with self.guard("gradient noise"):
                 self.noise.observe_gradients(among, as_scale(scale))
-
-    def count_samples(self, number: float | Tensor) -> None:
-        """The micro-batch that runs has so many samples."""
-        if self.noise is not None:
-            self.noise.count_samples(number)
 
     def observe_parameters(self, parameters: Iterable[Tensor] | None) -> None:
         """Observe some parameters, or all, before the optimizer moves them."""
@@ -101,17 +90,6 @@ class StepContext:
         if self.parameters is not None:
             with self.guard("updates"):
                 self.parameters.observe_updates(_identities(parameters), is_skipped=is_skipped, optimizers=optimizers)
-
-    def attention_by_hand(self) -> AttentionProbe:
-        """The probe to which a model reports calls of attention; without hooks where no rule is about attention."""
-        if self.attention is None:
-            self.attention = AttentionProbe(self.plan.modules, (), self.tools, is_requested=False)
-            self.probes.append(self.attention)
-        return self.attention
-
-    def has_missed(self) -> bool:
-        """Whether something was not observed because torch traced it."""
-        return Unobserved.number > self._num_unobserved
 
     def close(self) -> None:
         """Remove every hook and release every tensor; a second call closes what an error or Ctrl-C in the first has left."""
@@ -149,11 +127,6 @@ class StepContext:
                 tensors += self.capture.tensors()
         return tensors
 
-    def derive(self, values: dict[str, float]) -> None:
-        """Replace values by what some probes derive from them."""
-        for probe in self.probes:
-            probe.derive(values)
-
     def _each(self, what: str, act: Callable[[Probe], None]) -> None:
         """Let every probe act; an error in one does not affect the others."""
         with unchanged_grad_mode(), torch.no_grad():
@@ -164,46 +137,6 @@ class StepContext:
                     raise
                 except Exception as error:
                     self.tools.reporter.not_taken(what, error, self.accumulator)
-
-
-class OpenSteps:
-    """The step that is open, and the steps that loops of other stages have suspended; the gate follows."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self.current: StepContext | None = None
-        """The step, or the loop, that runs; ``None`` where none is observed."""
-        self.suspended: list[StepContext | None] = []
-        """Innermost last; ``None`` for a step that is not monitored."""
-
-    def go_on_with(self, context: StepContext | None) -> None:
-        """Continue with this step, or with none: hooks give their tensors to its accumulator."""
-        self.current = context
-        self._gate.enter(None if context is None else context.accumulator)
-
-    def suspend(self) -> None:
-        """A loop of another stage begins in the middle of the step."""
-        self.suspended.append(self.current)
-        self.go_on_with(None)
-
-    def resume(self) -> None:
-        """The loop that was begun last is over."""
-        self.go_on_with(self.suspended.pop() if self.suspended else None)
-
-    def lose(self) -> None:
-        """After an error the open steps give no record when they end, which they must all the same: other ranks wait for that."""
-        for context in (self.current, *self.suspended):
-            if context is not None:
-                context.lose()
-
-    def close(self) -> None:
-        """Close all of them at once and without a record, on this rank alone."""
-        with ExitStack() as stack:
-            for context in (self.current, *self.suspended):
-                if context is not None:
-                    stack.callback(context.close)
-        self.go_on_with(None)
-        self.suspended.clear()
 
 
 def _identities(parameters: Iterable[Tensor] | None) -> Among:

@@ -46,10 +46,11 @@ class ValueMethods:
             value: A number, or a tensor of one element on any device, which is not read before the step ends.
             aggregate: How several values of this step and of all ranks are joined: ``mean``, ``sum``, ``min`` or ``max``.
         """
-        if self.engine.observing_step is not None:
-            self.engine.add(self.engine.observing_step, CONTEXT_KIND, name, value, aggregate)
-            if name == BATCH_SIZE:
-                self.engine.observing_step.count_samples(value)
+        step = self.engine.observing_step
+        if step is not None:
+            self.engine.add(step, CONTEXT_KIND, name, value, aggregate)
+            if name == BATCH_SIZE and step.noise is not None:
+                step.noise.count_samples(value)
 
     def log_scalar(
         self, key: str, value: float | Tensor, aggregation_fn: Callable[[Tensor], Any] | None = None, force: bool = False

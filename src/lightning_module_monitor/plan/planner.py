@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -14,7 +14,7 @@ from lightning_module_monitor.distributed.ranks import num_processes
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts
-from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite
 from lightning_module_monitor.plan.matching import check_rule, compiled_in_words, idle_kinds, layer_sites, matching
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
@@ -26,7 +26,7 @@ from lightning_module_monitor.probes.gradient_noise import NoiseSites
 from lightning_module_monitor.probes.optimizer_states import STATE
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
-from lightning_module_monitor.statistics.stream import Output, Stream
+from lightning_module_monitor.statistics.stream import Stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,12 +158,26 @@ class Planner:
         shared = totals.shared()
 
         def watched(site: SiteT) -> Watched[SiteT]:
-            rules, of_totals = by_site[site.name], shared.get(site.name, {})
-            streams = {kind: self._stream(site, kind, rules[kind], stage, of_totals.get(kind, {})) for kind in {**rules, **of_totals}}
-            layers = {kind: {name: stream.at(name) for name in layer_sites(site, kind)} for kind, stream in streams.items()}
-            return Watched(
-                site, {kind: stream for kind, stream in streams.items() if not layers[kind]}, {k: v for k, v in layers.items() if v}
-            )
+            rules, of_totals, is_module = by_site[site.name], shared.get(site.name, {}), isinstance(site, ModuleSite)
+            streams: dict[str, Stream] = {}
+            layers: dict[str, dict[str, Stream]] = {}
+            for kind in {**rules, **of_totals}:
+                stream = Stream(
+                    kind,
+                    site.name,
+                    joined(rules[kind], kind, site.name),
+                    stage,
+                    self.recipe.prefix,
+                    is_compared=self.shares_input and is_module,
+                    is_replicated=self.has_ranks and not is_module,
+                    shared=of_totals.get(kind, {}),
+                )
+                within = layer_sites(site, kind)
+                if within:
+                    layers[kind] = {name: stream.at(name) for name in within}
+                else:
+                    streams[kind] = stream
+            return Watched(site, streams, layers)
 
         modules = [watched(site) for site in index.modules if site.name in by_site]
         parameters = [watched(site) for site in index.parameters if site.name in by_site or site.name in shared]
@@ -173,20 +187,6 @@ class Planner:
 
     def _is_recorded(self, kind: str, stage: str) -> bool:
         return kind not in self.recipe.left_out and (stage == TRAIN or KINDS[kind].in_every_stage)
-
-    def _stream(
-        self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str, shared: Mapping[str, Output]
-    ) -> Stream:
-        return Stream(
-            kind,
-            site.name,
-            joined(rules, kind, site.name),
-            stage,
-            self.recipe.prefix,
-            is_compared=self.shares_input and isinstance(site, ModuleSite),
-            is_replicated=self.has_ranks and isinstance(site, ParameterSite),
-            shared=shared,
-        )
 
     # Keys
 

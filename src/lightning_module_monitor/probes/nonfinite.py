@@ -119,21 +119,23 @@ class FiniteStep:
     def observe_loss(self, loss: Tensor) -> None:
         """Observe a loss."""
         if not is_tracing():
-            self._numbers.add(loss)
-            self._assign_micro_batch()
+            self._add(loss)
 
     @torch.no_grad()
     def observe_gradients(self, *, lightly: bool = False) -> None:
         """Observe the gradients of a backward pass; ``lightly``: only of some biases and normalization weights, by a few operations."""
         if is_tracing():
             return
-        if not lightly or self._vectors is None:
-            self._observe_all_gradients()
-        else:
-            self._observe_vectors(self._vectors)
-        self._assign_micro_batch()
+        groups: Iterable[Sequence[nn.Parameter]] = self._all_vectors() if not lightly or self._vectors is None else self._vectors
+        for members in groups:
+            gradients = [parameter.grad for parameter in members if parameter.grad is not None]
+            if gradients and type(gradients[0]) is not Tensor:
+                gradients = [local_part(gradient) for gradient in gradients]
+            if gradients:
+                self._add(torch.cat(gradients))
 
-    def _observe_all_gradients(self) -> None:
+    def _all_vectors(self) -> Iterable[list[nn.Parameter]]:
+        """Observe the gradients of all other parameters, and return the biases and normalization weights, in groups."""
         vectors = []
         for owner in self._owners:
             parameters = owner._parameters
@@ -145,24 +147,17 @@ class FiniteStep:
                 if parameter.dim() == 1 and parameter.layout is torch.strided:
                     vectors.append(parameter)
                 elif parameter.grad is not None:
-                    self._numbers.add(local_part(parameter.grad))
+                    self._add(local_part(parameter.grad))
         # By device and dtype: reading many vectors at once costs as much as reading a single vector.
         groups: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
         for parameter in vectors:
             groups[type(parameter), parameter.device, parameter.dtype].append(parameter)
         self._vectors = [members[:: -(-len(members) // MAX_VECTORS)] for members in groups.values()]
-        self._observe_vectors(groups.values())
+        return groups.values()
 
-    def _observe_vectors(self, groups: Iterable[Sequence[nn.Parameter]]) -> None:
-        for members in groups:
-            gradients = [parameter.grad for parameter in members if parameter.grad is not None]
-            if gradients and type(gradients[0]) is not Tensor:
-                gradients = [local_part(gradient) for gradient in gradients]
-            if gradients:
-                self._numbers.add(torch.cat(gradients))
-
-    def _assign_micro_batch(self) -> None:
-        self._micro_batches += [self.micro_batch] * (len(self._numbers) - len(self._micro_batches))
+    def _add(self, tensor: Tensor) -> None:
+        if self._numbers.add(tensor) != UNKNOWN:
+            self._micro_batches.append(self.micro_batch)
 
     def first_nonfinite(self) -> int | None:
         """The first micro-batch with a non-finite value, ``None`` if all are finite; one transfer from each device."""
@@ -229,7 +224,9 @@ class NonfiniteProbe:
                     observe(site, args, kwargs, output)
                 except Exception as error:
                     self._is_open = False
-                    self._fail(error)
+                    if self._report is None:
+                        raise
+                    self._report(error)
 
         return UncopiedHook(hook)
 
@@ -339,12 +336,9 @@ class NonfiniteProbe:
                 self._passes[-1].gradients.append(Gradient(call, at_input, self._numbers.add(_local_elements(gradient))))
             except Exception as error:
                 self._is_in_backward = False
-                self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        if self._report is None:
-            raise error
-        self._report(error)
+                if self._report is None:
+                    raise
+                self._report(error)
 
     def _index(self, value: Tensor | None) -> tuple[int, bool]:
         """The index of an input or output, and whether it is not the last output, unchanged."""

@@ -49,11 +49,6 @@ class ParameterAccess:
         """Its gradient, in the same way; ``None`` if there is none."""
         return gradient_of(parameter)
 
-    def unscaled_gradient(self, parameter: Tensor, scale: Tensor | None) -> Tensor | None:
-        """Its gradient, divided by the scale of the loss."""
-        gradient = self.gradient(parameter)
-        return None if gradient is None else unscaled(gradient, scale)
-
     def is_empty(self, parameter: Tensor) -> bool:
         """Whether it has no element, on any rank."""
         return not parameter.numel() and not is_flattened(parameter)
@@ -128,21 +123,6 @@ def name_of(kind: str, site: str) -> str:
     return f"The whole {kind} of {site!r}"
 
 
-def expected_tensors(
-    watched: Sequence[WatchedParameter], captured: Sequence[WatchedParameter], flat: Mapping[str, FlatShard]
-) -> dict[str, FlatShard | None]:
-    """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name."""
-    named = [
-        (name_of(kind, target.site.name), target.site)
-        for target in watched
-        for kind, stream in target.streams.items()
-        if stream.functions and kind != STATE
-    ]
-    named += [(name_of(kind, target.site.name), target.site) for target in captured for kind in target.streams]
-    parameters = [(name, site.name, site.tensor()) for name, site in named]
-    return {name: flat.get(site) for name, site, target in parameters if site in flat or (target is not None and is_sharded(target))}
-
-
 def fail_removed(watched: Sequence[WatchedParameter], accumulator: StepAccumulator) -> None:
     """Record NaN for parameters that were removed from their modules: an absent value would go unnoticed."""
     for target in watched:
@@ -185,11 +165,20 @@ class ParameterTap(Probe):
     """Names of parameters that are not real floating ones."""
 
     def __post_init__(self) -> None:
-        expected = expected_tensors(self.watched, self.captured, self.flat)
+        with_functions = [
+            (kind, target.site) for target in self.watched for kind, stream in target.streams.items() if stream.functions and kind != STATE
+        ]
+        captured = [(kind, target.site) for target in self.captured for kind in target.streams]
+        # Those that are laid out over ranks, by name.
+        expected = {
+            name_of(kind, site.name): self.flat.get(site.name)
+            for kind, site in with_functions + captured
+            if site.name in self.flat or ((tensor := site.tensor()) is not None and is_sharded(tensor))
+        }
         self._whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
         self._accumulator = self.tools.accumulator
         self._cosines = Cosines(self.tools, self.access.gradient, self._own_part, self.previous)
-        self._captured = {(kind, target.site.name) for target in self.captured for kind in target.streams}
+        self._captured = {(kind, site.name) for kind, site in captured}
         known = {target.site.name for target in self.watched} if self.captured else ()
         self._sites = [*self.watched, *(Watched(target.site, {}) for target in self.captured if target.site.name not in known)]
 
@@ -208,7 +197,11 @@ class ParameterTap(Probe):
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-        read = self.access.gradient if scale is None else functools.partial(self.access.unscaled_gradient, scale=scale)
+
+        def read(parameter: Tensor) -> Tensor | None:
+            gradient = self.access.gradient(parameter)
+            return None if gradient is None else unscaled(gradient, scale)
+
         for gradients in self._read({kind}, among, read, makes_copies=scale is not None):
             self._observe(kind, "gradients", gradients)
         if kind == GRADIENT:
@@ -386,15 +379,16 @@ class ParameterTap(Probe):
         return self.flat.get(stream.site if stream.origin is None else stream.origin.site)
 
     def _failing(self, kinds: Set[str], target: WatchedParameter, tensor: Tensor) -> AbstractContextManager[None]:
-        return failing_alone(functools.partial(self._fail, kinds, target, tensor))
+        """Within the block a parameter that cannot be read, copied or compared is reported."""
 
-    def _fail(self, kinds: Set[str], target: WatchedParameter, tensor: Tensor, error: Exception) -> None:
-        """Report a parameter that cannot be read, copied or compared."""
-        for kind in sorted(kinds):
-            if kind in target.streams:
-                self._accumulator.fail(target.streams[kind], tensor, error)
-            if (kind, target.site.name) in self._captured:
-                self.tools.report_not_captured(name_of(kind, target.site.name), error)
+        def fail(error: Exception) -> None:
+            for kind in sorted(kinds):
+                if kind in target.streams:
+                    self._accumulator.fail(target.streams[kind], tensor, error)
+                if (kind, target.site.name) in self._captured:
+                    self.tools.report_not_captured(name_of(kind, target.site.name), error)
+
+        return failing_alone(fail)
 
     def _is_supported(self, site: str, tensor: Tensor) -> bool:
         """Whether a tensor is a real floating one; another is noted."""

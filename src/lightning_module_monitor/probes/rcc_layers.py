@@ -32,9 +32,6 @@ OPERATOR_NORM, ALIGNMENT = "rcc_operator_norm", "rcc_alignment"
 TERMS = (EFFECTIVE, PROPAGATING, OUTPUT, REFERENCE_OUTPUT, INPUT, INPUT_CHANGE)
 """The kinds of tensors."""
 
-KINDS = (*TERMS, OPERATOR_NORM, ALIGNMENT)
-"""The kinds of the check."""
-
 AnyModule = Any
 """A module of a layer type, with that type's attributes."""
 
@@ -148,10 +145,6 @@ def _normalization(function: LayerFunction, **options: Any) -> LayerType:
     return LayerType(function=function, matrices=lambda _module, weight: weight.flatten(), normalizes=True, **options)
 
 
-def _channels_second(_module: AnyModule, _tensor: Tensor) -> int:
-    return 1
-
-
 def _any_matrix(_module: AnyModule, weight: Tensor) -> Tensor:
     """Matrices of a weight of any shape: a vector is a diagonal, otherwise the first dimension has the rows."""
     return weight if weight.dim() == 1 else weight.flatten(1).unsqueeze(0)
@@ -251,9 +244,9 @@ _TYPES: dict[type[nn.Module] | str, LayerType | LinearMaps] = {
     nn.LayerNorm: _normalization(lambda x, weight, bias, module: F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)),
     nn.RMSNorm: _normalization(lambda x, weight, bias, module: F.rms_norm(x, module.normalized_shape, weight, module.eps), inputs=("x",)),
     nn.GroupNorm: _normalization(
-        lambda x, weight, bias, module: F.group_norm(x, module.num_groups, weight, bias, module.eps), features=_channels_second
+        lambda x, weight, bias, module: F.group_norm(x, module.num_groups, weight, bias, module.eps), features=lambda module, tensor: 1
     ),
-    _BatchNorm: _normalization(_batch_norm, features=_channels_second, vectors=_vectors_of_batch_norm),
+    _BatchNorm: _normalization(_batch_norm, features=lambda module, tensor: 1, vectors=_vectors_of_batch_norm),
     nn.MultiheadAttention: {f"{name}_proj": _projection(index, name) for index, name in enumerate("qkv")},
     "transformers.pytorch_utils.Conv1D": LayerType(function=_hugging_face_conv1d, inputs=("x",)),
     "mup.layer.MuReadout": LayerType(

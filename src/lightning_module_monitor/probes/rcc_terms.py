@@ -234,24 +234,20 @@ class CoordinateCheckProbe(Probe):
         layers = [(layer, layer.norms) for layer in self._layers if layer.norms is not None]
         # Sharded weights are gathered layer by layer: all together may not fit in memory.
         groups = [[each] for each in layers] if is_laid_out(self._reference.module) else [layers]
-        for group in groups:
-            modules = [module for layer, _norms in group for module in (layer.module, layer.reference)]
-            with self._reference.gathered(*modules):
-                self._observe_norms_of_group(group)
-
-    def _observe_norms_of_group(self, layers: Sequence[tuple[CheckedLayer, Stream]]) -> None:
-        updates: dict[str, Difference] = {}
-        references: dict[str, Difference] = {}
         known = self._reference.operator_norms
-        for layer, stream in layers:
-            with failing_alone(functools.partial(self._accumulator.fail, stream, layer.module)):
-                if "update" in stream.outputs:
-                    updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
-                if "reference" in stream.outputs and layer.site not in known:
-                    references[layer.site] = Difference(_matrices(layer, layer.reference))
-        known.update(operator_norms(references))
-        for name, norms in (("update", operator_norms(updates)), ("reference", known)):
-            for layer, stream in layers:
+        for group in groups:
+            updates: dict[str, Difference] = {}
+            references: dict[str, Difference] = {}
+            with self._reference.gathered(*(module for layer, _norms in group for module in (layer.module, layer.reference))):
+                for layer, stream in group:
+                    with failing_alone(functools.partial(self._accumulator.fail, stream, layer.module)):
+                        if "update" in stream.outputs:
+                            updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
+                        if "reference" in stream.outputs and layer.site not in known:
+                            references[layer.site] = Difference(_matrices(layer, layer.reference))
+                known.update(operator_norms(references))
+                norms_by_name = {"update": operator_norms(updates), "reference": known}
+            for (layer, stream), (name, norms) in itertools.product(group, norms_by_name.items()):
                 if name in stream.outputs and layer.site in norms:
                     self._accumulator.add_result(stream, name, norms[layer.site], 1)
 

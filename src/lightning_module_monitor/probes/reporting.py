@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,14 +16,9 @@ from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.stream import Stream
 
 
-@contextmanager
-def unchanged_grad_mode() -> Iterator[None]:
+def unchanged_grad_mode() -> AbstractContextManager[None]:
     """After the block the grad mode is as before. Around guards: Ctrl-C may come when one is about to restore it."""
-    before = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(before)
+    return torch.set_grad_enabled(torch.is_grad_enabled())
 
 
 @contextmanager
