@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
     from lightning_module_monitor.callback import ModuleMonitorCallback
-    from lightning_module_monitor.config.flow_option import GradientFlow
-    from lightning_module_monitor.config.noise_option import GradientNoise
+    from lightning_module_monitor.config.gradient_options import GradientFlow, GradientNoise
     from lightning_module_monitor.config.rules import Capture, Rule
     from lightning_module_monitor.health.alert_options import Alert, Health
     from lightning_module_monitor.health.causes import Diagnosis
@@ -64,8 +63,7 @@ __all__ = [
 
 _HOMES = {
     "callback": ("ModuleMonitorCallback",),
-    "config.flow_option": ("GradientFlow",),
-    "config.noise_option": ("GradientNoise",),
+    "config.gradient_options": ("GradientFlow", "GradientNoise"),
     "config.rules": ("Capture", "Rule"),
     "health.causes": ("Diagnosis",),
     "health.alert_options": ("Alert", "Health"),

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config.flow_option import GradientFlow, parse_gradient_flow
+from lightning_module_monitor.config.gradient_options import GradientFlow, GradientNoise, parse_gradient_flow, parse_gradient_noise
 from lightning_module_monitor.config.metrics import MetricMethods
-from lightning_module_monitor.config.noise_option import GradientNoise, parse_gradient_noise
 from lightning_module_monitor.config.rules import (
     Capture,
     Rule,

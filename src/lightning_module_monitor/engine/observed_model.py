@@ -213,25 +213,20 @@ class ObservedModel:
         consumers += [consumer for consumer in (capture, shapes, flow) if consumer is not None]
         parameters = self._parameter_tap(plan, captured, capture, tools, model) if plan.parameters or captured.parameters else None
         modules = ModuleTap(consumers, self._gate, tools.accumulator)
-        probes: list[Probe] = [*([] if parameters is None else [parameters]), modules, *consumers]
-        if calls is not None:
-            probes.append(CoordinateCheckProbe(plan.modules, tools, calls, self._skipped_calls()))
-            # After those that name the tensors of the reference that they need.
-            calls = calls if calls.wanted else None
-            probes += [] if calls is None else [calls]
+        check = None if calls is None else CoordinateCheckProbe(plan.modules, tools, calls, self._skipped_calls())
+        # After those that name the tensors of the reference that they need.
+        calls = calls if calls is not None and calls.wanted else None
         noise = None if plan.noise is None else GradientNoiseProbe(plan.noise, tools, modules, self.ranks, self.noise)
-        probes += [] if noise is None else [noise]
-        attention = None
-        if plan.modules_with_heads:
-            attention = AttentionProbe(plan.modules_with_heads, tools, is_requested=recipe.has_attention_rule(due))
-            probes.append(attention)
+        is_requested = recipe.has_attention_rule(due)
+        attention = AttentionProbe(plan.modules_with_heads, tools, is_requested=is_requested) if plan.modules_with_heads else None
+        probes: tuple[Probe | None, ...] = (parameters, modules, *consumers, check, calls, noise, attention)
         return StepContext(
             step,
             plan,
             tools,
             self.ranks,
             modules,
-            probes,
+            [probe for probe in probes if probe is not None],
             stage=stage,
             errors_key=recipe.figure_key("errors", stage),
             parameters=parameters,

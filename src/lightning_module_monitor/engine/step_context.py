@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_module_monitor.config.schedule import MinutesSchedule
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.plan.plan import Plan
@@ -22,7 +21,7 @@ from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe
 from lightning_module_monitor.probes.parameters import ParameterTap
 from lightning_module_monitor.probes.reference import ReferenceProbe
-from lightning_module_monitor.probes.reporting import unchanged_grad_mode
+from lightning_module_monitor.probes.reporting import failing_alone, unchanged_grad_mode
 from lightning_module_monitor.probes.tap import ModuleTap
 from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -131,12 +130,8 @@ class StepContext:
         """Let every probe act; an error in one does not affect the others."""
         with unchanged_grad_mode(), torch.no_grad():
             for probe in self.probes:
-                try:
+                with failing_alone(lambda error: self.tools.reporter.not_taken(what, error, self.accumulator)):
                     act(probe)
-                except MonitorError:
-                    raise
-                except Exception as error:
-                    self.tools.reporter.not_taken(what, error, self.accumulator)
 
 
 def _identities(parameters: Iterable[Tensor] | None) -> Among:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_module_monitor.config.flow_option import ParsedGradientFlow
+from lightning_module_monitor.config.gradient_options import ParsedGradientFlow
 from lightning_module_monitor.config.rules import ParsedRule, Rule, parse_rule
 from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSchedule
 from lightning_module_monitor.errors import ConfigError
