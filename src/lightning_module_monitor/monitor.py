@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_module_monitor.config.gradient_options import GradientFlow, GradientNoise, parse_gradient_flow, parse_gradient_noise
-from lightning_module_monitor.config.metrics import MetricMethods
 from lightning_module_monitor.config.rules import (
     Capture,
     Rule,
@@ -26,10 +25,10 @@ from lightning_module_monitor.config.rules import (
 from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
+from lightning_module_monitor.engine.metrics import MetricMethods
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.engine.step_context import as_scale
-from lightning_module_monitor.engine.values import ValueMethods
 from lightning_module_monitor.errors import ConfigError, Log
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
@@ -58,7 +57,7 @@ def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
-class ModuleMonitor(Described, MetricMethods, ValueMethods):
+class ModuleMonitor(Described, MetricMethods):
     """Observes a module while it trains.
 
     In a plain loop::
@@ -404,7 +403,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             raise ValueError("There is no reference that this attention could belong to; call set_reference_module(module) first.")
         context = self.engine.open_step if is_reference else self.engine.observing_step
         if context is not None:
-            self.engine.model.observe_attention(context, module, RawCall((), arguments, output), is_reference=is_reference)
+            context.observe_attention(module, RawCall((), arguments, output), is_reference=is_reference)
 
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""

@@ -19,7 +19,7 @@ from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.probes.base import Gate
 from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
-from lightning_module_monitor.record import KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
+from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 from lightning_module_monitor.statistics.functions import Aggregate
 
@@ -121,7 +121,7 @@ class StepEngine:
 
     def add(self, context: StepContext, kind: str, name: str, value: Tensor | float, aggregate: Aggregate, *, site: str = "") -> None:
         """Add a value that no probe observes to a step; a tensor is not read before the step ends."""
-        stream = self.model.logged.stream(kind, name, aggregate, site=site, stage=context.stage)
+        stream = self.model.stream_of_value(kind, name, aggregate, site=site, stage=context.stage)
         value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
         context.accumulator.add_result(stream, name, value, size)
 
@@ -273,7 +273,8 @@ class StepEngine:
     def _open(self, model: ObservedModel, due: ActiveRules, step: int, stage: str) -> None:
         self.agree()
         if not model.has_lost_ranks:
-            context = model.open(due, step, stage)
+            model.read_names_again()
+            context = StepContext(model, due, step, stage)
             self._go_on_with(context)
             context.attach()
 
@@ -304,11 +305,12 @@ class StepEngine:
             model.awaits_first_step = False
             model.report_not_run(context.step)
         values: dict[str, float] = {}
+        users = [stream for stream in model.logged.values() if stream.kind not in (OWN_KIND, CONTEXT_KIND)]
         # Of the other kinds nothing is measured; to find out takes as long as all else at the end of a step.
-        for key in context.accumulator.drop_overwriting(model.logged.by_users):
+        for key in context.accumulator.drop_overwriting(users):
             self._reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._reporter.guard("values", context.accumulator):
-            values = context.accumulator.collect(context.ranks)
+            values = context.accumulator.collect(model.ranks)
             for probe in context.probes:
                 probe.derive(values)
         if context.accumulator.is_lost:
@@ -319,9 +321,9 @@ class StepEngine:
                 self._reporter.settle("attention")
             elif self._reporter.is_first():
                 self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING, "attention")
-        values[context.errors_key] = float(context.accumulator.num_errors)
+        values[self.recipe.figure_key("errors", context.stage)] = float(context.accumulator.num_errors)
         findings: list[Finding] = []
-        if context.ranks is not None and context.stage == TRAIN:
+        if model.ranks is not None and context.stage == TRAIN:
             # Optimizers that share out their work keep a state on one rank alone.
             differing = [stream for stream in context.accumulator.differing if not KINDS[stream.kind].of_states]
             values[self.recipe.figure_key(RANK_DISAGREEMENT)] = float(len({stream.site for stream in differing}))
