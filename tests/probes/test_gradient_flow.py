@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.flow import NORM_FORMULAS, Block, batch, chain, loss_of, true_norms
 from helpers.lightning_package import Callback, LightningModule, Trainer
+from helpers.plain_steps import record_of
 from helpers.tiny import KeepRecords
 from helpers.training import loader, seed, trainer
 from torch import Tensor, nn
@@ -47,8 +48,7 @@ def observe(model: nn.Module, step: Callable[[ModuleMonitor], None], blocks: Any
         monitor.set_module(model)
         assert monitor.begin_step(0)
         step(monitor)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert not any(module._forward_hooks for module in model.modules())
     return record
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plain_steps import in_step, record_of
 from lion_pytorch import Lion
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -76,8 +77,7 @@ def train(
         optimizer.step()
         if monitor is not None:
             monitor.monitor_updates(optimizers=optimizer)
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             records.append(record)
         truth: Truth = {}
         for name, parameter in model.named_parameters():
@@ -160,8 +160,7 @@ def test_muon_keeps_matrices_alone() -> None:
         for optimizer, parameters in zip(optimizers, (matrices, rest), strict=True):
             optimizer.step()
             monitor.monitor_updates(parameters, optimizers=optimizer)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     expected = {f"{name}.weight.momentum_buffer" for name in ("fc", "head")}
     expected |= {f"{name}.{state}" for name in ("head.bias", "scale") for state in ("exp_avg", "exp_avg_sq")}
     assert {key.split("/")[1] for key in record.values if key.startswith(STATES)} == expected
@@ -200,8 +199,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
             before = {name: parameter.detach().clone().double() for name, parameter in model.named_parameters()}
             optimizer.step()
             monitor.monitor_updates(optimizers=[optimizer])
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             for name, parameter in model.named_parameters():
                 update = parameter.detach().double() - before[name]
                 assert parameter.grad is not None
@@ -225,9 +223,7 @@ def test_one_update_is_kept_in_the_dtype_of_the_parameter() -> None:
     for rules, copies in ((RULES, 1), ([Rule(kinds=["update", STATES], statistics=["norm", "cosine_to_gradient"])], 0)):
         for dtype in (torch.float32, torch.bfloat16):
             model = Net().to(dtype)
-            with ModuleMonitor(rules=rules) as monitor:
-                monitor.set_module(model)
-                monitor.begin_step(0)
+            with in_step(model, rules=rules) as monitor:
                 monitor.monitor_parameters()
                 monitor.monitor_updates(optimizers=SGD(model.parameters(), momentum=0.9))
                 monitor.end_step()
@@ -444,8 +440,7 @@ def test_lbfgs_has_no_states_of_parameters(caplog: pytest.LogCaptureFixture) -> 
         monitor.monitor_parameters()
         optimizer.step(closure)
         monitor.monitor_updates(optimizers=optimizer)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert not any(key.startswith(STATES) for key in record.values)
     assert record.values["update/fc.weight/norm"] > 0
     assert re.search(r"d, .*optimizer states of another shape", caplog.text)
@@ -487,16 +482,13 @@ def test_sparse_gradients_and_frozen_parameters() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
     model[1].requires_grad_(False)
     optimizer = SparseAdam([model[0].weight])
-    with ModuleMonitor(rules=RULES, on_error="raise") as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=RULES, on_error="raise") as monitor:
         model(torch.tensor([1, 3, 3])).square().sum().backward()
         before = model[0].weight.detach().clone()
         monitor.monitor_parameters()
         optimizer.step()
         monitor.monitor_updates(optimizers=optimizer)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     gradient = model[0].weight.grad.to_dense()
     update = model[0].weight.detach().double() - before.double()
     assert record.values["update/0.weight/cosine_to_gradient"] == pytest.approx(cosine(-update, gradient), abs=1e-6)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.memory import peak_bytes
+from helpers.plain_steps import record_of
 from helpers.textbook import textbook
 from helpers.zoo import EXPECTED_OUTPUTS, ZOO, batches, make
 from torch import Tensor, nn
@@ -90,8 +91,7 @@ def test_every_statistic_of_every_difference(name: str, cpu_offload: bool) -> No
             model(x)
             monitor.after_micro_batch()
         monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     pairs = {f"activation_difference/{site}": (current[site], other[site]) for site in current if site != "empty"}
     for site, parameter in model.named_parameters():
         pairs[f"parameter_difference/{site}"] = ([parameter.detach().double()], [reference.get_parameter(site).detach().double()])
@@ -113,8 +113,7 @@ def test_differences_of_half_precision_are_not_rounded_again() -> None:
         monitor.set_reference_module(reference)
         monitor.begin_step(0)
         monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     W, W0 = model.weight.detach().double(), reference.weight.detach().double()
     assert record.values["parameter_difference/weight/norm"] == pytest.approx(float((W - W0).norm()), rel=1e-6)
     assert record.values["parameter_difference/weight/cosine"] == pytest.approx(float((W * W0).sum() / W.norm() / W0.norm()), rel=1e-6)
@@ -230,8 +229,7 @@ def test_a_reference_that_fails_leaves_no_trace(caplog: pytest.LogCaptureFixture
     monitor.begin_step(1)
     with caplog.at_level("WARNING"):
         model(torch.ones(1, 6)).sum().backward()
-    record = monitor.end_step()
-    assert record is not None
+    record = record_of(monitor)
     assert record.values == {"monitor/errors": 1}
     assert "The reference could not run (RuntimeError: on purpose)" in caplog.text
     assert model.weight.grad is not None
@@ -252,10 +250,9 @@ def test_a_reference_that_writes_into_its_input_does_not_write_into_the_models()
         handle = model[0].register_forward_pre_hook(lambda _module, args: inputs.append(args[0].clone()))
         output = model(x)
         handle.remove()
-        record = monitor.end_step()
+        record = record_of(monitor)
     assert torch.equal(output, expected)
     assert (inputs[0] < 0).any()
-    assert record is not None
     assert set(record.values) == {f"activation_difference/{site}/norm" for site in ("0", "0.0", "0.1")} | {"monitor/errors"}
     assert record.values["activation_difference/0/norm"] > 0
 
@@ -423,10 +420,9 @@ def test_large_tensors_are_written_in_place_by_several_threads() -> None:
                 reference(x)
             torch.manual_seed(5)
             model(x)
-            record = monitor.end_step()
+            record = record_of(monitor)
     finally:
         torch.set_num_threads(num_threads)
-    assert record is not None
     for site, tensors in current.items():
         expected = textbook("norm", tensors[0] - other[site][0])
         assert record.values[f"activation_difference/{site}/norm"] == pytest.approx(expected, rel=1e-5)
@@ -489,8 +485,7 @@ def test_a_container_has_the_activation_of_its_last_part() -> None:
         with monitor.no_monitor():
             reference(x)
         model(x)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     output = model(x).detach()
     for site in ("1", "_root_"):
         for name in statistics[:-1]:
@@ -528,8 +523,7 @@ def test_a_call_under_vmap_is_compared_over_all_samples(cpu_offload: bool) -> No
             with monitor.no_monitor():
                 reference(x)
             model(x)
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             W = model.layer.weight.detach().double()
             first = torch.full((5, 6), change).double()
             expected = torch.cat([first, first @ W.T + change]).norm()
@@ -567,8 +561,7 @@ def test_calls_with_other_token_counts_are_skipped_and_reported_once(caplog: pyt
                 reference(x)
             with caplog.at_level("INFO"):
                 model(x)
-                record = monitor.end_step()
-            assert record is not None
+                record = record_of(monitor)
             assert record.values["monitor/errors"] == 0
             assert record.values["activation_difference/head/norm"] == 0
             is_compared.append("activation_difference/expert/norm" in record.values)
@@ -601,7 +594,6 @@ def test_a_checkpointed_reference_without_the_hooks_of_others_does_not_warn() ->
         with monitor.no_monitor():
             reference(torch.ones(2, 6))
         model(torch.ones(2, 6)).sum().backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation_difference/layer/norm"] == 0
     assert list(warnings.filters) == before

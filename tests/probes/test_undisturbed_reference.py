@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
 from helpers.memory import peak_bytes
+from helpers.plain_steps import record_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -50,8 +51,7 @@ def differences(
         loss = call(model).square().mean()
         if loss.requires_grad:
             loss.backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     differences = {key: value for key, value in record.values.items() if key.startswith("activation_difference")}
     assert differences
     return differences
@@ -201,8 +201,7 @@ def test_memory_is_not_grown_by_a_graph() -> None:
         monitor.begin_step(0)
         peak = peak_bytes(lambda: monitor.engine.run_reference(lambda: reference(x)))
         model(x)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation_difference/20/norm"] == 0.0
     assert peak_bytes(lambda: model(x)) > 12 * LAYER
     assert peak <= 5 * LAYER

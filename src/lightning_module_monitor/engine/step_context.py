@@ -188,7 +188,7 @@ class StepContext:
         """Let the probes finish what waits for the end of the step; returns the raw tensors of the step."""
         if self.parameters is not None:
             with self.guard("whole tensors"):
-                self.parameters.assemble()
+                self.parameters.whole_tensors.assemble()
         self._each("what has waited", lambda probe: probe.finish())
         tensors: list[RawTensor] = []
         if self.capture is not None:

@@ -1,6 +1,7 @@
 """Largest magnitudes that show whether a step has a non-finite value, and which module produced it.
 
 A flag of each step covers losses and gradients. The module is found from outputs, further inputs, and the gradients of both.
+Attention that masks all keys of a query is found by itself: its softmax divides zero by zero.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.kernels.elements import plain
@@ -142,7 +145,7 @@ class FiniteStep:
             bias = parameters.get("bias")
             is_shown_by_bias = bias is not None and bias.requires_grad and parameters.keys() == {"weight", "bias"}
             for parameter in (bias,) if is_shown_by_bias else parameters.values():
-                if parameter is None or nn.parameter.is_lazy(parameter):
+                if parameter is None or is_lazy(parameter):
                     continue
                 if parameter.dim() == 1 and parameter.layout is torch.strided:
                     vectors.append(parameter)
@@ -375,3 +378,42 @@ class NonfiniteProbe:
 def _local_elements(tensor: Tensor) -> Tensor:
     """The elements of a tensor on this rank, even if ranks still sum it: a non-finite part makes the sum non-finite."""
     return local_part(plain(tensor), is_reduced=False)
+
+
+_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+_MASKS = {F.scaled_dot_product_attention: ("attn_mask",), F.multi_head_attention_forward: ("attn_mask", "key_padding_mask")}
+
+
+class MaskedRows(TorchFunctionMode):
+    """Reads the results of softmax and attention on the host, in a step that is known to have a NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_found = False
+        """Whether a result was NaN because all keys of a row were masked."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401  # the result of the function
+        """Call a function of torch, and check its result."""
+        result = func(*args, **(kwargs or {}))
+        if not self.is_found and (func in _SOFTMAX or func in _MASKS):
+            output = result[0] if isinstance(result, tuple) else result
+            if isinstance(output, Tensor) and bool(output.isnan().any()):
+                self.is_found = self._has_masked_row(func, args, kwargs or {})
+        return result
+
+    def _has_masked_row(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        if func in _SOFTMAX:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            return bool((args[0] == -torch.inf).all(dim=dim).any())
+        is_sdpa = func is F.scaled_dot_product_attention
+        positional = args[3] if is_sdpa and len(args) > 3 else None
+        masks = [kwargs.get(name, positional) for name in _MASKS[func]]
+        return any(isinstance(mask, Tensor) and _masks_row(mask, shows=is_sdpa) for mask in masks)
+
+
+def _masks_row(mask: Tensor, *, shows: bool) -> bool:
+    """Whether a mask hides all keys of a query. A boolean mask is true for visible keys if ``shows``, else for hidden keys."""
+    hides = (~mask if shows else mask) if mask.dtype is torch.bool else mask == -torch.inf
+    return bool(hides.all(dim=-1).any())

@@ -175,7 +175,7 @@ class ParameterTap(Probe):
             for kind, site in with_functions + captured
             if site.name in self.flat or ((tensor := site.tensor()) is not None and is_sharded(tensor))
         }
-        self._whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
+        self.whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
         self._accumulator = self.tools.accumulator
         self._cosines = Cosines(self.tools, self.access.gradient, self._own_part, self.previous)
         self._captured = {(kind, site.name) for kind, site in captured}
@@ -246,15 +246,11 @@ class ParameterTap(Probe):
         if self.states is not None:
             self.states.finish()
 
-    def assemble(self) -> None:
-        """Assemble the tensors that are laid out over ranks, at the end of the step, on every rank."""
-        self._whole_tensors.assemble()
-
     def close(self) -> None:
         """Release the copies; nothing is read any more."""
         self._sites = []
         self._before.clear()
-        self._whole_tensors.close()
+        self.whole_tensors.close()
 
     def _read(
         self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False
@@ -290,7 +286,7 @@ class ParameterTap(Probe):
             if (kind in target.streams and target.streams[kind].functions) or (kind, target.site.name) in self._captured:
                 name = name_of(kind, target.site.name)
                 with failing_alone(functools.partial(self.tools.report_not_captured, name)):
-                    self._whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, target))
+                    self.whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, target))
 
     def _use_whole(self, kind: str, target: WatchedParameter, tensor: Tensor) -> None:
         """Call the user's functions with a whole tensor, and keep it if it is captured."""
@@ -318,7 +314,7 @@ class ParameterTap(Probe):
             self._accumulator.measure_pair(stream, live_part, reference_part.to(live_part.device))
         if stream.functions:
             call = functools.partial(self._accumulator.call_functions, stream)
-            self._whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference.to(parameter.device)), call)
+            self.whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference.to(parameter.device)), call)
 
     def _observe_states(self, among: Among, optimizers: Sequence[Optimizer], is_skipped: bool | Tensor) -> None:
         """Measure the states that optimizers keep of some parameters, and call the user's functions with them."""
@@ -336,7 +332,7 @@ class ParameterTap(Probe):
                         raise ValueError("it is laid out over ranks, and functions get whole tensors; expected a rule without functions")
                     if stream.functions:
                         call = functools.partial(self._accumulator.call_functions, stream)
-                        self._whole_tensors.give(name_of(STATE, stream.site), [tensor], call)
+                        self.whole_tensors.give(name_of(STATE, stream.site), [tensor], call)
 
     def _own(self, pairs: Iterable[tuple[Stream, Tensor]]) -> list[tuple[Stream, Tensor]]:
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""

@@ -53,7 +53,7 @@ class LayerType:
     """How the modules of a type apply their weight.
 
     Attributes:
-        function: ``W x + b``, see :data:`LayerFunction`; several inputs come first, in order.
+        function: ``W x + b``, see :data:`LayerFunction`; several inputs come first, in order. By default that of ``nn.Linear``.
         inputs: Names of the inputs in the type's ``forward``.
         methods: Methods that a subclass must inherit.
         has_tensor_input: Whether the input has real numbers, and not indices.
@@ -68,7 +68,7 @@ class LayerType:
             it returns ``None`` if the product of both norms does not bound the term. A type without ``vectors`` has no alignment.
     """
 
-    function: LayerFunction
+    function: LayerFunction = lambda x, weight, bias, module: F.linear(x, weight, bias)
     inputs: tuple[str, ...] = ("input",)
     methods: tuple[str, ...] = ("forward",)
     has_tensor_input: bool = True
@@ -114,10 +114,6 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
         return False
     # No public function recognizes a tensor under vmap.
     return plain(value).layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
-    return F.linear(x, weight, bias)
 
 
 def _embedding_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
@@ -212,17 +208,16 @@ def _projection(index: int, name: str) -> LayerType:
         bias = module._parameters.get("in_proj_bias")
         return weight, None if bias is None else bias[start : start + module.embed_dim]
 
-    inputs = ("query", "key", "value")[index : index + 1]
-    return LayerType(function=_linear, inputs=inputs, gives_output=False, parameters=parameters)
+    return LayerType(inputs=("query", "key", "value")[index : index + 1], gives_output=False, parameters=parameters)
 
 
 LinearMaps = dict[str, LayerType]
 """The linear maps of a module by name; ``""`` is the name of the module's only map."""
 
 _TYPES: dict[type[nn.Module] | str, LayerType | LinearMaps] = {
-    nn.Linear: LayerType(function=_linear),
+    nn.Linear: LayerType(),
     # MultiheadAttention uses the weight of this layer and never calls it.
-    NonDynamicallyQuantizableLinear: LayerType(function=_linear, is_called=False),
+    NonDynamicallyQuantizableLinear: LayerType(is_called=False),
     nn.Conv1d: _convolution(F.conv1d),
     nn.Conv2d: _convolution(F.conv2d),
     nn.Conv3d: _convolution(F.conv3d),
