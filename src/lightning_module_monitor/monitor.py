@@ -297,7 +297,7 @@ class ModuleMonitor(Described, MetricMethods):
     @property
     def current_step(self) -> int | None:
         """The step that was begun and has not ended, monitored or not, or that of the open validation loop; ``None`` if there is none."""
-        return self.engine.current_step
+        return self.engine.begun if self.engine.open_step is None else self.engine.open_step.step
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether the schedule picks a step, a rule with a cadence of its own is due in it, or tensors are captured in it."""

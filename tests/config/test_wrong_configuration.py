@@ -517,18 +517,6 @@ def test_a_store_that_cannot_be_is_refused(kind: str, tmp_path: Path) -> None:
     assert "expected" in message
 
 
-# Several callbacks in one Trainer
-
-
-def test_two_callbacks_of_one_prefix_and_different_modules_are_refused(tmp_path: Path) -> None:
-    """They would both have ``monitor/errors``."""
-    callbacks: list[Callback] = [
-        ModuleMonitorCallback(1, module="model.0", store=False),
-        ModuleMonitorCallback(1, module="model.2", store=False),
-    ]
-    assert "Give each callback a prefix of its own" in refusal(tmp_path, lambda: callbacks)
-
-
 class MeshOfTwo:
     """All that is asked of the mesh of two ranks that share their input, before anything runs."""
 
@@ -565,15 +553,6 @@ def test_what_parts_of_tensors_do_not_tell_is_refused() -> None:
 def test_empty_and_nested_lists_are_refused(options: Options, message: str, tmp_path: Path) -> None:
     """As any other wrong value."""
     assert message in refusal(tmp_path, lambda: [ModuleMonitorCallback(1, **options)])
-
-
-def test_two_callbacks_of_overlapping_modules_are_refused(tmp_path: Path) -> None:
-    """One watches what is inside the other's module: the same keys twice, and which value a logger keeps is chance."""
-    callbacks: list[Callback] = [
-        ModuleMonitorCallback(1, module="model", store=False),
-        ModuleMonitorCallback(1, module="model.0", store=False),
-    ]
-    assert "prefix" in refusal(tmp_path, lambda: callbacks)
 
 
 def test_a_prefix_and_a_module_of_one_name_are_two_identities(tmp_path: Path) -> None:

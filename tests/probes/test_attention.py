@@ -733,10 +733,7 @@ def test_attention_of_the_reference_is_not_the_models(follows: bool) -> None:
     reference, x = copy.deepcopy(model), heads(5, 3, 8)
     reference.call = lambda x: reference.parts[0](2 * x, x, x)[0]
     rules = [ALL, Rule(kinds=["rcc_output", "rcc_propagating_update", "activation_difference"], statistics="rms")]
-    with ModuleMonitor(rules=rules) as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference, follows=follows)
-        monitor.begin_step(0)
+    with in_step(model, rules=rules, reference=reference, follows=follows) as monitor:
         if not follows:
             with monitor.no_monitor():
                 reference(x)

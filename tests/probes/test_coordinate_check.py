@@ -10,7 +10,7 @@ from typing import Any
 import mup
 import pytest
 import torch
-from helpers.plain_steps import record_of
+from helpers.plain_steps import record_of, run_both
 from helpers.zoo import ZOO, batches, make
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -124,9 +124,7 @@ def checked_step(model: nn.Module, reference: nn.Module, x: Tensor, statistics: 
         monitor.set_reference_module(reference)
         RefinedCoordinateCheck(monitor, statistics)
         monitor.begin_step(0)
-        with monitor.no_monitor():
-            reference(x)
-        model(x)
+        run_both(monitor, reference, model, x)
         record = record_of(monitor)
     return dict(record.values)
 
@@ -693,9 +691,7 @@ def test_experts_with_other_token_counts_than_in_the_reference_are_skipped() -> 
         for step in range(2):
             monitor.begin_step(step)
             if step == 0:
-                with monitor.no_monitor():
-                    reference(x)
-            model(x)
+                run_both(monitor, reference, model, x)
             values = monitor.end_step().values  # type: ignore[union-attr]
             assert values["monitor/rcc_skipped_calls"] == (2 if step == 0 else 3)
             assert values["monitor/errors"] == 0

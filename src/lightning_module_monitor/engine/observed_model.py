@@ -84,8 +84,6 @@ class ObservedModel:
         """The module to compare with; ``None`` where there is none."""
         self.ranks: Ranks | None = None
         """The processes that train together, once they have met; ``None`` where this is the only one."""
-        self.has_lost_ranks = False
-        """Whether another rank has left: nothing is monitored any more, and training goes on."""
         self.awaits_first_step = True
         """Whether no step of training has ended yet."""
         self.awaits_attention = True
@@ -165,7 +163,7 @@ class ObservedModel:
             ConfigError: On every rank, if rules, schedules or modules differ.
             RanksLostError: If another rank has left.
         """
-        if self._has_agreed or self.has_lost_ranks or self._distributed is False:
+        if self._has_agreed or self._distributed is False:
             return
         if self.ranks is None:
             self.ranks = process_ranks(None if self._distributed is True else self._distributed)

@@ -51,8 +51,10 @@ class StepEngine:
         """The step, or the loop of another stage, that is open and monitored; ``None`` if there is none."""
         self._suspended: list[StepContext | None] = []
         """The steps that loops of other stages have suspended, the innermost last; ``None`` for a step that is not monitored."""
-        self._begun: int | None = None
+        self.begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
+        self.has_lost_ranks = False
+        """Whether another rank has left: nothing is monitored any more, and training goes on."""
 
     @property
     def model(self) -> ObservedModel:
@@ -69,16 +71,6 @@ class StepEngine:
     def recipe(self) -> Recipe:
         """The options that apply now, with those that were added for the module that is set."""
         return self.own_recipe if self.observed is None else self.observed.planner.recipe
-
-    @property
-    def has_lost_ranks(self) -> bool:
-        """Whether another rank has left: nothing is monitored any more, and training goes on."""
-        return self.observed is not None and self.observed.has_lost_ranks
-
-    @property
-    def current_step(self) -> int | None:
-        """The number of the open step, monitored or not, or of the open loop; ``None`` if there is none."""
-        return self._begun if self.open_step is None else self.open_step.step
 
     @property
     def observing_step(self) -> StepContext | None:
@@ -108,7 +100,7 @@ class StepEngine:
                 self._finish(self.open_step)
             self._go_on_with(self._suspended.pop() if self._suspended else None)
         model = self.model
-        self._begun = step
+        self.begun = step
         due = self.due(step)
         if due is not None:
             self._open(model, due, step, TRAIN)
@@ -129,7 +121,7 @@ class StepEngine:
         """End the step: hooks off, one transfer, values finished; returns the record, if the step was monitored."""
         if self._suspended:
             return None
-        self._begun = None
+        self.begun = None
         context = self.open_step
         if context is None:
             return None
@@ -154,7 +146,7 @@ class StepEngine:
 
     def abandon(self) -> None:
         """Close the step, and the step that it suspended, at once and without a record, on this rank alone."""
-        self._begun = None
+        self.begun = None
         with ExitStack() as stack:
             for context in (self.open_step, *self._suspended):
                 if context is not None:
@@ -249,7 +241,8 @@ class StepEngine:
             ConfigError: On every rank, if rules, schedules or modules differ.
         """
         try:
-            self.model.agree()
+            if not self.has_lost_ranks:
+                self.model.agree()
         except RanksLostError as error:
             self.lose_ranks(error)
 
@@ -257,7 +250,7 @@ class StepEngine:
         """Another rank has left: end the monitoring on this one, for good."""
         if self.has_lost_ranks:
             return
-        self.model.has_lost_ranks = True
+        self.has_lost_ranks = True
         self.lose()
         last = self._storage.last_step()
         after = "before the first record" if last is None else f"after the record of step {last}"
@@ -268,11 +261,11 @@ class StepEngine:
     def _go_on_with(self, context: StepContext | None) -> None:
         """Continue with this step, or with none: hooks give their tensors to its accumulator."""
         self.open_step = context
-        self.gate.enter(None if context is None else context.accumulator)
+        self.gate.current = None if context is None else context.accumulator
 
     def _open(self, model: ObservedModel, due: ActiveRules, step: int, stage: str) -> None:
         self.agree()
-        if not model.has_lost_ranks:
+        if not self.has_lost_ranks:
             model.read_names_again()
             context = StepContext(model, due, step, stage)
             self._go_on_with(context)
@@ -321,7 +314,7 @@ class StepEngine:
                 self._reporter.settle("attention")
             elif self._reporter.is_first():
                 self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING, "attention")
-        values[self.recipe.figure_key("errors", context.stage)] = float(context.accumulator.num_errors)
+        values[context.errors_key] = float(context.accumulator.num_errors)
         findings: list[Finding] = []
         if model.ranks is not None and context.stage == TRAIN:
             # Optimizers that share out their work keep a state on one rank alone.

@@ -48,16 +48,19 @@ class StepContext:
         model.gate.wrapped = None if model.wrapper in (None, model.module) else model.module
         planner, is_training = model.planner, stage == TRAIN
         plan, recipe = planner.plan(due, stage), planner.recipe
-        captured = (planner.capture_plan(step) if is_training else None) or Plan([], [], None)
+        captured = (planner.capture_plan(step) if is_training else None) or Plan([], [])
         self.model, self.plan, self.step, self.stage = model, plan, step, stage
         accumulator = StepAccumulator(model.reporter.of_stream, model.state(due, stage))
         self.tools = tools = StepTools(accumulator, planner.index, model.reporter, model.gate)
-        self.clock = recipe.clock(step) if is_training else None
+        clock = recipe.schedule.by_clock if is_training else None
+        self.clock = clock if clock is not None and clock(step) else None
         """The schedule, if it picked the step by the clock."""
         self.num_unobserved = Unobserved.number
         """How much had not been observed before the step because torch traced it."""
         self._uncompiled = None if recipe.keeps_compiled else Uncompiled()
         """Has compiled code run uncompiled in the step."""
+        self.errors_key = recipe.figure_key("errors", stage)
+        """The key of the number of errors."""
         calls = None if model.reference is None else ReferenceProbe(model.reference, tools)
         consumers: list[Consumer[Any]] = [] if calls is None else [DifferenceProbe(plan.modules, tools, calls)]
         consumers.append(ActivationProbe(plan.modules, tools))

@@ -20,12 +20,12 @@ class Plan:
 
     modules: list[WatchedModule]
     parameters: list[WatchedParameter]
-    chain: Chain | None
-    """The blocks whose gradient flow is recorded."""
     totals: Sequence[Stream] = ()
     """What is recorded of all parameters of a module together."""
     states: StateRules | None = None
     """The rules about states of optimizers."""
+    chain: Chain | None = None
+    """The blocks whose gradient flow is recorded."""
     noise: NoiseSites | None = None
     """The modules whose gradient noise is recorded."""
 

@@ -115,9 +115,9 @@ class Planner:
         """What is recorded of the model; without ``due``, as if every rule were due."""
         due = self.recipe.everything() if due is None else due
         if (stage, due) not in self._plans:
-            chain = self.chain if due.gradient_flow and stage == TRAIN else None
-            plan = self._plan([self.recipe.rules[number] for number in due.rules], stage, chain)
-            self._plans[stage, due] = replace(plan, noise=self.noise if due.gradient_noise and stage == TRAIN else None)
+            chain, noise = (self.chain if due.gradient_flow else None), (self.noise if due.gradient_noise else None)
+            plan = self._plan([self.recipe.rules[number] for number in due.rules], stage)
+            self._plans[stage, due] = replace(plan, chain=chain, noise=noise) if stage == TRAIN else plan
         return self._plans[stage, due]
 
     def capture_plan(self, step: int | None = None) -> Plan | None:
@@ -139,11 +139,9 @@ class Planner:
         """What the rules would record inside compiled code if it were observed."""
         whole = self._plan(self.recipe.rules, stage, index=self.index.whole)
         observed = {site.name for site in self.index.modules}
-        return Plan([module for module in whole.modules if module.site.name not in observed], [], None)
+        return Plan([module for module in whole.modules if module.site.name not in observed], [])
 
-    def _plan(
-        self, rules: Iterable[ParsedRule], stage: str = TRAIN, chain: Chain | None = None, *, index: ModelIndex | None = None
-    ) -> Plan:
+    def _plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, *, index: ModelIndex | None = None) -> Plan:
         """What some rules record together. Outside of training there are only activations."""
         index, rules = index or self.index, [*rules]
         by_site: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
@@ -183,7 +181,7 @@ class Planner:
         parameters = [watched(site) for site in index.parameters if site.name in by_site or site.name in shared]
         totals.plan(parameters, stage, self.recipe.prefix)
         states = StateRules.of([rule for rule in rules if self._is_recorded(STATE, stage)], totals, parameters, index, self.reporter)
-        return Plan(modules, parameters, chain, [*totals.rules], states)
+        return Plan(modules, parameters, [*totals.rules], states)
 
     def _is_recorded(self, kind: str, stage: str) -> bool:
         return kind not in self.recipe.left_out and (stage == TRAIN or KINDS[kind].in_every_stage)
@@ -252,11 +250,7 @@ def _chain_of(recipe: Recipe, index: ModelIndex, shares_input: bool) -> Chain | 
 
 
 def _check_ranks_of_noise(index: ModelIndex, *, has_ranks: bool, shares_input: bool) -> None:
-    """Refuse gradient noise where a rank has no gradient of its own micro-batch, or does not know those of other ranks.
-
-    Raises:
-        ConfigError: If so.
-    """
+    """Refuse gradient noise where a rank has no gradient of its own micro-batch, or does not know those of other ranks."""
     if shares_input or any(is_laid_out(site.owner) for site in index.parameters):
         why = "parameters are laid out over ranks (FSDP or tensor parallel), and no rank has the whole gradient of its own micro-batch"
         raise ConfigError(f"gradient_noise: {why}; expected one device or DDP.")

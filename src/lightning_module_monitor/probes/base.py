@@ -46,26 +46,22 @@ class Gate:
     def __init__(self) -> None:
         self.current: object = None
         """The accumulator of the step that runs, or of the loop of another stage that has suspended it; ``None`` without either."""
-        self.observer: object = None
-        """The accumulator that takes what happens now: the current one, or ``None`` while the gate is closed."""
         self.wrapped: nn.Module | None = None
         """The monitored module, if a strategy has wrapped it."""
         self._closed_by: set[object] = set()
 
-    def enter(self, step: object) -> None:
-        """The step with this accumulator goes on, or none does."""
-        self.current = step
-        self._update()
+    @property
+    def observer(self) -> object:
+        """The accumulator that takes what happens now: the current one, or ``None`` while the gate is closed."""
+        return None if self._closed_by else self.current
 
     def close(self, by: object) -> None:
         """Nothing is observed from now on, until :meth:`open` is called with the same object. A second call does nothing."""
         self._closed_by.add(by)
-        self._update()
 
     def open(self, by: object) -> None:
         """Observe again, unless the gate is closed by another object."""
         self._closed_by.discard(by)
-        self._update()
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -84,9 +80,6 @@ class Gate:
         """
         # Lightning's own name for the replacement: strategies/strategy.py, _ForwardRedirection.
         return module is self.wrapped and getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward"
-
-    def _update(self) -> None:
-        self.observer = None if self._closed_by else self.current
 
 
 class StepTools(NamedTuple):

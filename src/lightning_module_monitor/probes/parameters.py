@@ -350,11 +350,7 @@ class ParameterTap(Probe):
         return parts
 
     def _check_tokens(self, stream: Stream, tensor: Tensor) -> None:
-        """Check that this rank has whole tokens, whose norms are recorded.
-
-        Raises:
-            ValueError: If the tensor is laid out over ranks.
-        """
+        """Check that this rank has whole tokens, whose norms are recorded."""
         if self._shard_of(stream) is not None or is_sharded(tensor):
             raise ValueError("it is laid out over ranks, and token_norm and token_rms are of whole tokens; expected a rule without them")
 
