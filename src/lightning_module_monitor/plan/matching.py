@@ -151,9 +151,8 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
         reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
     if rcc_layers.OUTPUT not in rule.kinds:
         return
-    unchecked = rcc_layers.unchecked_modules(index.within)
-    picked = [site for site in index.modules if site.module in unchecked and is_picked(site, site.module, rule)]
-    left_out = [f"{site.name} ({type(site.module).__name__})" for site in picked]
+    with_weights = [site for site in index.modules if rcc_layers.has_own_weights(site.module) and is_picked(site, site.module, rule)]
+    left_out = [f"{site.name} ({type(site.module).__name__})" for site in with_weights if not rcc_layers.layer_parts(site.module)]
     if left_out:
         why = "rcc leaves out modules whose type is not in its table"
         reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")

@@ -409,11 +409,7 @@ class MaskedRows(TorchFunctionMode):
             return bool((args[0] == -torch.inf).all(dim=dim).any())
         is_sdpa = func is F.scaled_dot_product_attention
         positional = args[3] if is_sdpa and len(args) > 3 else None
-        masks = [kwargs.get(name, positional) for name in _MASKS[func]]
-        return any(isinstance(mask, Tensor) and _masks_row(mask, shows=is_sdpa) for mask in masks)
-
-
-def _masks_row(mask: Tensor, *, shows: bool) -> bool:
-    """Whether a mask hides all keys of a query. A boolean mask is true for visible keys if ``shows``, else for hidden keys."""
-    hides = (~mask if shows else mask) if mask.dtype is torch.bool else mask == -torch.inf
-    return bool(hides.all(dim=-1).any())
+        masks = [mask for name in _MASKS[func] if isinstance(mask := kwargs.get(name, positional), Tensor)]
+        # A boolean mask is true for the visible keys of scaled dot product attention, and for the hidden ones of the other function.
+        hidden = [(~mask if is_sdpa else mask) if mask.dtype is torch.bool else mask == -torch.inf for mask in masks]
+        return any(bool(keys.all(dim=-1).any()) for keys in hidden)

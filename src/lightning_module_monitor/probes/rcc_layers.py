@@ -21,7 +21,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.distributed.shards import whole
 from lightning_module_monitor.kernels.elements import in_memory, plain
-from lightning_module_monitor.model.names import UNWATCHED
 from lightning_module_monitor.statistics.precision import widened
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
@@ -333,9 +332,3 @@ def layer_sites(module: nn.Module, kind: str) -> list[str]:
 def has_own_weights(module: nn.Module) -> bool:
     """Whether a module owns a floating-point parameter."""
     return any(parameter is not None and parameter.is_floating_point() for parameter in module._parameters.values())
-
-
-def unchecked_modules(root: nn.Module) -> set[nn.Module]:
-    """The modules that own weights and belong to no layer type."""
-    candidates = (module for module in root.modules() if not isinstance(module, UNWATCHED))
-    return {module for module in candidates if has_own_weights(module) and not layer_parts(module)}

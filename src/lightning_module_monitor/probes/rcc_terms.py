@@ -305,29 +305,22 @@ def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _output_terms(layer: CheckedLayer, call: CallTensors) -> Iterator[_Observed]:
-    """The terms of outputs."""
+    """The terms of outputs: each for the layer's site, and without the bias for the weight's site and the alignment."""
     bias, reference_bias = call.bias, call.reference_bias
     bias_change = None if bias is None or reference_bias is None else Difference(bias, reference_bias).computed()
-    yield from _output_term(layer, OUTPUT, Difference(call.output), bias)
-    yield from _output_term(layer, REFERENCE_OUTPUT, Difference(call.reference_output), reference_bias)
-    yield from _output_term(layer, EFFECTIVE, Difference(call.output, call.mixed_output), bias_change, layer.alignments.get("effective"))
-    # Both outputs have the bias of the reference.
-    yield from _output_term(
-        layer, PROPAGATING, Difference(call.mixed_output, call.reference_output), None, layer.alignments.get("propagating")
-    )
-
-
-def _output_term(
-    layer: CheckedLayer, kind: str, term: Difference, bias: Tensor | None, alignment: Stream | None = None
-) -> Iterator[_Observed]:
-    """A term for the layer's site, and without the bias for the weight's site and the alignment."""
-    rows, weight_rows = _rows(kind, layer.streams), _rows(kind, layer.weight_streams)
-    if alignment is not None:
-        weight_rows.append((alignment, OWN))
-    if bias is None:
-        rows, weight_rows = rows + weight_rows, []
-    yield from _with_features_last(layer, term, rows)
-    yield from _with_features_last(layer, Difference(term.tensor, term.other, bias), weight_rows)
+    for kind, alignment, term, bias_of_term in (
+        (OUTPUT, "", Difference(call.output), bias),
+        (REFERENCE_OUTPUT, "", Difference(call.reference_output), reference_bias),
+        (EFFECTIVE, "effective", Difference(call.output, call.mixed_output), bias_change),
+        # Both outputs have the bias of the reference.
+        (PROPAGATING, "propagating", Difference(call.mixed_output, call.reference_output), None),
+    ):
+        rows, weight_rows = _rows(kind, layer.streams), _rows(kind, layer.weight_streams)
+        weight_rows += [(layer.alignments[alignment], OWN)] if alignment in layer.alignments else []
+        if bias_of_term is None:
+            rows, weight_rows = rows + weight_rows, []
+        yield from _with_features_last(layer, term, rows)
+        yield from _with_features_last(layer, Difference(term.tensor, term.other, bias_of_term), weight_rows)
 
 
 def _terms_of_input(
