@@ -38,8 +38,8 @@ from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.attention_calls import RawCall
+from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.probes.parameters import ParameterAccess
-from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 

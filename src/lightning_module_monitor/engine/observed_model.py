@@ -20,13 +20,12 @@ from lightning_module_monitor.model.names import ROOT, ModelIndex
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import DETAIL, ActiveRules, Recipe
 from lightning_module_monitor.probes.activations import ModuleTable
-from lightning_module_monitor.probes.base import Gate
+from lightning_module_monitor.probes.base import ErrorReporter, Gate
 from lightning_module_monitor.probes.cosines import PreviousUpdates
 from lightning_module_monitor.probes.gradient_noise import NoiseState
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.rcc_terms import intermediate_streams
 from lightning_module_monitor.probes.reference import Reference, structural_differences
-from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.layout import SeriesState

@@ -17,8 +17,7 @@ from lightning_module_monitor.errors import RanksLostError
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
-from lightning_module_monitor.probes.base import Gate
-from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
+from lightning_module_monitor.probes.base import ErrorReporter, Gate, unchanged_grad_mode
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 from lightning_module_monitor.statistics.functions import Aggregate

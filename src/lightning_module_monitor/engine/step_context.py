@@ -20,7 +20,7 @@ from lightning_module_monitor.plan.recipe import ActiveRules
 from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
-from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched
+from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, failing_alone, unchanged_grad_mode
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe
@@ -28,7 +28,6 @@ from lightning_module_monitor.probes.optimizer_states import StateReader
 from lightning_module_monitor.probes.parameters import ParameterTap, fail_removed
 from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe
 from lightning_module_monitor.probes.reference import ReferenceProbe
-from lightning_module_monitor.probes.reporting import failing_alone, unchanged_grad_mode
 from lightning_module_monitor.probes.tap import Consumer, ModuleTap
 from lightning_module_monitor.record import TRAIN, RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator

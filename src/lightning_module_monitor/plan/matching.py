@@ -25,7 +25,7 @@ from lightning_module_monitor.model.names import (
     without_wrappers,
 )
 from lightning_module_monitor.probes import rcc_layers
-from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.registry import Statistic
 

@@ -20,11 +20,10 @@ from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.plan.states import StateRules
 from lightning_module_monitor.plan.totals import Totals, check_per_module, joined, parameters_by_module
-from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
+from lightning_module_monitor.probes.base import ErrorReporter, SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.gradient_noise import NoiseSites
 from lightning_module_monitor.probes.optimizer_states import STATE
-from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
 from lightning_module_monitor.statistics.stream import Stream
 

@@ -15,9 +15,8 @@ from lightning_module_monitor.kernels.elements import plain, unwrapped
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModuleSite, unwrapped_class
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
-from lightning_module_monitor.probes.base import StepTools, WatchedModule
+from lightning_module_monitor.probes.base import StepTools, WatchedModule, failing_alone
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, ReferenceProbe
-from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.probes.tap import Awaited, Consumer, elements_of
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.statistics.precision import unscaled

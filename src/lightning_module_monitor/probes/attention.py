@@ -24,8 +24,7 @@ from lightning_module_monitor.probes.attention_calls import (
     read_multihead_attention,
     read_scaled_dot_product_attention,
 )
-from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule
-from lightning_module_monitor.probes.reporting import failing_alone
+from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule, failing_alone
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.attention_figures import MAX_QUERIES, attention_figures, query_stride
 

@@ -28,7 +28,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
-from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule
+from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule, failing_alone
 from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
@@ -46,7 +46,6 @@ from lightning_module_monitor.probes.rcc_layers import (
     weight_and_bias,
 )
 from lightning_module_monitor.probes.reference import ReferenceProbe
-from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.precision import Difference
