@@ -122,10 +122,9 @@ def test_update_is_after_minus_before(dtype: torch.dtype) -> None:
         record = record_of(monitor)
     for name, parameter in model.named_parameters():
         update = parameter.detach().double() - before[name]
-        assert record.values[f"update/{name}/norm"] == pytest.approx(float(update.norm()), rel=1e-6)
-        assert record.values[f"update/{name}/std"] == pytest.approx(float(update.std()), rel=1e-6)
-        assert record.values[f"update/{name}/abs_max"] == pytest.approx(float(update.abs().max()), rel=1e-6)
-        assert record.values[f"update/{name}/ratio"] == pytest.approx(float(update.norm() / before[name].norm()), rel=1e-6)
+        expected = {"norm": update.norm(), "std": update.std(), "abs_max": update.abs().max(), "ratio": update.norm() / before[name].norm()}
+        for statistic, value in expected.items():
+            assert record.values[f"update/{name}/{statistic}"] == pytest.approx(float(value), rel=1e-6)
 
 
 @pytest.mark.shows("clipping", "gradients")
@@ -338,16 +337,19 @@ def test_on_error_raise_is_an_error_with_module_shape_and_cause() -> None:
 
 
 def test_an_error_in_the_model_leaves_no_window_open() -> None:
-    """The next step begins as if nothing had been; a lower step number, as after a resume, is fine."""
+    """The next step begins as if nothing had been, monitored or not; a lower step number, as after a resume, is fine."""
     model = make("mlp")
-    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")]) as monitor:
+    with ModuleMonitor([2, 5], rules=[Rule(kinds="activation", statistics="norm")], capture=Capture(sites=".*", steps=5)) as monitor:
         monitor.set_module(model)
-        monitor.begin_step(5)
-        with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            model(torch.randn(2, 5))
-        assert monitor.begin_step(2)
-        model(batches(8)[0][0])
-        record = record_of(monitor)
+        for following in (3, 2):
+            monitor.begin_step(5)
+            with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                model(torch.randn(2, 5))
+            assert monitor.begin_step(following) is (following == 2)
+            assert any(module._forward_hooks for module in model.modules()) is (following == 2)
+            model(batches(8)[0][0])
+            record = monitor.end_step()
+        assert record is not None
         assert record.step == 2
         assert monitor.get_all_metrics().keys() == {2}
     assert not any(module._forward_hooks for module in model.modules())

@@ -212,21 +212,6 @@ def test_a_path_object_is_a_path(tmp_path: Path) -> None:
     assert load_store(tmp_path / "mine.h5").keys()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prefix": "validation"}, "has the name of a stage in it"),
-        ({"dry_run": "false"}, "dry_run is 'false'; expected true or false"),
-        ({"module": nn.Linear(1, 1)}, r"module is Linear\(in_features=1.*; expected the name of a submodule"),
-        ({"store": 3}, "store is 3; expected the path of a file, or true or false"),
-    ],
-)
-def test_more_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Before the first batch."""
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, [ModuleMonitorCallback(1, **options)], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own forward mode says it
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vjp"])
 def test_what_a_transform_wraps_is_measured(transform: str) -> None:
