@@ -121,7 +121,7 @@ def attention_rules() -> list[Rule]:
 
 def coordinate_check_rules(statistics: Sequence[str] = ("rms",)) -> list[Rule]:
     """The rules of the refined coordinate check: first that of its terms, with these statistics; then operator norms and alignments."""
-    kinds = [kind for kind in KINDS.values() if kind.name.startswith("rcc_")]
+    kinds = [kind for kind in KINDS.values() if kind.of_layers]
     terms = Rule(kinds=[kind.name for kind in kinds if not kind.values], statistics=list(statistics))
     return [terms, *(Rule(kinds=kind.name) for kind in kinds if kind.values)]
 

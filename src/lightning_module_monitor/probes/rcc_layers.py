@@ -87,12 +87,6 @@ class LayerType:
             return self.is_called and self.vectors is not None
         return self.is_called and (self.has_tensor_input or kind in (OUTPUT, REFERENCE_OUTPUT, EFFECTIVE))
 
-    def has_weight_site(self, kind: str) -> bool:
-        """Whether the term without the bias has a site, ``fc.weight``."""
-        if kind in (INPUT, INPUT_CHANGE) and len(self.inputs) > 1:
-            return False  # the weight is applied to a product of inputs
-        return kind in TERMS and self.has_tensor_input and self.has_kind(kind)
-
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """The inputs of a call, in order; ``None`` if one is missing or not a plain tensor, or if the call has other arguments."""
         names = _argument_names(type(module).forward) if kwargs or not self.gives_output else self.inputs
@@ -325,7 +319,10 @@ def layer_sites(module: nn.Module, kind: str) -> list[str]:
     for name, part in layer_parts(module).items():
         start = f".{name}" if name else ""
         suffixes += [start] if part.has_kind(kind) else []
-        suffixes += [f"{start}.weight"] if part.has_weight_site(kind) else []
+        # The term without the bias; the weight of a layer with several inputs is applied to their product.
+        is_product = kind in (INPUT, INPUT_CHANGE) and len(part.inputs) > 1
+        if kind in TERMS and part.has_tensor_input and part.has_kind(kind) and not is_product:
+            suffixes.append(f"{start}.weight")
     return suffixes
 
 

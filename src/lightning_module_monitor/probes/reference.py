@@ -341,13 +341,12 @@ def structural_differences(live: nn.Module, module: nn.Module) -> list[str]:
     originals, siblings = _by_name(live), _by_name(module)
     names = sorted(originals.keys() ^ siblings.keys())
     for name in originals.keys() & siblings.keys():
-        shapes, others = _shapes(originals[name]), _shapes(siblings[name])
         start = "" if name == ROOT else f"{name}."
-        names += sorted(f"{start}{key}" for key in shapes.keys() | others.keys() if shapes.get(key) != others.get(key))
+        names += sorted({f"{start}{key}" for key, _shape in _shapes(originals[name]) ^ _shapes(siblings[name])})
     return names
 
 
-def _shapes(module: nn.Module) -> dict[str, object]:
-    """Shape of each of a module's own parameters; "lazy" if it is not initialized."""
+def _shapes(module: nn.Module) -> set[tuple[str, object]]:
+    """Name and shape of each of a module's own parameters; "lazy" if it is not initialized."""
     parameters = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
-    return {name: "lazy" if nn.parameter.is_lazy(parameter) else tuple(parameter.shape) for name, parameter in parameters}
+    return {(name, "lazy" if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)) for name, parameter in parameters}
