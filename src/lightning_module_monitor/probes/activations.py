@@ -87,7 +87,7 @@ class DifferenceProbe(Consumer[_Compared]):
         compared = ((module, module.streams.get(DIFFERENCE), reference.reference.sibling(module.site.module)) for module in watched)
         super().__init__((module.site.module, (stream, sibling)) for module, stream, sibling in compared if stream and sibling is not None)
         for _module, (_stream, sibling) in self.targets:
-            reference.want(sibling, DIFFERENCE, _floating_outputs)
+            reference.wanted[sibling, DIFFERENCE] = _floating_outputs, False
         self._tools = tools
         self._accumulator = tools.accumulator
         self._reference = reference

@@ -151,7 +151,7 @@ class CoordinateCheckProbe(Probe):
         self._called = [layer for layer in self._layers if layer.type.is_called]
         self._hooks = HookSet()
         for layer in self._called:
-            calls.want(layer.reference, layer, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
+            calls.wanted[layer.reference, layer] = functools.partial(_tensors_to_keep, layer), True
 
     def attach(self) -> None:
         """Register the hooks, and compute the operator norms of the weights before the step's forward passes."""

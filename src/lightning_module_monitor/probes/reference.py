@@ -161,7 +161,7 @@ LEFT_OVER = "The reference ran modules more often than the model did; such calls
 
 
 class ReferenceProbe(Probe):
-    """Keeps tensors of the reference's modules, as requested by :meth:`want`, until the model makes the same call.
+    """Keeps tensors of the reference's modules, those in :attr:`wanted`, until the model makes the same call.
 
     An error of the reference is reported if the monitor has called the reference.
     """
@@ -171,7 +171,8 @@ class ReferenceProbe(Probe):
         self._tools = tools
         self._log = tools.reporter.log_once
         self.wanted: dict[tuple[nn.Module, Hashable], tuple[TensorsOfCall, bool]] = {}
-        """The tensors that are requested, each with whether they are kept before other hooks."""
+        """Which tensors are kept of every call of a module of the reference until :meth:`take` with the same key, and whether before other
+        forward hooks can replace the output."""
         self._waiting: defaultdict[tuple[nn.Module, Hashable], deque[NamedTensors]] = defaultdict(deque)
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
         """By ``id`` of a tensor: the tensor, its version, and its copy. An output is often the input of the next module, too."""
@@ -183,13 +184,6 @@ class ReferenceProbe(Probe):
         """Modules with a call that is not compared in this micro-batch, by message."""
         self._is_explained = False
         """Whether an error of the reference explains why calls are not compared."""
-
-    def want(self, module: nn.Module, by: Hashable, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
-        """Keep ``tensors`` of every call of a module of the reference until :meth:`take` with the same ``by``.
-
-        With ``before_other_hooks`` they are kept before other forward hooks can replace the output.
-        """
-        self.wanted[module, by] = tensors, before_other_hooks
 
     def attach(self) -> None:
         """Register the hooks."""
