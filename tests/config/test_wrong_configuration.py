@@ -108,6 +108,26 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         rule(kinds=["update", "gradient"], statistics="ratio"),
         ("'ratio'", "'gradient'", "expected kinds activation_difference, parameter_difference, update"),
     ),
+    "comparison of a gradient": (
+        rule(kinds="gradient", statistics="cosine_to_gradient"),
+        ("'cosine_to_gradient' compares with another tensor (gradient), and 'gradient' has none",),
+    ),
+    "comparison of a state": (
+        rule(kinds="optimizer_state", statistics="cosine_to_previous"),
+        ("'optimizer_state' has none; expected kinds update. ",),
+    ),
+    "ratio of a state": (rule(kinds="optimizer_state", statistics="ratio"), ("'optimizer_state' is relative to nothing",)),
+    "states of nothing": (
+        rule(kinds="optimizer_state", exclude=".*", statistics="norm"),
+        ("exclude .* leave nothing of the parameter names",),
+    ),
+    **{
+        f"rule of the option {kind}": (
+            rule(kinds=kind),
+            (f"'{kind}' is recorded by the option {kind}, and by no rule; expected activation",),
+        )
+        for kind in ("gradient_noise", "gradient_flow")
+    },
     "sites match no module": (rule(sites="modle.0"), ("rules[0].sites 'modle.0' matches none of 5 module names; nearest: 'model.0'",)),
     "sites match no parameter": (
         rule(kinds="parameter", sites="model.0.wieght"),

@@ -57,11 +57,9 @@ def heads(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return (1.5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
-def record(model: nn.Module, *args: Any, rules: Any = ALL, step: int = 0, **kwargs: Any) -> Record:
+def record(model: nn.Module, *args: Any, rules: Any = ALL, **kwargs: Any) -> Record:
     """One forward pass of a model, monitored."""
-    with ModuleMonitor(rules=rules) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(step)
+    with in_step(model, rules=rules) as monitor:
         model(*args, **kwargs)
         result = record_of(monitor)
     assert _get_current_function_mode_stack() == []

@@ -107,13 +107,8 @@ def test_the_planned_keys_are_the_gains_and_their_summary() -> None:
     record = observe(model, backward(model, batch(4)), prefix="run1")
     assert planned == list(record.values)
     transitions = [f"run1/gradient_flow/blocks.{i}-blocks.{i + 1}/{name}" for i in range(3) for name in ("gain", "log_gain")]
-    names = [
-        "mean_gain",
-        "min_gain",
-        "max_gain",
-        "mean_log_gain",
-        *(f"num_{n}" for n in ("amplifying", "damping", "healthy", "vanishing", "missing")),
-    ]
+    counted = ("amplifying", "damping", "healthy", "vanishing", "missing")
+    names = ["mean_gain", "min_gain", "max_gain", "mean_log_gain", *(f"num_{name}" for name in counted)]
     assert planned == [*transitions, *(f"run1/gradient_flow/_summary_/{name}" for name in names), "run1/monitor/errors"]
     assert Key.parse(planned[0]) == Key("gradient_flow", "blocks.0-blocks.1", "gain", prefix="run1")
 

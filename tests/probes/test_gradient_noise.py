@@ -374,15 +374,6 @@ def test_wrong_options_are_refused(option: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["gradient_noise", "gradient_flow"])
-def test_no_rule_records_what_an_option_records(kind: str) -> None:
-    """The message names the option."""
-    with pytest.raises(
-        ConfigError, match=f"rules\\[0\\].kinds '{kind}' is recorded by the option {kind}, and by no rule; expected activation"
-    ):
-        ModuleMonitor(rules=[Rule(kinds=kind, statistics="norm")])
-
-
 @pytest.mark.parametrize("option", [False, None])
 def test_without_the_option_nothing_is_recorded(option: Any) -> None:
     """Nor is anything hooked."""

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop, SparseAdam
 
 from lightning_module_monitor import ModuleMonitor, Record, Rule
-from lightning_module_monitor.errors import ConfigError
 
 STATES = "optimizer_state"
 RULES = [
@@ -496,18 +495,3 @@ def test_sparse_gradients_and_frozen_parameters() -> None:
     assert math.isnan(record.values["update/1.weight/cosine_to_gradient"])
     assert {key.split("/")[1] for key in record.values if key.startswith(STATES)} == {"0.weight.exp_avg", "0.weight.exp_avg_sq"}
     assert record.values["monitor/errors"] == 0
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (Rule(kinds="gradient", statistics="cosine_to_gradient"), r"'cosine_to_gradient' compares with another tensor \(gradient\)"),
-        (Rule(kinds=STATES, statistics="cosine_to_previous"), r"'optimizer_state' has none; expected kinds update\. "),
-        (Rule(kinds=STATES, statistics="ratio"), r"'ratio' is relative, and 'optimizer_state' is relative to nothing"),
-        (Rule(kinds=STATES, exclude=".*", statistics="norm"), r"exclude \.\* leave nothing of the parameter names"),
-    ],
-)
-def test_what_does_not_exist_is_refused(rule: Rule, message: str) -> None:
-    """Before the first step, in one line."""
-    with pytest.raises(ConfigError, match=message):
-        ModuleMonitor(rules=rule).set_module(Net())
