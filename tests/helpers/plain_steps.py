@@ -13,7 +13,7 @@ from lightning_module_monitor import ModuleMonitor, Record
 
 @contextmanager
 def in_step(
-    module: nn.Module, *args: Any, reference: nn.Module | None = None, follows: bool = False, **options: Any
+    module: nn.Module, /, *args: Any, reference: nn.Module | None = None, follows: bool = False, **options: Any
 ) -> Iterator[ModuleMonitor]:
     """A monitor with these arguments, in the first step of a module, which it compares with a reference if there is one."""
     with ModuleMonitor(*args, **options) as monitor:

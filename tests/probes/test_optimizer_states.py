@@ -214,7 +214,7 @@ def test_other_precisions(dtype: torch.dtype) -> None:
 
 def kept_bytes(monitor: ModuleMonitor) -> int:
     """The bytes of the updates that wait for the next monitored step."""
-    return sum(update.nbytes for update in monitor.engine.model._previous_updates._kept.values())
+    return sum(update.nbytes for update in monitor.engine.model.previous_updates._kept.values())
 
 
 def test_one_update_is_kept_in_the_dtype_of_the_parameter() -> None:
