@@ -211,7 +211,9 @@ class NonfiniteProbe:
     # The step
 
     def attach(self) -> None:
-        """Register the hooks."""
+        """Register the hooks, unless they are on."""
+        if len(self._hooks):
+            return
         for index, site in enumerate(self._sites):
             if next(site.module.children(), None) is None:
                 self._hooks.add_forward(site.module, self._hook(self._observe_call, index), with_kwargs=True)
@@ -232,10 +234,6 @@ class NonfiniteProbe:
                     self._report(error)
 
         return UncopiedHook(hook)
-
-    def is_attached(self) -> bool:
-        """Whether the hooks are on."""
-        return len(self._hooks) > 0
 
     def begin_micro_batch(self) -> None:
         """A micro-batch begins."""
