@@ -119,6 +119,8 @@ class Kind:
     """Whether its tensors have units, channels or features, as the outputs of a layer have."""
     has_option: bool = False
     """Whether an option of the same name records it, and no rule does."""
+    figures: tuple[str, ...] = ()
+    """The monitor's own figures that a step has which records it."""
 
     @property
     def has_late_sites(self) -> bool:
@@ -137,11 +139,13 @@ KINDS = {
         ),
         Kind("activation_difference", "module", is_relative=True, is_pair=True, compared_with=("reference",), needs_reference=True),
         *(
-            Kind(f"rcc_{term}", "module", of_layers=True, needs_reference=True)
+            Kind(f"rcc_{term}", "module", of_layers=True, needs_reference=True, figures=(RCC_SKIPPED_CALLS,))
             for term in ("effective_update", "propagating_update", "output", "reference_output", "input", "input_change")
         ),
-        Kind("rcc_operator_norm", "module", of_layers=True, needs_reference=True, values=("update", "reference")),
-        Kind("rcc_alignment", "module", of_layers=True, needs_reference=True, values=("effective", "propagating")),
+        *(
+            Kind(f"rcc_{name}", "module", of_layers=True, needs_reference=True, values=values, figures=(RCC_SKIPPED_CALLS,))
+            for name, values in (("operator_norm", ("update", "reference")), ("alignment", ("effective", "propagating")))
+        ),
         Kind("parameter", "parameter", can_be_captured=True),
         Kind("parameter_difference", "parameter", is_relative=True, is_pair=True, compared_with=("reference",), needs_reference=True),
         Kind("gradient_before_clip", "parameter", can_be_captured=True),

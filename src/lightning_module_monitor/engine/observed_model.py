@@ -26,7 +26,7 @@ from lightning_module_monitor.probes.gradient_noise import NoiseState
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.rcc_terms import intermediate_streams
 from lightning_module_monitor.probes.reference import Reference, structural_differences
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
+from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.layout import SeriesState
 from lightning_module_monitor.statistics.registry import Recent, memory
@@ -201,11 +201,6 @@ class ObservedModel:
             streams = [*intermediate_streams(plan.modules), *plan.all_streams(), *(self._expected if stage == TRAIN else ())]
             if plan.noise is not None:
                 streams += plan.noise.streams(self.noise.loss_divisor or 1, 1 if self.ranks is None else self.ranks.size)
-            if plan.has_coordinate_check():
-                streams.append(self.skipped_calls())
+            streams += [self.stream_of_value(OWN_KIND, figure, "sum") for figure in plan.figures()]
             self._states[stage, due] = SeriesState(streams, self._units)
         return self._states[stage, due]
-
-    def skipped_calls(self) -> Stream:
-        """The stream of the number of calls that the refined coordinate check leaves out."""
-        return self.stream_of_value(OWN_KIND, RCC_SKIPPED_CALLS, "sum")

@@ -29,7 +29,7 @@ from lightning_module_monitor.probes.parameters import ParameterTap, fail_remove
 from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.tap import Consumer, ModuleTap
-from lightning_module_monitor.record import TRAIN, RawTensor
+from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 
 
@@ -69,7 +69,10 @@ class StepContext:
         consumers += [consumer for consumer in (self.capture, shapes, flow) if consumer is not None]
         self.parameters = self._parameter_tap(captured) if plan.parameters or captured.parameters else None
         self.modules = ModuleTap(consumers, model.gate, accumulator)
-        check = None if calls is None else CoordinateCheckProbe(plan.modules, tools, calls, model.skipped_calls())
+        check = None
+        if calls is not None:
+            skipped_calls = model.stream_of_value(OWN_KIND, RCC_SKIPPED_CALLS, "sum")
+            check = CoordinateCheckProbe(plan.modules, tools, calls, skipped_calls)
         # After those that name the tensors of the reference that they need.
         self.reference = calls if calls is not None and calls.wanted else None
         """Keeps what the reference computes."""

@@ -51,9 +51,10 @@ class Plan:
             return False
         return all(stream.planned_keys == stream.number_keys for stream in self.streams() if kind in ("", stream.kind))
 
-    def has_coordinate_check(self) -> bool:
-        """Whether the refined coordinate check is recorded."""
-        return any(watched.layers for watched in self.modules)
+    def figures(self) -> list[str]:
+        """The monitor's own figures that come with the kinds of the modules."""
+        kinds = dict.fromkeys(kind for watched in self.modules for kind in (*watched.streams, *watched.layers))
+        return list(dict.fromkeys(figure for kind in kinds for figure in KINDS[kind].figures))
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""

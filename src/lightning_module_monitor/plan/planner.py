@@ -24,7 +24,7 @@ from lightning_module_monitor.probes.base import ErrorReporter, SiteT, Watched, 
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.gradient_noise import NoiseSites
 from lightning_module_monitor.probes.optimizer_states import STATE
-from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
+from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, TRAIN, Key, is_context
 from lightning_module_monitor.statistics.stream import Stream
 
 
@@ -197,8 +197,7 @@ class Planner:
         """
         names = [*stages]
         keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.recipe.figure_key("errors", stage))]
-        more = [RCC_SKIPPED_CALLS] if self.plan().has_coordinate_check() else []
-        of_training = [self.recipe.figure_key(name) for name in (*figures, *more)]
+        of_training = [self.recipe.figure_key(name) for name in (*figures, *self.plan().figures())]
         of_training += [Key(CONTEXT_KIND, "", name, prefix=self.recipe.prefix).format() for name in context]
         return keys + (of_training if TRAIN in names else [])
 
