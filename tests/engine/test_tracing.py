@@ -294,9 +294,10 @@ def test_selective_checkpointing_keeps_what_the_model_computes(caplog: pytest.Lo
             if is_watched:
                 monitor.begin_step(0)
             net(batch()).square().mean().backward()
-            record = record_of(monitor)
+            record = monitor.end_step()
         gradients.append([torch.empty(0) if one.grad is None else one.grad.clone() for one in net.parameters()])
     assert all(torch.equal(one, other) and one.any() for one, other in zip(*gradients, strict=True))
+    assert record is not None
     assert record.values["activation/head/norm"] > 0
     assert "activation/blocks.0.0/norm" not in record.values
     assert record.values["monitor/errors"] == 0
@@ -377,7 +378,9 @@ net, real = nn.Sequential(nn.Identity(), nn.Identity()), torch.ones(4, 3).t()
 for run in (on_fake_tensors, by_make_fx, under_a_mode_that_wraps_results, on_functional_tensors):
     print(run.__name__, flush=True)
     rule = Rule(kinds=["activation"], statistics=["norm", "hist"], functions={"largest": torch.max})
-    with in_step(net, rules=[rule]) as monitor:
+    with ModuleMonitor(rules=[rule]) as monitor:
+        monitor.set_module(net)
+        monitor.begin_step(0)
         run()
         monitor.end_step()
         monitor.begin_step(1)
