@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
-from lightning_module_monitor.config.flow_option import GradientFlow
+from lightning_module_monitor.config.gradient_options import GradientFlow
 from lightning_module_monitor.config.rules import attention_rules
 from lightning_module_monitor.kernels import elements, numba_kernel, triton_kernel
 from lightning_module_monitor.model.names import Namer

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for: see __getattr__
     from lightning_module_monitor.callback import ModuleMonitorCallback as ModuleMonitorCallback
-    from lightning_module_monitor.config.flow_option import GradientFlow as GradientFlow
-    from lightning_module_monitor.config.noise_option import GradientNoise as GradientNoise
+    from lightning_module_monitor.config.gradient_options import GradientFlow as GradientFlow
+    from lightning_module_monitor.config.gradient_options import GradientNoise as GradientNoise
     from lightning_module_monitor.config.rules import Capture as Capture
     from lightning_module_monitor.config.rules import Rule as Rule
     from lightning_module_monitor.health.alert_options import Alert as Alert
@@ -40,8 +40,7 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
 
 _HOMES = {
     "callback": ("ModuleMonitorCallback",),
-    "config.flow_option": ("GradientFlow",),
-    "config.noise_option": ("GradientNoise",),
+    "config.gradient_options": ("GradientFlow", "GradientNoise"),
     "config.rules": ("Capture", "Rule"),
     "health.causes": ("Diagnosis",),
     "health.alert_options": ("Alert", "Health"),

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config.flow_option import GradientFlow
-from lightning_module_monitor.config.noise_option import GradientNoise
+from lightning_module_monitor.config.gradient_options import GradientFlow, GradientNoise
 from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.config.schedule import Schedule
 from lightning_module_monitor.display import Described, Description, Findings

@@ -84,10 +84,8 @@ def or_examples(end: str, known: Iterable[str]) -> str:
 
 
 def _near(name: str, known: Collection[str]) -> str | None:
-    meant = (
-        candidate for candidate in known if name in SYNONYMS.get(candidate, ()) or (len(name) > 2 and candidate.startswith(f"{name}_"))
-    )
-    return next((candidate for some in (meant, difflib.get_close_matches(name, known, n=1)) for candidate in some), None)
+    meant = [other for other in known if name in SYNONYMS.get(other, ()) or (len(name) > 2 and other.startswith(f"{name}_"))]
+    return next(iter(meant + difflib.get_close_matches(name, known, n=1)), None)
 
 
 def nearest_pattern(pattern: str, names: Collection[str]) -> str:

@@ -27,14 +27,10 @@ NOT_FINITE = (0, NUM_COUNTS - 2, NUM_COUNTS - 1)
 """Indices of the bins, and of :data:`NONFINITE`, in a row of counts."""
 
 
-def _edges() -> NDArray[np.float64]:
-    powers = 2.0 ** np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 2)
-    # The smallest and the largest positive value of float64: no value of a narrower dtype lies beyond.
-    magnitudes = np.array([2.0**-1074, *powers, np.finfo(np.float64).max])
-    return np.concatenate([-magnitudes[::-1], magnitudes])
+# The smallest and the largest positive value of float64: no value of a narrower dtype lies beyond.
+_MAGNITUDES = np.array([2.0**-1074, *(2.0 ** np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 2)), np.finfo(np.float64).max])
 
-
-EDGES: NDArray[np.float64] = _edges()
+EDGES: NDArray[np.float64] = np.concatenate([-_MAGNITUDES[::-1], _MAGNITUDES])
 """Edges of the bins, ascending, finite, float64, shape ``(NUM_BINS + 1,)``. The edge nearer to zero belongs to a bin: a
 positive bin is ``[2**k, 2**(k + 1))``, a negative bin ``(-2**(k + 1), -2**k]``, and the bin of zero has zeros of either sign only. A value
 equal to the first or last edge is in the bin beside it."""

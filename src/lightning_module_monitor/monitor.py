@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config.flow_option import GradientFlow, parse_gradient_flow
-from lightning_module_monitor.config.metrics import MetricMethods
-from lightning_module_monitor.config.noise_option import GradientNoise, parse_gradient_noise
+from lightning_module_monitor.config.gradient_options import GradientFlow, GradientNoise, parse_gradient_flow, parse_gradient_noise
 from lightning_module_monitor.config.rules import (
     Capture,
     Rule,
@@ -27,10 +25,10 @@ from lightning_module_monitor.config.rules import (
 from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
+from lightning_module_monitor.engine.metrics import MetricMethods
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.engine.step_context import as_scale
-from lightning_module_monitor.engine.values import ValueMethods
 from lightning_module_monitor.errors import ConfigError, Log
 from lightning_module_monitor.model.compiled import COMPILED, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
@@ -40,8 +38,8 @@ from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.attention_calls import RawCall
+from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.probes.parameters import ParameterAccess
-from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 
@@ -59,7 +57,7 @@ def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
-class ModuleMonitor(Described, MetricMethods, ValueMethods):
+class ModuleMonitor(Described, MetricMethods):
     """Observes a module while it trains.
 
     In a plain loop::
@@ -299,11 +297,11 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
     @property
     def current_step(self) -> int | None:
         """The step that was begun and has not ended, monitored or not, or that of the open validation loop; ``None`` if there is none."""
-        return self.engine.current_step
+        return self.engine.begun if self.engine.open_step is None else self.engine.open_step.step
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether the schedule picks a step, a rule with a cadence of its own is due in it, or tensors are captured in it."""
-        return self.engine.is_step_monitored(step)
+        return self.engine.due(step) is not None
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed: nothing is while torch traces (``torch.export``, ``FakeTensorMode``, any dispatch mode)."""
@@ -405,7 +403,7 @@ class ModuleMonitor(Described, MetricMethods, ValueMethods):
             raise ValueError("There is no reference that this attention could belong to; call set_reference_module(module) first.")
         context = self.engine.open_step if is_reference else self.engine.observing_step
         if context is not None:
-            self.engine.model.observe_attention(context, module, RawCall((), arguments, output), is_reference=is_reference)
+            context.observe_attention(module, RawCall((), arguments, output), is_reference=is_reference)
 
     def after_micro_batch(self) -> None:
         """End one of several micro-batches of a step."""

@@ -31,14 +31,8 @@ CONTEXT_KIND = "context"
 FACT_KIND = "fact"
 """The kind of conditions that are judged as values and not recorded as such; see :class:`Facts`."""
 
-LOSS = "loss"
-"""The name of the training loss under :data:`CONTEXT_KIND`."""
-
-LEARNING_RATE = "lr"
-"""The name of the first learning rate under :data:`CONTEXT_KIND`."""
-
-BATCH_SIZE = "batch_size"
-"""The name of the number of samples in a step under :data:`CONTEXT_KIND`."""
+LOSS, LEARNING_RATE, BATCH_SIZE = "loss", "lr", "batch_size"
+"""Names under :data:`CONTEXT_KIND`: of the training loss, of the first learning rate, and of the number of samples in a step."""
 
 STEP_SKIPPED = "step_skipped"
 """The name of the figure that is 1 where a ``GradScaler`` skipped a step."""
@@ -125,6 +119,8 @@ class Kind:
     """Whether its tensors have units, channels or features, as the outputs of a layer have."""
     has_option: bool = False
     """Whether an option of the same name records it, and no rule does."""
+    figures: tuple[str, ...] = ()
+    """The monitor's own figures that a step has which records it."""
 
     @property
     def has_late_sites(self) -> bool:
@@ -137,19 +133,19 @@ KINDS = {
     for kind in (
         Kind("activation", "module", in_every_stage=True, can_be_captured=True, has_units=True),
         Kind("activation_gradient", "module", can_be_captured=True, has_units=True),
-        Kind("attention_entropy", "module", in_every_stage=True, of_heads=True),
-        Kind("attention_relative_entropy", "module", in_every_stage=True, of_heads=True),
-        Kind("attention_max_logit", "module", in_every_stage=True, of_heads=True),
-        Kind("attention_sink", "module", in_every_stage=True, of_heads=True),
+        *(
+            Kind(f"attention_{figure}", "module", in_every_stage=True, of_heads=True)
+            for figure in ("entropy", "relative_entropy", "max_logit", "sink")
+        ),
         Kind("activation_difference", "module", is_relative=True, is_pair=True, compared_with=("reference",), needs_reference=True),
-        Kind("rcc_effective_update", "module", of_layers=True, needs_reference=True),
-        Kind("rcc_propagating_update", "module", of_layers=True, needs_reference=True),
-        Kind("rcc_output", "module", of_layers=True, needs_reference=True),
-        Kind("rcc_reference_output", "module", of_layers=True, needs_reference=True),
-        Kind("rcc_input", "module", of_layers=True, needs_reference=True),
-        Kind("rcc_input_change", "module", of_layers=True, needs_reference=True),
-        Kind("rcc_operator_norm", "module", of_layers=True, needs_reference=True, values=("update", "reference")),
-        Kind("rcc_alignment", "module", of_layers=True, needs_reference=True, values=("effective", "propagating")),
+        *(
+            Kind(f"rcc_{term}", "module", of_layers=True, needs_reference=True, figures=(RCC_SKIPPED_CALLS,))
+            for term in ("effective_update", "propagating_update", "output", "reference_output", "input", "input_change")
+        ),
+        *(
+            Kind(f"rcc_{name}", "module", of_layers=True, needs_reference=True, values=values, figures=(RCC_SKIPPED_CALLS,))
+            for name, values in (("operator_norm", ("update", "reference")), ("alignment", ("effective", "propagating")))
+        ),
         Kind("parameter", "parameter", can_be_captured=True),
         Kind("parameter_difference", "parameter", is_relative=True, is_pair=True, compared_with=("reference",), needs_reference=True),
         Kind("gradient_before_clip", "parameter", can_be_captured=True),

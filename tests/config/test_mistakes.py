@@ -185,10 +185,17 @@ def test_a_detector_that_judges_or_that_is_not_named_is_not_reported(
 
 
 @pytest.mark.parametrize(
-    "options", [({}, {}), ({"every_n_steps": 5}, {"rules": [Rule(kinds="update", statistics="norm")]}), ({"prefix": "a"},) * 2]
+    "options",
+    [
+        ({}, {}),
+        ({"every_n_steps": 5}, {"rules": [Rule(kinds="update", statistics="norm")]}),
+        ({"prefix": "a"},) * 2,
+        ({"module": "model.0"}, {"module": "model.2"}),  # both would have monitor/errors
+        ({"module": "model"}, {"module": "model.0"}),
+    ],
 )
 def test_two_callbacks_of_one_prefix_are_refused(options: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
-    """The error names the option, every time."""
+    """Also if their modules differ. The error names the option, every time."""
     callbacks = [ModuleMonitorCallback(store=False, **one) for one in options]
     for _ in range(2):  # as a cell of a notebook that runs again
         with pytest.raises(ConfigError, match=r"Give each callback a prefix of its own, e\.g\. prefix: second"):

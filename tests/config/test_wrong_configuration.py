@@ -108,6 +108,26 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         rule(kinds=["update", "gradient"], statistics="ratio"),
         ("'ratio'", "'gradient'", "expected kinds activation_difference, parameter_difference, update"),
     ),
+    "comparison of a gradient": (
+        rule(kinds="gradient", statistics="cosine_to_gradient"),
+        ("'cosine_to_gradient' compares with another tensor (gradient), and 'gradient' has none",),
+    ),
+    "comparison of a state": (
+        rule(kinds="optimizer_state", statistics="cosine_to_previous"),
+        ("'optimizer_state' has none; expected kinds update. ",),
+    ),
+    "ratio of a state": (rule(kinds="optimizer_state", statistics="ratio"), ("'optimizer_state' is relative to nothing",)),
+    "states of nothing": (
+        rule(kinds="optimizer_state", exclude=".*", statistics="norm"),
+        ("exclude .* leave nothing of the parameter names",),
+    ),
+    **{
+        f"rule of the option {kind}": (
+            rule(kinds=kind),
+            (f"'{kind}' is recorded by the option {kind}, and by no rule; expected activation",),
+        )
+        for kind in ("gradient_noise", "gradient_flow")
+    },
     "sites match no module": (rule(sites="modle.0"), ("rules[0].sites 'modle.0' matches none of 5 module names; nearest: 'model.0'",)),
     "sites match no parameter": (
         rule(kinds="parameter", sites="model.0.wieght"),
@@ -126,10 +146,6 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         ("rules[0].sites 'nothing', 'mo*.1' matches none of 5 module names as a whole; 'mo.*.1' matches 1 of them; nearest: 'model.1'",),
     ),
     "sites as a glob that is no pattern": (rule(sites="*.0"), ("'*.0' is not a regular expression", "a pattern like '.*.0'")),
-    "sites like nothing": (
-        rule(sites="zzzzz"),
-        ("rules[0].sites 'zzzzz' matches none of 5 module names; expected e.g. 'model', 'model.0', 'model.1'.",),
-    ),
     "statistic of a textbook": (rule(statistics="L2"), ("rules[0].statistics 'L2'", "nearest: 'norm'")),
     "statistic of another tool": (rule(statistics="sparsity"), ("'sparsity' is not a statistic", "nearest: 'zero_fraction'")),
     "statistic like none": (rule(statistics="xyz"), ("'xyz' is not a statistic", "in STATISTICS).")),
@@ -296,14 +312,22 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "prefix with a blank": ({"prefix": "run 1"}, ("prefix 'run 1'", IN_A_KEY)),
     "prefix with a part too few": ({"prefix": "run1/"}, ("prefix 'run1/'", IN_A_KEY)),
     "prefix that is too long": ({"prefix": "x" * 41}, ("prefix 'xxxx", IN_A_KEY)),
+    "prefix with a stage": ({"prefix": "validation"}, ("prefix 'validation' has the name of a stage in it",)),
     "prefix that is no text": ({"prefix": 3}, ("prefix", "3", "expected")),
     "on_error": ({"on_error": "ignore"}, ("on_error is 'ignore'", "expected 'warn' or 'raise'")),
     "module is no text": ({"module": 3}, ("module is 3; expected the name of a submodule",)),
+    "module is a module": ({"module": nn.Linear(1, 1)}, ("module is Linear(in_features=1", "expected the name of a submodule")),
+    "no rules": ({"rules": []}, ("rules is empty",)),
+    "statistic in a list of a list": (rule(statistics=[["rms"]]), ("rules[0].statistics ['rms'] is not a statistic",)),
     "rules are a number": ({"rules": 3}, ("rules[0] is 3; expected options",)),
     "store is a list": ({"store": ["a"]}, ("store is ['a']; expected the path of a file",)),
+    "store is a number": ({"store": 3}, ("store is 3; expected the path of a file, or true or false",)),
+    "stage in a list of a list": ({"stages": [["train"]]}, ("stages ['train'] is not a stage",)),
+    "no stages": ({"stages": []}, ("stages is empty, and nothing would be recorded; expected one or several of train, validate",)),
     "stages are a mapping": ({"stages": {"train": True}}, ("stages {'train': True} is not a stage; expected train",)),
     "health is a number": ({"health": 3}, ("health is 3; expected options",)),
     "option of health": ({"health": {"nonfinit": "always"}}, ("health has no option 'nonfinit'", "nearest: 'nonfinite'")),
+    "dry_run is a text": ({"dry_run": "false"}, ("dry_run is 'false'; expected true or false",)),
     "dry_run is a number": ({"dry_run": 3}, ("dry_run is 3; expected true or false",)),
     "module": ({"module": "modell"}, ("module 'modell' is none of the model's 5 modules; nearest: 'model'",)),
     "callback_metrics match no key": (
@@ -517,18 +541,6 @@ def test_a_store_that_cannot_be_is_refused(kind: str, tmp_path: Path) -> None:
     assert "expected" in message
 
 
-# Several callbacks in one Trainer
-
-
-def test_two_callbacks_of_one_prefix_and_different_modules_are_refused(tmp_path: Path) -> None:
-    """They would both have ``monitor/errors``."""
-    callbacks: list[Callback] = [
-        ModuleMonitorCallback(1, module="model.0", store=False),
-        ModuleMonitorCallback(1, module="model.2", store=False),
-    ]
-    assert "Give each callback a prefix of its own" in refusal(tmp_path, lambda: callbacks)
-
-
 class MeshOfTwo:
     """All that is asked of the mesh of two ranks that share their input, before anything runs."""
 
@@ -551,29 +563,6 @@ def test_what_parts_of_tensors_do_not_tell_is_refused() -> None:
             monitor.set_module(nn.Linear(2, 2))
             with pytest.raises(ConfigError, match=message):
                 monitor.add_rules(wish)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rules": []}, "rules is empty"),
-        ({"rules": [Rule(kinds="activation", statistics=[["rms"]])]}, "rules[0].statistics ['rms'] is not a statistic"),  # type: ignore[list-item]
-        ({"stages": [["train"]]}, "stages ['train'] is not a stage"),
-        ({"stages": []}, "stages is empty, and nothing would be recorded; expected one or several of train, validate"),
-    ],
-)
-def test_empty_and_nested_lists_are_refused(options: Options, message: str, tmp_path: Path) -> None:
-    """As any other wrong value."""
-    assert message in refusal(tmp_path, lambda: [ModuleMonitorCallback(1, **options)])
-
-
-def test_two_callbacks_of_overlapping_modules_are_refused(tmp_path: Path) -> None:
-    """One watches what is inside the other's module: the same keys twice, and which value a logger keeps is chance."""
-    callbacks: list[Callback] = [
-        ModuleMonitorCallback(1, module="model", store=False),
-        ModuleMonitorCallback(1, module="model.0", store=False),
-    ]
-    assert "prefix" in refusal(tmp_path, lambda: callbacks)
 
 
 def test_a_prefix_and_a_module_of_one_name_are_two_identities(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.plain_steps import in_step, record_of
 from helpers.textbook import PLAIN, slack, textbook
 from helpers.zoo import ZOO, RawTensors, Shared, batches, make, raw_tensors
 from torch import Tensor, nn
@@ -32,9 +33,7 @@ def run_step(model: nn.Module, monitor: ModuleMonitor, micro_batches: list[tuple
         monitor.after_micro_batch()
     monitor.monitor_gradients()
     monitor.monitor_parameters()
-    record = monitor.end_step()
-    assert record is not None
-    return record
+    return record_of(monitor)
 
 
 def assert_record_equals(record: Record, raw: RawTensors) -> None:
@@ -87,8 +86,7 @@ def test_values_of_a_linear_layer_by_hand() -> None:
     monitor.monitor_gradients()
     monitor.monitor_parameters()
     optimizer.step()
-    record = monitor.end_step()
-    assert record is not None
+    record = record_of(monitor)
     assert record.step == 7
     assert record.values == pytest.approx(
         {
@@ -121,14 +119,12 @@ def test_update_is_after_minus_before(dtype: torch.dtype) -> None:
         model(batches(8)[0][0].to(dtype)).float().pow(2).sum().backward()
         monitor.monitor_parameters()
         optimizer.step()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     for name, parameter in model.named_parameters():
         update = parameter.detach().double() - before[name]
-        assert record.values[f"update/{name}/norm"] == pytest.approx(float(update.norm()), rel=1e-6)
-        assert record.values[f"update/{name}/std"] == pytest.approx(float(update.std()), rel=1e-6)
-        assert record.values[f"update/{name}/abs_max"] == pytest.approx(float(update.abs().max()), rel=1e-6)
-        assert record.values[f"update/{name}/ratio"] == pytest.approx(float(update.norm() / before[name].norm()), rel=1e-6)
+        expected = {"norm": update.norm(), "std": update.std(), "abs_max": update.abs().max(), "ratio": update.norm() / before[name].norm()}
+        for statistic, value in expected.items():
+            assert record.values[f"update/{name}/{statistic}"] == pytest.approx(float(value), rel=1e-6)
 
 
 @pytest.mark.shows("clipping", "gradients")
@@ -226,14 +222,11 @@ def test_results_of_functions_are_aggregated(aggregate: str, scalars: float, ten
         Rule(kinds="activation", functions={"rows": lambda x: torch.tensor(float(len(x))), "number": len}, aggregate=aggregate),
         Rule(kinds="activation", functions={"all": lambda x: x.flatten()}, aggregate=aggregate),
     ]
-    with ModuleMonitor(rules=rules) as monitor:
-        monitor.set_module(identity := nn.Identity())
-        monitor.begin_step(0)
+    with in_step(identity := nn.Identity(), rules=rules) as monitor:
         identity(torch.arange(1.0, 4.0).view(3, 1))
         monitor.after_micro_batch()
         identity(torch.arange(4.0, 9.0).view(5, 1))
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation/_root_/rows"] == record.values["activation/_root_/number"] == scalars
     assert record.values["activation/_root_/all"] == tensors
 
@@ -270,8 +263,7 @@ def test_torchmetrics_objects_see_every_element_and_start_afresh_each_step() -> 
             monitor.begin_step(step)
             model(factor * torch.tensor([[-2.0, 1.0]]))
             model(factor * torch.tensor([[4.0, 5.0], [6.0, 8.0]]))
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             assert record.values["activation/0/average"] == pytest.approx(factor * 22 / 6)
             assert record.values["activation/1/average"] == pytest.approx(factor * 24 / 6)
             assert record.values["activation/0/largest"] == factor * 8
@@ -303,10 +295,9 @@ def test_a_function_cannot_change_training() -> None:
             out.float().sum().backward()
             monitor.monitor_gradients()
             monitor.monitor_parameters()
-            record = monitor.end_step()
+            record = record_of(monitor)
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         outputs.append([out, *gradients, torch.rand(2), torch.tensor([np.random.random(), random.random()])])  # as above
-    assert record is not None
     assert record.values["monitor/errors"] == 0
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
@@ -337,24 +328,27 @@ def test_a_metric_that_raises_is_logged_once_and_is_nan(caplog: pytest.LogCaptur
 
 def test_on_error_raise_is_an_error_with_module_shape_and_cause() -> None:
     """For those who want it."""
-    with ModuleMonitor(rules=[Rule(kinds="activation", functions={"bad": lambda x: 1 / 0})], on_error="raise") as monitor:
-        monitor.set_module(model := make("mlp"))
-        monitor.begin_step(0)
-        with pytest.raises(RuntimeError, match=r"activation 'layers.0', tensor of shape \(8, 16\): bad failed with ZeroDivisionError"):
-            model(batches(8)[0][0])
+    rule, error = (
+        Rule(kinds="activation", functions={"bad": lambda x: 1 / 0}),
+        r"tensor of shape \(8, 16\): bad failed with ZeroDivisionError",
+    )
+    with in_step(model := make("mlp"), rules=rule, on_error="raise"), pytest.raises(RuntimeError, match=f"activation 'layers.0', {error}"):
+        model(batches(8)[0][0])
 
 
 def test_an_error_in_the_model_leaves_no_window_open() -> None:
-    """The next step begins as if nothing had been; a lower step number, as after a resume, is fine."""
+    """The next step begins as if nothing had been, monitored or not; a lower step number, as after a resume, is fine."""
     model = make("mlp")
-    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")]) as monitor:
+    with ModuleMonitor([2, 5], rules=[Rule(kinds="activation", statistics="norm")], capture=Capture(sites=".*", steps=5)) as monitor:
         monitor.set_module(model)
-        monitor.begin_step(5)
-        with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            model(torch.randn(2, 5))
-        assert monitor.begin_step(2)
-        model(batches(8)[0][0])
-        record = monitor.end_step()
+        for following in (3, 2):
+            monitor.begin_step(5)
+            with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                model(torch.randn(2, 5))
+            assert monitor.begin_step(following) is (following == 2)
+            assert any(module._forward_hooks for module in model.modules()) is (following == 2)
+            model(batches(8)[0][0])
+            record = monitor.end_step()
         assert record is not None
         assert record.step == 2
         assert monitor.get_all_metrics().keys() == {2}
@@ -363,17 +357,14 @@ def test_an_error_in_the_model_leaves_no_window_open() -> None:
 
 def test_no_monitor_hides_what_happens_inside() -> None:
     """Forward passes under ``no_monitor`` do not count, those around it do."""
-    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="max")]) as monitor:
-        monitor.set_module(identity := nn.Identity())
-        monitor.begin_step(0)
+    with in_step(identity := nn.Identity(), rules=[Rule(kinds="activation", statistics="max")]) as monitor:
         identity(torch.tensor([1.0]))
         with monitor.no_monitor():
             assert not monitor.is_monitoring()
             identity(torch.tensor([100.0]))
         identity(torch.tensor([2.0]))
         assert monitor.is_monitoring()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation/_root_/max"] == 2.0
 
 
@@ -432,8 +423,7 @@ def test_a_logged_value_with_a_key_of_the_monitor_is_reported(caplog: pytest.Log
             monitor.begin_step(step)
             monitor.log_scalar("activation/two.output_1/max", 7.0)
             monitor.planner.index.within(torch.ones(2))
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             assert record.values["activation/two.output_1/max"] == 2.0
     [said] = [one.getMessage() for one in caplog.records]
     assert said == "'activation/two.output_1/max' is logged, and is measured too: what is measured is recorded."
@@ -453,13 +443,10 @@ def test_names_are_fit_for_every_logger(caplog: pytest.LogCaptureFixture) -> Non
 def test_sparse_gradients_are_measured_with_their_zeros() -> None:
     """An embedding with ``sparse=True``: the rows that no token used count as zeros."""
     model = nn.Embedding(10, 4, sparse=True)
-    with ModuleMonitor(rules=[Rule(kinds="gradient", statistics=["zero_fraction", "mean", "norm"])]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[Rule(kinds="gradient", statistics=["zero_fraction", "mean", "norm"])]) as monitor:
         model(torch.tensor([1, 1, 3])).sum().backward()
         monitor.monitor_gradients()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["gradient/weight/zero_fraction"] == 0.8
     assert record.values["gradient/weight/mean"] == pytest.approx(12 / 40)
     assert record.values["gradient/weight/norm"] == pytest.approx((4 * 4 + 4 * 1) ** 0.5)
@@ -501,17 +488,14 @@ def test_gradients_of_an_inner_autograd_grad_do_not_count_between_backward_phase
     """A gradient penalty differentiates before the backward pass: only what arrives in the pass itself is the loss's."""
     model = nn.Linear(3, 1, bias=False)
     x = torch.ones(2, 3, requires_grad=True)
-    with ModuleMonitor(rules=[Rule(kinds="activation_gradient", statistics=["norm", "nonfinite_count"])]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[Rule(kinds="activation_gradient", statistics=["norm", "nonfinite_count"])]) as monitor:
         monitor.end_backward()
         out = model(x)
         (inner,) = torch.autograd.grad(out.sum() * 100, x, create_graph=True)
         monitor.begin_backward()
         (out.sum() + 0 * inner.sum()).backward()
         monitor.end_backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation_gradient/_root_/norm"] == pytest.approx(2**0.5)
 
 
@@ -690,12 +674,9 @@ def test_late_outputs_get_their_own_names_beside_children_of_the_same_name() -> 
             return self.output_1(x), x * 10
 
     model = nn.Sequential(Awkward())
-    with ModuleMonitor(rules=[Rule(kinds="activation", sites="0.*", statistics="max")]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[Rule(kinds="activation", sites="0.*", statistics="max")]) as monitor:
         model(torch.ones(2))
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert {key: value for key, value in record.values.items() if key.startswith("activation")} == {
         "activation/0.output_1/max": 1.0,
         "activation/0/max": 1.0,
@@ -738,13 +719,10 @@ def test_a_container_that_returns_its_last_parts_output_has_values_of_its_own(ha
 
     size = 70_001  # several chunks, a rest
     for model, last in ((nn.Sequential(nn.Sequential(nn.ReLU())), 1.0), (Doubles(nn.Sequential(nn.ReLU())), 2.0)):
-        with ModuleMonitor(rules=[Rule(kinds="activation", statistics=["norm", "max"])]) as monitor:
-            monitor.set_module(model)
-            monitor.begin_step(0)
+        with in_step(model, rules=[Rule(kinds="activation", statistics=["norm", "max"])]) as monitor:
             for x in (torch.ones(size), torch.full((3, 2), 5.0)):
                 model(x)
-            record = monitor.end_step()
-        assert record is not None
+            record = record_of(monitor)
         sites = [name or "_root_" for name, _module in model.named_modules()]
         for site, factor in zip(sites, [last, 1.0, 1.0], strict=True):
             assert record.values[f"activation/{site}/max"] == 5 * factor
@@ -761,8 +739,7 @@ def test_units_are_remembered_over_steps_with_different_rules() -> None:
             monitor.begin_step(step)
             assert monitor.module is not None
             monitor.module(x)
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             found.append(record.values["activation/relu/dead_fraction"])
     assert found == [1.0, 0.5, 0.5]
 
@@ -800,8 +777,7 @@ def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.
         with pytest.raises(RuntimeError, match="on purpose"):
             monitor.engine.begin_stage("validation", 3)
         assert monitor.engine.end_stage() is None
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert (record.step, record.values["activation/relu/max"]) == (3, 1.0)
 
 
@@ -815,8 +791,7 @@ def test_a_closer_look_lasts_for_its_steps() -> None:
         for step in range(3):
             monitor.begin_step(step)
             monitor.module(torch.ones(1, 2))
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             found.append("activation/relu/min" in record.values)
         monitor.engine.begin_stage("validation", 3)
         monitor.module(torch.ones(1, 2))

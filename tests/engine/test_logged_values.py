@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.plain_steps import record_of
 from torch import nn
 
 from lightning_module_monitor import ModuleMonitor, Rule
@@ -19,7 +20,6 @@ def test_an_aggregate_that_is_made_in_every_step_leaves_nothing_behind() -> None
             model(torch.ones(1, 2))
             for value in (1.0, 3.0):
                 monitor.log_scalar("own/value", value, lambda values, factor=step: factor * values.sum())
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             assert record.values["own/value"] == pytest.approx(4.0 * step)
-        assert [stream.site for stream in monitor.engine.model.logged.by_users] == [""]
+        assert [*monitor.engine.model.logged] == [("own", "", "value", "train")]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from helpers.plain_steps import in_step, record_of
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
@@ -151,12 +152,9 @@ def test_every_kind_is_recorded_as_of_plain_tensors(is_compared: bool, is_fast: 
 def test_values_are_those_of_float64() -> None:
     """An activation, and the gradient that arrives at it."""
     net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(3, 4)
-    with ModuleMonitor(rules=[Rule(kinds=["activation", "activation_gradient"], statistics="rms")], on_error="raise") as monitor:
-        monitor.set_module(net)
-        monitor.begin_step(0)
+    with in_step(net, rules=[Rule(kinds=["activation", "activation_gradient"], statistics="rms")], on_error="raise") as monitor:
         net(scan(x)).pow(2).sum().backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     before = F.linear(x.double(), net[0].weight.double(), net[0].bias.double())
     gradient = torch.where(before > 0, 2 * before, 0.0)
     assert record.values["activation/0/rms"] == pytest.approx(before.pow(2).mean().sqrt().item(), rel=1e-6)
@@ -182,12 +180,9 @@ class Blocked(nn.Module):
 def test_a_gradient_arrives_at_an_output_of_a_part_without_a_graph(make: Make) -> None:
     """Whether it requires one is a question to the tensor itself."""
     net = Blocked()
-    with ModuleMonitor(rules=[Rule(kinds="activation_gradient", statistics="norm")], on_error="raise") as monitor:
-        monitor.set_module(net)
-        monitor.begin_step(0)
+    with in_step(net, rules=[Rule(kinds="activation_gradient", statistics="norm")], on_error="raise") as monitor:
         net(make(torch.ones(1, 4))).backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation_gradient/same/norm"] == 2.0
 
 
@@ -298,17 +293,14 @@ def test_parameters_of_classes_are_recorded() -> None:
     assert type(net.scan) is Scan
     kinds = ["parameter", "gradient", "update"]
     rules = [Rule(kinds=kinds, statistics=["norm", "min"], functions={"keep": lambda x: float(received.append(x) or 0)})]
-    with ModuleMonitor(rules=rules, capture=Capture(sites="scan|own", steps=[0], kinds=kinds)) as monitor:
-        monitor.set_module(net)
-        monitor.begin_step(0)
+    with in_step(net, rules=rules, capture=Capture(sites="scan|own", steps=[0], kinds=kinds)) as monitor:
         net(torch.ones(4)).sum().backward()
         monitor.monitor_gradients()
         monitor.monitor_parameters()
         with torch.no_grad():
             net.scan.mul_(2)
             net.own.mul_(2)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     norm = float(torch.arange(1.0, 5.0).double().norm())
     for name in ("scan", "own"):
         for kind in kinds:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.plain_steps import in_step, record_of
 from helpers.training import Classifier, loader, trainer
 from torch import Tensor, nn
 
@@ -35,13 +36,10 @@ class Returns(nn.Module):
 
 def observe(model: nn.Module, *inputs: Tensor, rules: list[Rule] = RULES, call: Any = None) -> Record:
     """One step of forward passes."""
-    with ModuleMonitor(rules=rules) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=rules) as monitor:
         for x in inputs:
             (call or model)(x)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert not any(module._forward_hooks for module in model.modules())
     return record
 
@@ -115,15 +113,12 @@ def test_outputs_whose_names_look_alike_do_not_mix() -> None:
 def test_a_model_that_is_copied_or_pickled_in_a_monitored_step() -> None:
     """It works as without the monitor, and the copy is not watched."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with ModuleMonitor(rules=[*RULES, Rule(kinds="activation", functions={"f": lambda x: x.mean()})]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[*RULES, Rule(kinds="activation", functions={"f": lambda x: x.mean()})]) as monitor:
         model(torch.ones(2, 4)).sum().backward()
         torch.save(model, io.BytesIO())
         twin = copy.deepcopy(model)
         twin(torch.full((2, 4), 100.0))
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     expected = model(torch.ones(2, 4)).detach().max()
     assert record.values["activation/_root_/max"] == float(expected)
     assert record.values["monitor/errors"] == 0
@@ -149,13 +144,10 @@ def test_parameters_that_cannot_be_read_are_nan_and_not_zero() -> None:
     """One without data (on the meta device): no value of the kind is made up, activations are there, it is counted."""
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].register_parameter("absent", nn.Parameter(torch.empty(3, device="meta")))
-    with ModuleMonitor(rules=[Rule(kinds=["activation", "parameter"], statistics=["norm", "nonfinite_count"])]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[Rule(kinds=["activation", "parameter"], statistics=["norm", "nonfinite_count"])]) as monitor:
         model(torch.ones(2, 4))
         monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation/0/norm"] > 0
     of_parameters = {key: math.isnan(value) for key, value in record.values.items() if key.startswith("parameter/")}
     assert len(of_parameters) == 6
@@ -220,21 +212,6 @@ def test_a_path_object_is_a_path(tmp_path: Path) -> None:
     assert load_store(tmp_path / "mine.h5").keys()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prefix": "validation"}, "has the name of a stage in it"),
-        ({"dry_run": "false"}, "dry_run is 'false'; expected true or false"),
-        ({"module": nn.Linear(1, 1)}, r"module is Linear\(in_features=1.*; expected the name of a submodule"),
-        ({"store": 3}, "store is 3; expected the path of a file, or true or false"),
-    ],
-)
-def test_more_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Before the first batch."""
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, [ModuleMonitorCallback(1, **options)], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own forward mode says it
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vjp"])
 def test_what_a_transform_wraps_is_measured(transform: str) -> None:
@@ -250,12 +227,9 @@ def test_what_a_transform_wraps_is_measured(transform: str) -> None:
         else:
             torch.func.vjp(net, x)
 
-    with ModuleMonitor(rules=[Rule(kinds="activation", statistics=["mean", "norm"])]) as monitor:
-        monitor.set_module(net)
-        monitor.begin_step(0)
+    with in_step(net, rules=[Rule(kinds="activation", statistics=["mean", "norm"])]) as monitor:
         run()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     output = net(x).detach().double()
     assert record.values["monitor/errors"] == 0
     assert record.values["activation/_root_/norm"] == pytest.approx(output.norm().item(), rel=1e-6)
@@ -297,9 +271,7 @@ def test_a_parameter_whose_memory_was_given_back_fails_alone(what: str) -> None:
     kind, scale = re.findall(r"\w+", what)[0], 8.0 if "scaled" in what else None
     net = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 400), nn.Linear(400, 2))
     rule = Rule(kinds=kind, sites=".*weight", statistics=["norm", "hist"], functions={"length": torch.linalg.vector_norm})
-    with ModuleMonitor(rules=[rule], capture={"kinds": kind, "sites": ".*weight", "steps": 0}) as monitor:
-        monitor.set_module(net)
-        monitor.begin_step(0)
+    with in_step(net, rules=[rule], capture={"kinds": kind, "sites": ".*weight", "steps": 0}) as monitor:
         net(torch.ones(2, 4)).sum().backward()
         weights = [net[place].weight for place in range(3)]
         watched = [weight.grad if kind == "gradient" else weight for weight in weights]
@@ -312,8 +284,7 @@ def test_a_parameter_whose_memory_was_given_back_fails_alone(what: str) -> None:
             weights[place].data.mul_(2.0)  # so that the update is what it was
         watched[1].untyped_storage().resize_(0)
         monitor.monitor_updates()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     for place in (0, 2):
         norm = expected[place].double().norm().item()
         assert record.values[f"{kind}/{place}.weight/norm"] == pytest.approx(norm, rel=1e-6)
@@ -356,8 +327,7 @@ def test_weights_that_are_there_while_their_module_runs_end_nothing() -> None:
                 reference(torch.ones(2, 4))
             assert torch.equal(net(torch.ones(2, 4)), expected)
             monitor.monitor_parameters()
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             assert record.values["activation/_root_/norm"] == pytest.approx(expected.double().norm().item(), rel=1e-6)
             of_weights = [key for key in record.values if key.startswith(("rcc_operator", "parameter_difference"))]
             assert all(math.isnan(record.values[key]) for key in of_weights if step == 1 or "operator" not in key)
@@ -378,14 +348,11 @@ class Splits(nn.Module):
 def test_a_part_that_is_not_used_gets_no_gradient() -> None:
     """Autograd calls the hooks of an unused part without a gradient; in the other micro-batch it gets one."""
     splits = Splits()
-    with ModuleMonitor(rules=[Rule(kinds="activation_gradient", statistics="norm")], on_error="raise") as monitor:
-        monitor.set_module(splits)
-        monitor.begin_step(0)
+    with in_step(splits, rules=[Rule(kinds="activation_gradient", statistics="norm")], on_error="raise") as monitor:
         for uses_second in (True, False):
             first, second = splits(torch.ones(4, 3, requires_grad=True) * 2)
             (first.sum() + (second.sum() if uses_second else 0.0)).backward()
             monitor.after_micro_batch()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation_gradient/_root_/norm"] == pytest.approx(math.sqrt(12))
     assert record.values["activation_gradient/_root_.output_1/norm"] == pytest.approx(math.sqrt(6))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plain_steps import in_step, record_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
@@ -75,9 +76,7 @@ class First(torch.autograd.Function):
 
 def observe(net: nn.Module, rules: list[Rule], *inputs: Tensor, **options: Any) -> Record:
     """A step with a forward and a backward pass; every parameter doubles."""
-    with ModuleMonitor(rules=rules, **options) as monitor:
-        monitor.set_module(net)
-        monitor.begin_step(0)
+    with in_step(net, rules=rules, **options) as monitor:
         for x in inputs:
             output = net(x)
             (output.real if output.is_complex() else output).sum().backward()
@@ -86,9 +85,7 @@ def observe(net: nn.Module, rules: list[Rule], *inputs: Tensor, **options: Any) 
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.mul_(2)
-        record = monitor.end_step()
-    assert record is not None
-    return record
+        return record_of(monitor)
 
 
 def rms(tensor: Tensor) -> float:
@@ -232,8 +229,7 @@ def test_complex_parameters_are_reported_once(
             with torch.no_grad():
                 for parameter in net.parameters():
                     parameter.mul_(2)
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             assert set(record.values) == set(planned)
             assert {key.split("/")[1] for key in planned} == {"fc.weight", "fc.bias", "errors"}
             assert record.values["gradient/fc.weight/norm"] == pytest.approx(norm, rel=1e-6)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.operations import no_host_reads
+from helpers.plain_steps import in_step, record_of
 from helpers.textbook import PLAIN, histogram, slack, textbook
 from torch import Tensor, nn
 
@@ -68,8 +69,7 @@ def step(model: nn.Module, rules: list[Rule], **options: Any) -> tuple[Record, d
             monitor.monitor_parameters()
             optimizer.step()
         gradients = {name: parameter.grad.double().clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     updates = {name: parameter.detach().double() - before[name] for name, parameter in model.named_parameters()}
     return record, {"parameter": before, "gradient": gradients, "update": updates}
 
@@ -217,9 +217,8 @@ def test_a_parameter_that_cannot_be_measured_makes_its_totals_nan(monkeypatch: p
     monitor.begin_step(0)
     model(torch.randn(5, 6)).square().mean().backward()
     monitor.monitor_gradients()
-    record = monitor.end_step()
+    record = record_of(monitor)
     monitor.close()
-    assert record is not None
     assert math.isnan(record.values["gradient/_root_/norm"])
     assert math.isnan(record.values["gradient/blocks.0/norm"])
     assert record.values["gradient/blocks.1/norm"] > 0
@@ -246,12 +245,9 @@ def test_magnitudes_whose_squares_leave_float32(scale: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
-    with ModuleMonitor(rules=[Rule(kinds="parameter", statistics="norm", per_module="_root_")]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[Rule(kinds="parameter", statistics="norm", per_module="_root_")]) as monitor:
         monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     whole = torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
     assert record.values["parameter/_root_/norm"] == pytest.approx(float(whole.norm()), rel=1e-6)
 
@@ -260,14 +256,11 @@ def test_sparse_gradients_and_complex_parameters() -> None:
     """A sparse gradient counts as the tensor that it is; parameters that are not real do not count."""
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2))
     model.register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
-    with ModuleMonitor(rules=[Rule(kinds=["gradient", "parameter"], statistics="norm", per_module="_root_")]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[Rule(kinds=["gradient", "parameter"], statistics="norm", per_module="_root_")]) as monitor:
         model(torch.tensor([1, 1, 4])).square().sum().backward()
         monitor.monitor_gradients()
         monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     real = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     gradient = torch.cat([parameter.grad.to_dense().double().flatten() for parameter in real if parameter.grad is not None])
     assert record.values["gradient/_root_/norm"] == pytest.approx(float(gradient.norm()), rel=1e-6)
@@ -278,14 +271,11 @@ def test_sparse_gradients_and_complex_parameters() -> None:
 def test_lazy_layers_and_parameters_of_two_optimizers() -> None:
     """A layer that gets its shape in the first batch counts from then on; parts of the parameters may be observed one after the other."""
     model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
-    with ModuleMonitor(rules=[Rule(kinds="gradient", statistics="norm", per_module="_root_")]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[Rule(kinds="gradient", statistics="norm", per_module="_root_")]) as monitor:
         model(torch.randn(5, 6)).square().sum().backward()
         for layer in model:
             monitor.monitor_gradients(parameters=layer.parameters())
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     gradient = torch.cat([parameter.grad.double().flatten() for parameter in model.parameters() if parameter.grad is not None])
     assert record.values["gradient/_root_/norm"] == pytest.approx(float(gradient.norm()), rel=1e-6)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import aot_module, nop
+from helpers.plain_steps import record_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -90,8 +91,7 @@ def monitored_step(
     optimizer.step()
     monitor.monitor_updates()
     optimizer.zero_grad()
-    record = monitor.end_step()
-    assert record is not None
+    record = record_of(monitor)
     histograms = {key: one.counts.tolist() for key, one in record.histograms.items()}
     tensors = [(one.kind, one.site, one.call, one.value.tolist()) for one in record.tensors]
     return {"values": dict(record.values), "histograms": histograms, "tensors": tensors}
@@ -186,8 +186,7 @@ def test_functionalization_is_not_observed(plain: dict[str, Any], caplog: pytest
         assert message.startswith(MESSAGE)
         monitor.begin_step(1)
         torch.func.vmap(net.head)(torch.ones(1, 4, 5))
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation/head/norm"] > 0
 
 
@@ -233,10 +232,9 @@ def test_a_counter_of_operations_counts_the_users_own(has_kernel: bool, monkeypa
             names.append(counts.names)
             flops.append(flop_counter.get_total_flops())
             optimizer.zero_grad()
-        record = monitor.end_step()
+        record = record_of(monitor)
     assert names[0] == names[1]
     assert flops[0] == flops[1] > 0
-    assert record is not None
     own = {key: value for key, value in record.values.items() if not key.startswith("gradient_flow/_summary_")}
     assert own == {"monitor/errors": 0.0, "monitor/rcc_skipped_calls": 0.0}
     assert not record.tensors
@@ -251,8 +249,7 @@ def test_gradients_that_arrive_under_a_mode_are_not_observed(plain: dict[str, An
         loss = net(batch()).square().mean()
         with Counts():
             loss.backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation/head/norm"] == plain["values"]["activation/head/norm"]
     assert not [key for key in (*record.values, *record.histograms) if key.startswith("activation_gradient")]
     assert record.values["gradient_flow/_summary_/num_missing"] == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from helpers.plain_steps import record_of
 from torch import nn
 
 import lightning_module_monitor
@@ -50,8 +51,7 @@ def test_an_activation_passes_few_files_and_contributing_names_them(tmp_path: Pa
             x = torch.randn(2, 4)
             with walk if step else Walk():
                 model(x)
-                record = monitor.end_step()
-                assert record is not None
+                record = record_of(monitor)
                 store.write(record)
     store.close()
     assert "activation/0/rms" in record.values

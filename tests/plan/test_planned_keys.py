@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.lightning_package import Callback
+from helpers.plain_steps import in_step, record_of
 from helpers.training import Classifier, loader, trainer
 from torch import Tensor, nn
 
@@ -46,21 +47,22 @@ class Contains(nn.Module):
         return y
 
 
-def test_every_key_that_is_planned_is_recorded() -> None:
-    """Of a model that runs as a whole: no more, no fewer, of numbers and of histograms."""
-    net = Contains()
-    with ModuleMonitor(rules=RULES) as monitor:
-        monitor.set_module(net)
+def planned_and_recorded(net: nn.Module, rules: list[Rule]) -> list[str]:
+    """The keys of numbers that are planned. A step records them, and the planned histograms, no more and no fewer."""
+    with in_step(net, rules=rules) as monitor:
         planned, histograms = monitor.planner.planned_keys(), monitor.planner.planned_histograms()
-        monitor.begin_step(0)
         net(torch.ones(2, 6)).sum().backward()
         monitor.monitor_gradients()
         monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert set(record.values) == set(planned)
     assert set(record.histograms) == set(histograms)
-    sites = {key.split("/")[1] for key in record.values if key.startswith("activation/")}
+    return planned
+
+
+def test_every_key_that_is_planned_is_recorded() -> None:
+    """Of a model that runs as a whole: no more, no fewer, of numbers and of histograms."""
+    sites = {key.split("/")[1] for key in planned_and_recorded(Contains(), RULES) if key.startswith("activation/")}
     assert sites == {"_root_", "blocks.0", "heads.a", "summed", "summed.0", "patched", "patched.0"}
 
 
@@ -91,8 +93,7 @@ def test_a_container_may_report_attention_by_hand() -> None:
         assert monitor.planner.planned_keys() == ["monitor/errors"]
         monitor.begin_step(0)
         net.attend(monitor, torch.ones(1, 1, 4, 2))
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["attention_entropy/_root_.head_0/mean"] == pytest.approx(torch.tensor(4.0).log().item())
     assert record.values["activation/_root_.head_0.query/mean"] == 1.0
 
@@ -116,8 +117,7 @@ def test_a_parameter_that_was_removed_is_an_error_in_each_step(caplog: pytest.Lo
         for step in range(2):
             monitor.begin_step(step)
             monitor.monitor_parameters()
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             assert {key for key, value in record.values.items() if math.isnan(value)} == {"parameter/1.bias/norm", "update/1.bias/norm"}
             assert record.values["monitor/errors"] == 2
             assert record.values["parameter/1.weight/norm"] == pytest.approx(net[1].weight.norm().item())
@@ -138,12 +138,9 @@ def test_a_parameter_that_cannot_be_placed_costs_its_own_values(monkeypatch: pyt
         return False
 
     monkeypatch.setattr(parameters, "is_sharded", is_sharded)
-    with ModuleMonitor(rules=Rule(kinds="parameter", statistics="norm")) as monitor:
-        monitor.set_module(net)
-        monitor.begin_step(0)
+    with in_step(net, rules=Rule(kinds="parameter", statistics="norm")) as monitor:
         monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert [key for key, value in record.values.items() if math.isnan(value)] == ["parameter/1.bias/norm"]
     assert len(record.values) == 5
     assert record.values["monitor/errors"] == 1
@@ -170,8 +167,7 @@ def test_an_output_without_a_tensor_is_named(caplog: pytest.LogCaptureFixture) -
         for step in range(2):
             monitor.begin_step(step)
             net["wraps"](torch.ones(2))
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             assert dict(record.values) == {"monitor/errors": 0.0}
     assert caplog.messages == ["wraps: outputs of class Opaque are not recorded; no tensor is found in them."]
 
@@ -223,19 +219,9 @@ def test_totals_are_planned_first_and_listed_apart_in_a_dry_run(tmp_path: Path, 
     ]
     net = Contains()
     net.patched[0].requires_grad_(requires_grad=False)
-    with ModuleMonitor(rules=rules) as monitor:
-        monitor.set_module(net)
-        planned, histograms = monitor.planner.planned_keys(), monitor.planner.planned_histograms()
-        monitor.begin_step(0)
-        net(torch.ones(2, 6)).sum().backward()
-        monitor.monitor_gradients()
-        monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+    planned = planned_and_recorded(net, rules)
     sites = ["_root_", "blocks", "heads", "scales", "patched"]
     assert planned[:9] == [f"parameter/{site}/norm" for site in sites] + [f"gradient/{site}/norm" for site in sites[:-1]]
-    assert set(planned) == record.values.keys()
-    assert set(histograms) == record.histograms.keys()
     run = trainer(tmp_path, [ModuleMonitorCallback(1, store=False, dry_run=True)], max_steps=1)
     run.fit(Classifier("mlp"), loader(), loader(8))
     lines = capsys.readouterr().out.splitlines()

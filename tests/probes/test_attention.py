@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.attention import Truth, truth
 from helpers.operations import operations
+from helpers.plain_steps import in_step, record_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -56,14 +57,11 @@ def heads(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return (1.5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
-def record(model: nn.Module, *args: Any, rules: Any = ALL, step: int = 0, **kwargs: Any) -> Record:
+def record(model: nn.Module, *args: Any, rules: Any = ALL, **kwargs: Any) -> Record:
     """One forward pass of a model, monitored."""
-    with ModuleMonitor(rules=rules) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(step)
+    with in_step(model, rules=rules) as monitor:
         model(*args, **kwargs)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     assert _get_current_function_mode_stack() == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     return result
@@ -302,14 +300,11 @@ def test_a_call_belongs_to_the_innermost_recorded_module() -> None:
         excluded(q, k)
 
     model = Calls(forward, inner, excluded)
-    with ModuleMonitor(rules=ALL, exclude=r"parts\.1") as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=ALL, exclude=r"parts\.1") as monitor:
         F.scaled_dot_product_attention(query, key, key)
         model(query, key)
         F.scaled_dot_product_attention(query, key, key)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     of_root = expected_values("_root_", truth(3 * query, key), truth(2 * query, key))
     assert_values(result, of_root | expected_values("parts.0", truth(query, key), truth(4 * query, key)))
 
@@ -321,14 +316,11 @@ def test_micro_batches_count_as_their_concatenation() -> None:
     visible = torch.ones(5, 1, 5, 7, dtype=torch.bool)
     visible[4, :, 2:] = False
     model = Calls(F.scaled_dot_product_attention)
-    with ModuleMonitor(rules=ALL) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=ALL) as monitor:
         model(q3, k3, k3)
         monitor.after_micro_batch()
         model(q5, k5, k5, attn_mask=visible)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     assert_values(result, expected_values("_root_", truth(q3, k3), truth(q5, k5, visible=visible)))
 
 
@@ -340,12 +332,9 @@ def test_recomputed_attention_counts_once(use_reentrant: bool) -> None:
     inner = Calls(F.scaled_dot_product_attention)
     model = Calls(lambda q, k: checkpoint(inner, q, k, k, use_reentrant=use_reentrant), inner)
     rule = Rule(kinds=["attention_entropy"], functions={"num": lambda x: torch.tensor(float(x.numel()))}, aggregate="sum")
-    with ModuleMonitor(rules=[ALL, rule]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[ALL, rule]) as monitor:
         model(query, key).sum().backward()
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     numbers = {f"attention_entropy/parts.0.head_{head}/num": 10.0 for head in range(3)}
     assert_values(result, expected_values("parts.0", truth(query, key)) | numbers)
     assert query.grad is not None
@@ -368,15 +357,12 @@ def test_an_error_in_a_forward_corrupts_nothing() -> None:
             raise RuntimeError("the end")
 
     model = Calls(forward, Calls(fail, Calls(fail)))
-    with ModuleMonitor(rules=ALL) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=ALL) as monitor:
         with pytest.raises(RuntimeError, match="the end"):
             model(query, key, True)
         assert _get_current_function_mode_stack() == []
         model(2 * query, key, False)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     assert_values(result, expected_values("_root_", truth(query, key), truth(2 * query, key)))
 
 
@@ -391,9 +377,7 @@ def test_ctrl_c_in_a_forward_leaves_nothing() -> None:
 
     other = Other()
     model = Calls(forward)
-    with ModuleMonitor(rules=ALL) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=ALL) as monitor:
         with pytest.raises(KeyboardInterrupt):
             model(heads(2, 1, 5, 4))
         with other:
@@ -431,9 +415,7 @@ def test_no_monitor_and_other_stages() -> None:
     """Within ``no_monitor`` nothing counts; a validation loop in the middle of a step has values of its own."""
     query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
     model = Calls(F.scaled_dot_product_attention)
-    with ModuleMonitor(rules=ALL) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=ALL) as monitor:
         model(query, key, key)
         with monitor.no_monitor():
             model(3 * query, key, key)
@@ -442,8 +424,7 @@ def test_no_monitor_and_other_stages() -> None:
             model(2 * query, key, key)
         validation = monitor.engine.end_stage()
         model(4 * query, key, key)
-        train = monitor.end_step()
-    assert train is not None
+        train = record_of(monitor)
     assert validation is not None
     assert _get_current_function_mode_stack() == []
     assert_values(train, expected_values("_root_", truth(query, key), truth(4 * query, key)))
@@ -505,13 +486,10 @@ def test_histograms_omit_tokens_that_do_not_count() -> None:
     """Of two calls; a token that sees nothing is in no bin, nor among the NaN."""
     query, key, visible = heads(2, 3, 5, 4), heads(2, 3, 7, 4, seed=1), (torch.arange(5) < 3)[:, None].expand(5, 7)
     model = Calls(F.scaled_dot_product_attention)
-    with ModuleMonitor(rules=[Rule(kinds="attention_max_logit", statistics="hist")]) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=[Rule(kinds="attention_max_logit", statistics="hist")]) as monitor:
         model(query, key, key, attn_mask=visible)
         model(query, key, key)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     for head in range(3):
         logits = [figures.attention_max_logit[:, head].ravel() for figures in (truth(query, key, visible=visible), truth(query, key))]
         values = np.concatenate(logits)
@@ -565,28 +543,22 @@ def test_empty_batches_change_nothing() -> None:
     """No sample, no query, no key."""
     model = Calls(F.scaled_dot_product_attention)
     query, key = heads(2, 1, 5, 4), heads(2, 1, 7, 4, seed=1)
-    with ModuleMonitor(rules=ALL) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=ALL) as monitor:
         model(query[:0], key[:0], key[:0])
         model(query[:, :, :0], key, key)
         model(query, key, key)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     assert_values(result, expected_values("_root_", truth(query, key)))
 
 
 def test_a_copy_of_a_monitored_model_is_not_monitored() -> None:
     """It deep-copies and pickles in the middle of a step."""
     model = nn.Sequential(nn.MultiheadAttention(8, 2))
-    with ModuleMonitor(rules=ALL) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, rules=ALL) as monitor:
         x = heads(5, 3, 8)
         for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # our own bytes
             clone[0](x, x, x)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     assert result.values == {"monitor/errors": 0.0}
 
 
@@ -640,9 +612,7 @@ def test_by_hand_all_arguments_under_their_names(is_causal: bool) -> None:
     """Grouped queries, a scale of the user's, a causal or an additive mask; dropout does not touch the weights."""
     query, key, value = heads(2, 6, 5, 4), heads(2, 3, 7, 4, seed=1), heads(2, 3, 7, 2, seed=2)
     bias = heads(6, 1, 7, seed=3).masked_fill(heads(6, 1, 7, seed=4) > 1, -math.inf)
-    with ModuleMonitor(rules=[ALL, Rule(kinds="activation", statistics="max")]) as monitor:
-        monitor.set_module(model := nn.Identity())
-        monitor.begin_step(0)
+    with in_step(model := nn.Identity(), rules=[ALL, Rule(kinds="activation", statistics="max")]) as monitor:
         monitor_scaled_dot_product_attention(
             monitor=monitor,
             module=model,
@@ -657,8 +627,7 @@ def test_by_hand_all_arguments_under_their_names(is_causal: bool) -> None:
             activation=None,
             is_reference=False,
         )
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     expected = truth(query, key, bias=None if is_causal else bias, is_causal=is_causal, scale=0.3)
     assert_values(result, expected_values("_root_", expected))
     for head in range(6):
@@ -688,20 +657,16 @@ def test_a_call_that_is_reported_and_intercepted_counts_once(first: str) -> None
         monitor.set_module(model)
         monitor.begin_step(0)
         model(query, key)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     assert_values(result, expected_values("_root_", truth(query, key), truth(2 * query, key), truth(query, key)))
 
 
 def test_by_hand_heads_come_first_where_there_is_no_batch() -> None:
     """As the other tool has it: ``(heads, queries, features)``."""
     query, key = heads(3, 5, 4), heads(3, 7, 4, seed=1)
-    with ModuleMonitor(rules=ALL) as monitor:
-        monitor.set_module(model := nn.Identity())
-        monitor.begin_step(0)
+    with in_step(model := nn.Identity(), rules=ALL) as monitor:
         monitor_scaled_dot_product_attention(monitor, model, query, key, key, is_causal=True)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     assert_values(result, expected_values("_root_", truth(query[None], key[None], is_causal=True)))
 
 
@@ -719,8 +684,7 @@ def test_by_hand_of_an_unknown_module() -> None:
             monitor_scaled_dot_product_attention(monitor, nn.Linear(1, 1), x, x, x)
         with pytest.raises(ValueError, match="There is no reference"):
             monitor_scaled_dot_product_attention(monitor, model["attn"], x, x, x, is_reference=True)
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     assert result.values == {"monitor/errors": 0.0}
 
 
@@ -767,17 +731,13 @@ def test_attention_of_the_reference_is_not_the_models(follows: bool) -> None:
     reference, x = copy.deepcopy(model), heads(5, 3, 8)
     reference.call = lambda x: reference.parts[0](2 * x, x, x)[0]
     rules = [ALL, Rule(kinds=["rcc_output", "rcc_propagating_update", "activation_difference"], statistics="rms")]
-    with ModuleMonitor(rules=rules) as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference, follows=follows)
-        monitor.begin_step(0)
+    with in_step(model, rules=rules, reference=reference, follows=follows) as monitor:
         if not follows:
             with monitor.no_monitor():
                 reference(x)
         model(x).sum().backward()
         monitor.after_micro_batch()
-        result = monitor.end_step()
-    assert result is not None
+        result = record_of(monitor)
     assert any(key.startswith("rcc_output") for key in result.values)
     alone = record(model, x)
     assert {key: value for key, value in result.values.items() if key.startswith("attention")} == {

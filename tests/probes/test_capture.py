@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plain_steps import in_step, record_of
 from helpers.zoo import ZOO, batches, make, raw_tensors
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,8 +39,7 @@ def capture(model: nn.Module, micro_batches: Batches, sites: str = ".*", kinds: 
         monitor.monitor_gradients()
         monitor.monitor_parameters()
         optimizer.step()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values == {"monitor/errors": 0.0}
     return record
 
@@ -107,25 +107,11 @@ def test_outputs_of_any_dtype_are_captured() -> None:
 
 def test_a_sparse_gradient_is_captured_with_its_zeros() -> None:
     """Of an embedding."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(7, 3, sparse=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.embedding(x)
-
-    model = Net()
-    x, y = torch.tensor([1, 4]), torch.tensor([0, 2])
-    with ModuleMonitor(capture=Capture(sites=".*weight", steps=[0], kinds="gradient")) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
-        F.cross_entropy(model(x), y).backward()
+    model = nn.Embedding(7, 3, sparse=True)
+    with in_step(model, capture=Capture(sites="weight", steps=[0], kinds="gradient")) as monitor:
+        model(torch.tensor([1, 4])).sum().backward()
         monitor.monitor_gradients()
-        record = monitor.end_step()
-    assert record is not None
-    (raw,) = record.tensors
+        (raw,) = record_of(monitor).tensors
     assert raw.value.layout is torch.strided
     assert raw.value.shape == (7, 3)
     assert raw.value.abs().sum(1).nonzero().flatten().tolist() == [1, 4]
@@ -147,31 +133,27 @@ def test_calls_are_numbered_over_micro_batches_and_gradients_go_with_their_outpu
             return self.fc(self.fc(x))
 
     model = Twice()
-    with ModuleMonitor(capture=Capture(sites="fc", steps=0)) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, capture=Capture(sites="fc", steps=0)) as monitor:
         for scale in (1.0, 10.0):
             (scale * model(torch.ones(1, 1))).backward()
             monitor.after_micro_batch()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     captured = {key: float(value) for key, value in by_name(record).items()}
     assert [captured["activation", "fc", call] for call in range(4)] == [3, 9, 3, 9]
     # d(scale y)/dy = scale at the second call of each, and scale times the weight at the first.
     assert [captured["activation_gradient", "fc", call] for call in range(4)] == [3, 1, 30, 10]
 
 
-def test_a_forward_pass_without_gradient_is_a_call_too() -> None:
-    """Its output has a number, and no gradient: the gradient of the next keeps the number of its own output."""
+def test_a_forward_pass_without_gradient_is_a_call_and_one_under_no_monitor_is_none() -> None:
+    """The output of the first has a number, and no gradient: the gradient of the next keeps the number of its own output."""
     model = nn.Linear(2, 2)
-    with ModuleMonitor(capture=Capture(sites=".*", steps=0, kinds=["activation", "activation_gradient"])) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, capture=Capture(sites=".*", steps=0, kinds=["activation", "activation_gradient"])) as monitor:
+        with monitor.no_monitor():
+            model(torch.zeros(1, 2))
         with torch.no_grad():
             model(torch.zeros(1, 2))
         model(torch.ones(1, 2)).sum().backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert [(one.kind, one.call) for one in record.tensors] == [("activation", 0), ("activation", 1), ("activation_gradient", 1)]
 
 
@@ -210,9 +192,7 @@ def test_what_checkpointing_computes_again_is_no_further_call(reentrant: bool) -
 def test_an_inner_gradient_of_the_users_is_not_captured() -> None:
     """Between forward and backward of the loss, an ``autograd.grad`` counts for nothing."""
     model = nn.Linear(2, 1)
-    with ModuleMonitor(capture=Capture(sites=".*", steps=0, kinds="activation_gradient")) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, capture=Capture(sites=".*", steps=0, kinds="activation_gradient")) as monitor:
         monitor.end_backward()
         x = torch.ones(1, 2, requires_grad=True)
         output = model(x)
@@ -220,8 +200,7 @@ def test_an_inner_gradient_of_the_users_is_not_captured() -> None:
         monitor.begin_backward()
         (7 * output.sum()).backward()
         monitor.end_backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert [(one.call, float(one.value)) for one in record.tensors] == [(0, 7.0)]
 
 
@@ -274,20 +253,6 @@ def test_captures_only_what_is_asked_and_when() -> None:
     assert seen == {0: [], 2: expected, 3: [], 4: expected}
 
 
-def test_under_no_monitor_nothing_is_captured_and_no_call_counted() -> None:
-    """A forward pass of the user's own between."""
-    model = nn.Linear(2, 2)
-    with ModuleMonitor(capture=Capture(sites=".*", steps=0, kinds="activation")) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
-        with monitor.no_monitor():
-            model(torch.zeros(1, 2))
-        model(torch.ones(1, 2))
-        record = monitor.end_step()
-    assert record is not None
-    assert [one.call for one in record.tensors] == [0]
-
-
 # Trouble
 
 
@@ -314,18 +279,15 @@ def test_what_cannot_be_captured_is_said_once_and_counted(caplog: pytest.LogCapt
         for step in range(2):
             monitor.begin_step(step)
             model(torch.ones(1, 2))
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             assert record.values["monitor/errors"] == 1
             assert [one.site for one in record.tensors] == ["fc"]
     assert [message for message in caplog.messages if "captured" in message] == [
         "The output of '_root_' could not be captured (RuntimeError: no items for you). Logged once; monitor/errors counts them."
     ]
-    with ModuleMonitor(capture=Capture(sites=".*", steps=0), on_error="raise") as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
-        with pytest.raises(MonitorError, match="The output of '_root_' could not be captured"):
-            model(torch.ones(1, 2))
+    said = "The output of '_root_' could not be captured"
+    with in_step(model, capture=Capture(sites=".*", steps=0), on_error="raise"), pytest.raises(MonitorError, match=said):
+        model(torch.ones(1, 2))
     assert sum(len(one._forward_hooks) for one in model.modules()) == 0
 
 
@@ -338,12 +300,9 @@ def test_what_a_transform_wraps_is_captured_whole(transform: str) -> None:
         "grad": lambda: torch.func.grad(lambda x: net(x).square().sum())(x),
         "grad of every sample": lambda: torch.func.vmap(torch.func.grad(lambda x: net(x).square().sum()), in_dims=1)(x.transpose(0, 1)),
     }
-    with ModuleMonitor(capture=Capture(sites="_root_", steps=0, kinds=["activation", "activation_gradient"])) as monitor:
-        monitor.set_module(net)
-        monitor.begin_step(0)
+    with in_step(net, capture=Capture(sites="_root_", steps=0, kinds=["activation", "activation_gradient"])) as monitor:
         calls[transform]()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["monitor/errors"] == 0
     found = {raw.kind: raw.value for raw in record.tensors}
     output = net(x).detach()
@@ -351,19 +310,6 @@ def test_what_a_transform_wraps_is_captured_whole(transform: str) -> None:
     for gradient in found.values():
         torch.testing.assert_close(gradient, 2 * output)
     assert transform == "vmap" or found
-
-
-def test_a_model_that_raises_leaves_no_hook() -> None:
-    """The next step takes off what an error left on."""
-    model = make("mlp")
-    with ModuleMonitor([0], capture=Capture(sites=".*", steps=[0])) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model(torch.ones(2, 5))
-        assert monitor.begin_step(1) is False
-        assert sum(len(one._forward_hooks) for one in model.modules()) == 0
-        assert monitor.end_step() is None
 
 
 def test_every_model_of_the_zoo_can_be_captured() -> None:

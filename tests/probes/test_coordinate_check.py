@@ -10,6 +10,7 @@ from typing import Any
 import mup
 import pytest
 import torch
+from helpers.plain_steps import record_of, run_both
 from helpers.zoo import ZOO, batches, make
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -123,11 +124,8 @@ def checked_step(model: nn.Module, reference: nn.Module, x: Tensor, statistics: 
         monitor.set_reference_module(reference)
         RefinedCoordinateCheck(monitor, statistics)
         monitor.begin_step(0)
-        with monitor.no_monitor():
-            reference(x)
-        model(x)
-        record = monitor.end_step()
-    assert record is not None
+        run_both(monitor, reference, model, x)
+        record = record_of(monitor)
     return dict(record.values)
 
 
@@ -352,8 +350,7 @@ def training(  # noqa: PLR0917  # a loop and its parts
         optimizer.zero_grad()
         if check is not None:
             check.refined_coordinate_check()
-        record = monitor.end_step()
-        assert record is not None
+        record = record_of(monitor)
         records.append(dict(record.values))
     return records
 
@@ -581,8 +578,7 @@ def test_attention_is_checked_by_its_projections(has_one_weight: bool) -> None:
         with monitor.no_monitor():
             reference(**x0, attn_mask=mask)
         model(x["query"], key=x["key"], value=x["value"], attn_mask=mask)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert all(map(math.isfinite, record.values.values()))
     for index, (letter, name) in enumerate(zip("qkv", features, strict=True)):
         weights = [
@@ -724,8 +720,7 @@ def test_no_module_of_the_reference_is_called_within_the_live_forward(monkeypatc
         assert parts & set(called)
         called.clear()
         model(batches(4)[0][0])
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert len([key for key in record.values if key.startswith("rcc_effective_update")]) == 16
     assert len(called) == len([module for module in model.modules() if not isinstance(module, NonDynamicallyQuantizableLinear)])
     assert not parts & set(called)
@@ -759,9 +754,8 @@ def test_functions_of_the_table_run_outside_of_function_modes() -> None:
             with Functions() as mode:
                 model(x)
             functions.append([name for name in mode.names if name in ("linear", "layer_norm", "conv1d", "sub", "rsub")])
-        record = monitor.end_step()
+        record = record_of(monitor)
     assert functions == [["linear", "layer_norm", "conv1d"]] * 2
-    assert record is not None
     assert "rcc_propagating_update/2/rms" in record.values
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.flow import NORM_FORMULAS, Block, batch, chain, loss_of, true_norms
 from helpers.lightning_package import Callback, LightningModule, Trainer
+from helpers.plain_steps import record_of
 from helpers.tiny import KeepRecords
 from helpers.training import loader, seed, trainer
 from torch import Tensor, nn
@@ -47,8 +48,7 @@ def observe(model: nn.Module, step: Callable[[ModuleMonitor], None], blocks: Any
         monitor.set_module(model)
         assert monitor.begin_step(0)
         step(monitor)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert not any(module._forward_hooks for module in model.modules())
     return record
 
@@ -91,9 +91,8 @@ def test_callback_merges_micro_batches_instead_of_raising(norm: str, sizes: tupl
         dict(zip(("blocks.0-blocks.1", "blocks.1-blocks.2", "blocks.2-blocks.3"), expected, strict=True)), rel=4e-6
     )
     assert list(gains(record, "log_gain").values()) == pytest.approx(np.log(expected).tolist(), abs=4e-6)
-    assert record.values["gradient_flow/_summary_/mean_gain"] == pytest.approx(np.mean(expected), rel=4e-6)
-    assert record.values["gradient_flow/_summary_/min_gain"] == pytest.approx(min(expected), rel=4e-6)
-    assert record.values["gradient_flow/_summary_/max_gain"] == pytest.approx(max(expected), rel=4e-6)
+    for name, value in {"mean_gain": np.mean(expected), "min_gain": min(expected), "max_gain": max(expected)}.items():
+        assert record.values[f"gradient_flow/_summary_/{name}"] == pytest.approx(value, rel=4e-6)
     assert record.values["gradient_flow/_summary_/mean_log_gain"] == pytest.approx(np.log(expected).mean(), abs=4e-6)
     assert record.values["monitor/errors"] == 0
 
@@ -108,13 +107,8 @@ def test_the_planned_keys_are_the_gains_and_their_summary() -> None:
     record = observe(model, backward(model, batch(4)), prefix="run1")
     assert planned == list(record.values)
     transitions = [f"run1/gradient_flow/blocks.{i}-blocks.{i + 1}/{name}" for i in range(3) for name in ("gain", "log_gain")]
-    names = [
-        "mean_gain",
-        "min_gain",
-        "max_gain",
-        "mean_log_gain",
-        *(f"num_{n}" for n in ("amplifying", "damping", "healthy", "vanishing", "missing")),
-    ]
+    counted = ("amplifying", "damping", "healthy", "vanishing", "missing")
+    names = ["mean_gain", "min_gain", "max_gain", "mean_log_gain", *(f"num_{name}" for name in counted)]
     assert planned == [*transitions, *(f"run1/gradient_flow/_summary_/{name}" for name in names), "run1/monitor/errors"]
     assert Key.parse(planned[0]) == Key("gradient_flow", "blocks.0-blocks.1", "gain", prefix="run1")
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.memory import peak_bytes
+from helpers.plain_steps import in_step, record_of, run_both
 from helpers.textbook import textbook
 from helpers.zoo import EXPECTED_OUTPUTS, ZOO, batches, make
 from torch import Tensor, nn
@@ -85,13 +86,10 @@ def test_every_statistic_of_every_difference(name: str, cpu_offload: bool) -> No
         torch.manual_seed(5)
         monitor.begin_step(0)
         for x, _y in micro_batches:
-            with monitor.no_monitor():
-                reference(x)
-            model(x)
+            run_both(monitor, reference, model, x)
             monitor.after_micro_batch()
         monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     pairs = {f"activation_difference/{site}": (current[site], other[site]) for site in current if site != "empty"}
     for site, parameter in model.named_parameters():
         pairs[f"parameter_difference/{site}"] = ([parameter.detach().double()], [reference.get_parameter(site).detach().double()])
@@ -108,13 +106,9 @@ def test_differences_of_half_precision_are_not_rounded_again() -> None:
     model = nn.Linear(64, 64, bias=False).bfloat16()
     reference = copy.deepcopy(model)
     model.weight.data.mul_(1 + 2**-7)
-    with ModuleMonitor(rules=Rule(kinds="parameter_difference", statistics=["norm", "cosine"])) as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference)
-        monitor.begin_step(0)
+    with in_step(model, rules=Rule(kinds="parameter_difference", statistics=["norm", "cosine"]), reference=reference) as monitor:
         monitor.monitor_parameters()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     W, W0 = model.weight.detach().double(), reference.weight.detach().double()
     assert record.values["parameter_difference/weight/norm"] == pytest.approx(float((W - W0).norm()), rel=1e-6)
     assert record.values["parameter_difference/weight/cosine"] == pytest.approx(float((W * W0).sum() / W.norm() / W0.norm()), rel=1e-6)
@@ -138,9 +132,7 @@ def test_functions_get_both_tensors_and_torchmetrics_objects_pairs() -> None:
             monitor.add_activation_difference_metric("norm")
         monitor.begin_step(0)
         for x, _y in batches(3, 5):
-            with monitor.no_monitor():
-                reference(x)
-            model(x)
+            run_both(monitor, reference, model, x)
             monitor.after_micro_batch()
         monitor.monitor_parameters()
         values = monitor.end_step().values  # type: ignore[union-attr]
@@ -230,8 +222,7 @@ def test_a_reference_that_fails_leaves_no_trace(caplog: pytest.LogCaptureFixture
     monitor.begin_step(1)
     with caplog.at_level("WARNING"):
         model(torch.ones(1, 6)).sum().backward()
-    record = monitor.end_step()
-    assert record is not None
+    record = record_of(monitor)
     assert record.values == {"monitor/errors": 1}
     assert "The reference could not run (RuntimeError: on purpose)" in caplog.text
     assert model.weight.grad is not None
@@ -244,18 +235,16 @@ def test_a_reference_that_writes_into_its_input_does_not_write_into_the_models()
     reference[1].weight.data.zero_()
     x = torch.randn(8, 6)
     expected = model(x.clone())
-    with ModuleMonitor(rules=Rule(kinds="activation_difference", statistics="norm"), module="0", on_error="raise") as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference, follows=True)
-        monitor.begin_step(0)
+    with in_step(
+        model, rules=Rule(kinds="activation_difference", statistics="norm"), module="0", on_error="raise", reference=reference, follows=True
+    ) as monitor:
         inputs: list[Tensor] = []
         handle = model[0].register_forward_pre_hook(lambda _module, args: inputs.append(args[0].clone()))
         output = model(x)
         handle.remove()
-        record = monitor.end_step()
+        record = record_of(monitor)
     assert torch.equal(output, expected)
     assert (inputs[0] < 0).any()
-    assert record is not None
     assert set(record.values) == {f"activation_difference/{site}/norm" for site in ("0", "0.0", "0.1")} | {"monitor/errors"}
     assert record.values["activation_difference/0/norm"] > 0
 
@@ -319,10 +308,9 @@ def test_a_loop_of_another_stage_in_the_middle_of_a_step_is_not_compared() -> No
     reference = moved(model)
     records = []
     for validates in (False, True):
-        with ModuleMonitor(rules=Rule(kinds=["activation", "activation_difference"], statistics="norm"), on_error="raise") as monitor:
-            monitor.set_module(model)
-            monitor.set_reference_module(reference)
-            monitor.begin_step(0)
+        with in_step(
+            model, rules=Rule(kinds=["activation", "activation_difference"], statistics="norm"), on_error="raise", reference=reference
+        ) as monitor:
             for seed, (x, _y) in enumerate(batches(3, 5)):
                 torch.manual_seed(seed)
                 with monitor.no_monitor():
@@ -423,10 +411,9 @@ def test_large_tensors_are_written_in_place_by_several_threads() -> None:
                 reference(x)
             torch.manual_seed(5)
             model(x)
-            record = monitor.end_step()
+            record = record_of(monitor)
     finally:
         torch.set_num_threads(num_threads)
-    assert record is not None
     for site, tensors in current.items():
         expected = textbook("norm", tensors[0] - other[site][0])
         assert record.values[f"activation_difference/{site}/norm"] == pytest.approx(expected, rel=1e-5)
@@ -486,11 +473,8 @@ def test_a_container_has_the_activation_of_its_last_part() -> None:
         RefinedCoordinateCheck(monitor)
         monitor.begin_step(0)
         x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
-        with monitor.no_monitor():
-            reference(x)
-        model(x)
-        record = monitor.end_step()
-    assert record is not None
+        run_both(monitor, reference, model, x)
+        record = record_of(monitor)
     output = model(x).detach()
     for site in ("1", "_root_"):
         for name in statistics[:-1]:
@@ -525,11 +509,8 @@ def test_a_call_under_vmap_is_compared_over_all_samples(cpu_offload: bool) -> No
         for step, change in enumerate((0.0, 0.5)):
             model.layer.bias.data.add_(change)
             monitor.begin_step(step)
-            with monitor.no_monitor():
-                reference(x)
-            model(x)
-            record = monitor.end_step()
-            assert record is not None
+            run_both(monitor, reference, model, x)
+            record = record_of(monitor)
             W = model.layer.weight.detach().double()
             first = torch.full((5, 6), change).double()
             expected = torch.cat([first, first @ W.T + change]).norm()
@@ -567,8 +548,7 @@ def test_calls_with_other_token_counts_are_skipped_and_reported_once(caplog: pyt
                 reference(x)
             with caplog.at_level("INFO"):
                 model(x)
-                record = monitor.end_step()
-            assert record is not None
+                record = record_of(monitor)
             assert record.values["monitor/errors"] == 0
             assert record.values["activation_difference/head/norm"] == 0
             is_compared.append("activation_difference/expert/norm" in record.values)
@@ -594,14 +574,10 @@ def test_a_checkpointed_reference_without_the_hooks_of_others_does_not_warn() ->
     reference = copy.deepcopy(model)
     model.embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
     before = list(warnings.filters)
-    with ModuleMonitor(rules=[Rule(kinds="activation_difference", statistics="norm")], on_error="raise") as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference)
-        monitor.begin_step(0)
+    with in_step(model, rules=[Rule(kinds="activation_difference", statistics="norm")], on_error="raise", reference=reference) as monitor:
         with monitor.no_monitor():
             reference(torch.ones(2, 6))
         model(torch.ones(2, 6)).sum().backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation_difference/layer/norm"] == 0
     assert list(warnings.filters) == before

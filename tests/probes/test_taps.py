@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.lightning_package import LightningModule, SingleDeviceStrategy
+from helpers.plain_steps import in_step, record_of
 from helpers.zoo import batches, make
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -86,9 +87,8 @@ def test_a_parameter_is_read_once_at_each_moment_of_a_step(makes_copies: bool) -
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.5)
-        record = monitor.end_step()
+        record = record_of(monitor)
         assert access.take(model) == once["parameter"]
-    assert record is not None
     captured = {(raw.kind, raw.site): raw.value for raw in record.tensors}
     for name in names:
         for kind in ("parameter", "gradient_before_clip", "gradient", "update", "parameter_difference"):
@@ -142,8 +142,7 @@ def test_a_module_has_one_forward_hook_and_an_output_one_gradient_hook(name: str
         assert not any(tensor._backward_hooks for tensor in with_gradient.values())
         for handle in handles:
             handle.remove()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert {raw.kind for raw in record.tensors} >= {"activation", "activation_gradient"}
     kinds = {key.split("/")[0] for key in record.values}
     assert kinds >= {"activation", "activation_gradient", "activation_difference", "gradient_flow"}
@@ -200,8 +199,7 @@ def test_the_call_of_a_wrapper_is_no_call_of_the_module() -> None:
             monitor.begin_step(step)
             assert [module for module in model.modules() if module._forward_pre_hooks] == [model]
             redirect(wrapper, model, "training_step", batch, 0).backward()
-            record = monitor.end_step()
-            assert record is not None
+            record = record_of(monitor)
             output = model.fc(batch[0]).detach()
             assert record.values["activation/_root_/norm"] == pytest.approx(float(output.norm()), rel=1e-6)
             assert record.values["activation_difference/_root_/norm"] == 0.0
@@ -238,18 +236,14 @@ class Stretches(nn.Module):
 def observed(is_reentrant: bool | None, **options: Any) -> Record:
     """A step of two micro-batches."""
     model = Stretches(is_reentrant=is_reentrant)
-    with ModuleMonitor(on_error="raise", **({"rules": []} | options)) as monitor:
-        monitor.set_module(model)
-        monitor.begin_step(0)
+    with in_step(model, on_error="raise", **({"rules": []} | options)) as monitor:
         for x, y in batches(3, 4):
             monitor.end_backward()
             loss = F.cross_entropy(model(x), y)
             monitor.begin_backward()
             loss.backward()
             monitor.after_micro_batch()
-        record = monitor.end_step()
-    assert record is not None
-    return record
+        return record_of(monitor)
 
 
 @pytest.mark.parametrize("is_reentrant", [None, False, True])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
 from helpers.memory import peak_bytes
+from helpers.plain_steps import in_step, record_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -39,10 +40,7 @@ def differences(
     follows = "module" in options
     if reference is None:
         reference = frozen_copy(model.get_submodule(options["module"]) if follows else model)
-    with ModuleMonitor(rules=RULES, on_error="raise", **options) as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference, follows=follows)
-        monitor.begin_step(0)
+    with in_step(model, rules=RULES, on_error="raise", **options, reference=reference, follows=follows) as monitor:
         torch.manual_seed(0)
         if not follows:
             with monitor.no_monitor():
@@ -50,8 +48,7 @@ def differences(
         loss = call(model).square().mean()
         if loss.requires_grad:
             loss.backward()
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     differences = {key: value for key, value in record.values.items() if key.startswith("activation_difference")}
     assert differences
     return differences
@@ -166,10 +163,7 @@ def test_an_output_of_the_reference_has_no_graph() -> None:
 
     model = Pair()
     reference = frozen_copy(model)
-    with ModuleMonitor(rules=RULES, on_error="raise") as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference)
-        monitor.begin_step(0)
+    with in_step(model, rules=RULES, on_error="raise", reference=reference) as monitor:
         with monitor.no_monitor():
             target = reference(inputs())
         assert not any(tensor.requires_grad for tensor in (target["view"], target["both"][0], target["both"][1][0]))
@@ -195,14 +189,12 @@ def test_memory_is_not_grown_by_a_graph() -> None:
     model = Deep()
     reference = frozen_copy(model)
     x = torch.randn(LAYER // 4 // 64, 64)
-    with ModuleMonitor(rules=Rule(kinds="activation_difference", sites="20", statistics="norm"), on_error="raise") as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference)
-        monitor.begin_step(0)
+    with in_step(
+        model, rules=Rule(kinds="activation_difference", sites="20", statistics="norm"), on_error="raise", reference=reference
+    ) as monitor:
         peak = peak_bytes(lambda: monitor.engine.run_reference(lambda: reference(x)))
         model(x)
-        record = monitor.end_step()
-    assert record is not None
+        record = record_of(monitor)
     assert record.values["activation_difference/20/norm"] == 0.0
     assert peak_bytes(lambda: model(x)) > 12 * LAYER
     assert peak <= 5 * LAYER
@@ -333,19 +325,18 @@ def test_autocast_keeps_no_weights_of_a_sibling() -> None:
     """Otherwise they would stay, with their graph, until the model's autocast ends, and hide later changes of weights."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     reference = frozen_copy(model[1])
-    with ModuleMonitor(rules=RULES, on_error="raise", module="1") as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference, follows=True)
-        monitor.begin_step(0)
-        with torch.autocast("cpu", torch.bfloat16):
-            model(inputs()).sum().backward()
-            assert torch.is_autocast_cache_enabled()
-            monitor.end_step()
-            with torch.no_grad():
-                reference.weight.zero_()
-                reference.bias.zero_()
-            reference.requires_grad_()
-            assert not reference(torch.ones(1, 6)).any()
+    with (
+        in_step(model, rules=RULES, on_error="raise", module="1", reference=reference, follows=True) as monitor,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        model(inputs()).sum().backward()
+        assert torch.is_autocast_cache_enabled()
+        monitor.end_step()
+        with torch.no_grad():
+            reference.weight.zero_()
+            reference.bias.zero_()
+        reference.requires_grad_()
+        assert not reference(torch.ones(1, 6)).any()
 
 
 def test_a_model_whose_attention_forms_a_loss_with_the_sibling_keeps_its_gradients() -> None:

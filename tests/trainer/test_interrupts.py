@@ -36,7 +36,6 @@ EVERY_LINE_OF_MONITOR = (
     "engine/step_context.py",
     "engine/phases.py",
     "probes/base.py",
-    "probes/reporting.py",
     "model/hooks.py",
     hooks_of_torch.__file__,
 )

@@ -18,7 +18,7 @@ from lightning_module_monitor.errors import ConfigError, glob_as_pattern, neares
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, ROOT_SITE, fit_for_loggers
 from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
-from lightning_module_monitor.statistics.registry import STATISTICS, ChannelStatistic, HistogramStatistic, Statistic, UnitStatistic
+from lightning_module_monitor.statistics.registry import STATISTICS, ChannelStatistic, Statistic, UnitStatistic
 from lightning_module_monitor.statistics.stream import Output
 
 
@@ -121,7 +121,7 @@ def attention_rules() -> list[Rule]:
 
 def coordinate_check_rules(statistics: Sequence[str] = ("rms",)) -> list[Rule]:
     """The rules of the refined coordinate check: first that of its terms, with these statistics; then operator norms and alignments."""
-    kinds = [kind for kind in KINDS.values() if kind.name.startswith("rcc_")]
+    kinds = [kind for kind in KINDS.values() if kind.of_layers]
     terms = Rule(kinds=[kind.name for kind in kinds if not kind.values], statistics=list(statistics))
     return [terms, *(Rule(kinds=kind.name) for kind in kinds if kind.values)]
 
@@ -253,32 +253,23 @@ def as_tuple(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-_FAMILIES = ("attention_", "rcc_")
 _OF_RULES = [name for name, kind in KINDS.items() if not kind.has_option]
-_KINDS_IN_SHORT = ", ".join(
-    dict.fromkeys(next((f"{family}*" for family in _FAMILIES if name.startswith(family)), name) for name in _OF_RULES)
-)
+_KINDS_IN_SHORT = ", ".join(dict.fromkeys(re.sub(r"^(attention|rcc)_\w+", r"\1_*", name) for name in _OF_RULES))
 """Every kind, large families by their common beginning: a message has to stay within two lines."""
-
-
-def _statistics_in_short() -> str:
-    """The first statistics, and how many there are: a message has to stay within two lines."""
-    return f"{', '.join([*STATISTICS][:16])}, ... ({len(STATISTICS)} in STATISTICS)"
 
 
 def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, Output]:
     """What a rule records of a tensor, by name; functions are the rule's own and those in ``STATISTICS``."""
     aggregate = _parse_aggregate(rule.aggregate, f"{label}.aggregate")
     outputs: dict[str, Output] = {}
+    # The first statistics alone: a message has to stay within two lines.
+    in_short = f"{', '.join([*STATISTICS][:16])}, ... ({len(STATISTICS)} in STATISTICS)"
     for name in as_tuple(rule.statistics):
-        check_choice(name, STATISTICS, f"{label}.statistics {name!r} is not a statistic", _statistics_in_short())
+        check_choice(name, STATISTICS, f"{label}.statistics {name!r} is not a statistic", in_short)
         _check_name(name, f"{label}.statistics")
         statistic = STATISTICS[name]
         _check_fits(name, statistic, kinds, label)
-        if isinstance(statistic, Statistic | HistogramStatistic | UnitStatistic | ChannelStatistic):
-            outputs[name] = statistic
-        else:
-            outputs[name] = Function(aggregate, function=statistic)
+        outputs[name] = Function(aggregate, function=statistic) if callable(statistic) else statistic
     if not isinstance(rule.functions, Mapping):
         raise ConfigError(f"{label}.functions is {rule.functions!r}; expected functions by name, e.g. {{kurtosis: my_project.kurtosis}}.")
     if rule.functions and len({KINDS[kind].is_pair for kind in kinds}) > 1:
@@ -299,21 +290,19 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
 def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str) -> None:
     """Check that a statistic exists for all kinds of a rule."""
     if isinstance(statistic, UnitStatistic | ChannelStatistic):
-        why, unfit = "is of the units of a layer, and {!r} has none", [kind for kind in kinds if not KINDS[kind].has_units]
-        fit = [name for name, kind in KINDS.items() if kind.has_units]
+        why, fit = "is of the units of a layer, and {!r} has none", [name for name, kind in KINDS.items() if kind.has_units]
     elif isinstance(statistic, Statistic) and statistic.compared_with:
         compared_with = statistic.compared_with
         why = f"compares with another tensor ({compared_with}), and {{!r}} has none"
-        unfit = [kind for kind in kinds if compared_with not in KINDS[kind].compared_with]
         fit = [name for name, kind in KINDS.items() if compared_with in kind.compared_with]
     elif isinstance(statistic, Statistic) and statistic.relative:
-        why, unfit = "is relative, and {!r} is relative to nothing", [kind for kind in kinds if not KINDS[kind].is_relative]
-        fit = [name for name, kind in KINDS.items() if kind.is_relative]
+        why, fit = "is relative, and {!r} is relative to nothing", [name for name, kind in KINDS.items() if kind.is_relative]
     else:
         return
-    if unfit:
+    unfit = next((kind for kind in kinds if kind not in fit), None)
+    if unfit is not None:
         expected = f"expected kinds {', '.join(fit)}. Give it a rule of its own."
-        raise ConfigError(f"{label}.statistics {name!r} {why.format(unfit[0])}; {expected}")
+        raise ConfigError(f"{label}.statistics {name!r} {why.format(unfit)}; {expected}")
 
 
 def _parse_per_module(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
@@ -337,9 +326,8 @@ def _parse_values(rule: Rule, label: str, name_of_kind: str) -> dict[str, Output
     """As :func:`_parse_outputs`, for a kind that has named values and no statistics; all values if none is given."""
     kind, names = KINDS[name_of_kind], as_tuple(rule.statistics)
     if rule.functions:
-        raise ConfigError(
-            f"{label}.functions: {kind.name!r} has no tensor to call them with; expected statistics: {', '.join(kind.values)}."
-        )
+        why = f"{kind.name!r} has no tensor to call them with"
+        raise ConfigError(f"{label}.functions: {why}; expected statistics: {', '.join(kind.values)}.")
     for name in names:
         check_choice(name, kind.values, f"{label}.statistics {name!r} is none of {kind.name!r}")
     return {name: Value() for name in names or kind.values}

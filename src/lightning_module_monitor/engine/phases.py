@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import replace
 
 from torch import Tensor
 
 from lightning_module_monitor.config.rules import Rule
 from lightning_module_monitor.engine.observed_model import ObservedModel
-from lightning_module_monitor.engine.step_context import OpenSteps, StepContext
+from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import RanksLostError
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
-from lightning_module_monitor.probes.base import Gate
-from lightning_module_monitor.probes.reporting import ErrorReporter, unchanged_grad_mode
-from lightning_module_monitor.record import KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
+from lightning_module_monitor.probes.base import ErrorReporter, Gate, unchanged_grad_mode
+from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 from lightning_module_monitor.statistics.functions import Aggregate
 
@@ -43,11 +44,16 @@ class StepEngine:
         self._storage = storage
         self.gate = Gate()
         """Hooks ask it whether to observe."""
-        self._steps = OpenSteps(self.gate)
         self.observed: ObservedModel | None = None
         """The module that is monitored; ``None`` where none is set."""
-        self._begun: int | None = None
+        self.open_step: StepContext | None = None
+        """The step, or the loop of another stage, that is open and monitored; ``None`` if there is none."""
+        self._suspended: list[StepContext | None] = []
+        """The steps that loops of other stages have suspended, the innermost last; ``None`` for a step that is not monitored."""
+        self.begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
+        self.has_lost_ranks = False
+        """Whether another rank has left: nothing is monitored any more, and training goes on."""
 
     @property
     def model(self) -> ObservedModel:
@@ -66,41 +72,35 @@ class StepEngine:
         return self.own_recipe if self.observed is None else self.observed.planner.recipe
 
     @property
-    def has_lost_ranks(self) -> bool:
-        """Whether another rank has left: nothing is monitored any more, and training goes on."""
-        return self.observed is not None and self.observed.has_lost_ranks
-
-    @property
-    def current_step(self) -> int | None:
-        """The number of the open step, monitored or not, or of the open loop; ``None`` if there is none."""
-        return self._begun if self.open_step is None else self.open_step.step
-
-    @property
-    def open_step(self) -> StepContext | None:
-        """The step, or the loop of another stage, that is open and monitored; ``None`` if there is none."""
-        return self._steps.current
-
-    @property
     def observing_step(self) -> StepContext | None:
         """The open step if it observes what happens now."""
-        return self._steps.current if self.is_monitoring() else None
-
-    def is_step_monitored(self, step: int) -> bool:
-        """Whether the schedule picks a step, a rule with a cadence of its own is due in it, or tensors are captured in it."""
-        return self._due(step) is not None
+        return self.open_step if self.is_monitoring() else None
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed."""
         return not is_tracing() and self.gate.observer is not None  # in this order: compiled code reads no state of ours
 
+    def due(self, step: int) -> ActiveRules | None:
+        """The rules that are due in a step, if it is monitored; where a user's schedule function fails, raw tensors alone are captured."""
+        try:
+            return self.recipe.due(step)
+        except Exception as error:
+            self._reporter.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
+            return ActiveRules((), gradient_flow=False, gradient_noise=False) if self.recipe.is_captured(step) else None
+
     # A step
 
     def begin_step(self, step: int) -> bool:
         """Begin a step; returns whether it is monitored. A step that an error left open is closed first."""
-        self._close_open_steps()
+        self.lose()
+        # In the order in which other ranks have ended it: the loop, then the step around it.
+        while self.open_step is not None or self._suspended:
+            if self.open_step is not None:
+                self._finish(self.open_step)
+            self._go_on_with(self._suspended.pop() if self._suspended else None)
         model = self.model
-        self._begun = step
-        due = self._due(step)
+        self.begun = step
+        due = self.due(step)
         if due is not None:
             self._open(model, due, step, TRAIN)
         return self.open_step is not None
@@ -112,14 +112,16 @@ class StepEngine:
 
     def add(self, context: StepContext, kind: str, name: str, value: Tensor | float, aggregate: Aggregate, *, site: str = "") -> None:
         """Add a value that no probe observes to a step; a tensor is not read before the step ends."""
-        context.add(self.model.logged.stream(kind, name, aggregate, site=site, stage=context.stage), name, value)
+        stream = self.model.stream_of_value(kind, name, aggregate, site=site, stage=context.stage)
+        value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
+        context.accumulator.add_result(stream, name, value, size)
 
     def end_step(self) -> Record | None:
         """End the step: hooks off, one transfer, values finished; returns the record, if the step was monitored."""
-        if self._steps.suspended:
+        if self._suspended:
             return None
-        self._begun = None
-        context = self._steps.current
+        self.begun = None
+        context = self.open_step
         if context is None:
             return None
         if self.is_monitoring():
@@ -136,13 +138,20 @@ class StepEngine:
         return record
 
     def lose(self) -> None:
-        """An error: see :meth:`OpenSteps.lose`."""
-        self._steps.lose()
+        """After an error the open steps give no record when they end, which they must all the same: other ranks wait for that."""
+        for context in (self.open_step, *self._suspended):
+            if context is not None:
+                context.lose()
 
     def abandon(self) -> None:
         """Close the step, and the step that it suspended, at once and without a record, on this rank alone."""
-        self._begun = None
-        self._steps.close()
+        self.begun = None
+        with ExitStack() as stack:
+            for context in (self.open_step, *self._suspended):
+                if context is not None:
+                    stack.callback(context.close)
+        self._go_on_with(None)
+        self._suspended.clear()
 
     def add_rule(self, rule: Rule, label: str, *, is_optional: bool) -> None:
         """Add a rule, which messages call ``label``; from the next step on it counts. An optional rule may match nothing.
@@ -164,8 +173,8 @@ class StepEngine:
     def close(self) -> None:
         """Close what is open, without a record, and leave the other ranks; a second call does no harm."""
         self.abandon()
-        if self.observed is not None:
-            self.observed.close()
+        if self.observed is not None and self.observed.ranks is not None:
+            self.observed.ranks.close()
 
     # The reference
 
@@ -204,21 +213,22 @@ class StepEngine:
         Returns:
             Whether any rule records activations.
         """
-        if self._steps.current is not None and self._steps.suspended:
-            self._steps.current.lose()
+        if self.open_step is not None and self._suspended:
+            self.open_step.lose()
             self.end_stage()
         everything = self.recipe.everything()
         plan = self.model.planner.plan(everything, stage)
-        self._steps.suspend()  # where opening the loop fails, the step around it is not the loop
+        self._suspended.append(self.open_step)
+        self._go_on_with(None)  # where opening the loop fails, the step around it is not the loop
         self._open(self.model, everything, step, stage)
         return bool(plan.modules)
 
     def end_stage(self) -> Record | None:
         """End the loop that was begun last, and go on with the step that it interrupted; returns the record of the loop."""
-        if not self._steps.suspended:
+        if not self._suspended:
             return None
-        record = None if self._steps.current is None else self._finish(self._steps.current)
-        self._steps.resume()
+        record = None if self.open_step is None else self._finish(self.open_step)
+        self._go_on_with(self._suspended.pop())
         return record
 
     # Ranks
@@ -230,7 +240,8 @@ class StepEngine:
             ConfigError: On every rank, if rules, schedules or modules differ.
         """
         try:
-            self.model.agree()
+            if not self.has_lost_ranks:
+                self.model.agree()
         except RanksLostError as error:
             self.lose_ranks(error)
 
@@ -238,7 +249,7 @@ class StepEngine:
         """Another rank has left: end the monitoring on this one, for good."""
         if self.has_lost_ranks:
             return
-        self.model.has_lost_ranks = True
+        self.has_lost_ranks = True
         self.lose()
         last = self._storage.last_step()
         after = "before the first record" if last is None else f"after the record of step {last}"
@@ -246,41 +257,31 @@ class StepEngine:
 
     # Inside
 
-    def _close_open_steps(self) -> None:
-        """Close what an error has left open, in the order in which other ranks have ended it: the loop, then the step around it."""
-        self._steps.lose()
-        while self._steps.current is not None or self._steps.suspended:
-            if self._steps.current is not None:
-                self._finish(self._steps.current)
-            self._steps.resume()
-
-    def _due(self, step: int) -> ActiveRules | None:
-        """The rules that are due in a step, if it is monitored; where a user's schedule function fails, raw tensors alone are captured."""
-        try:
-            return self.recipe.due(step)
-        except Exception as error:
-            self._reporter.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
-            return ActiveRules((), gradient_flow=False, gradient_noise=False) if self.recipe.is_captured(step) else None
+    def _go_on_with(self, context: StepContext | None) -> None:
+        """Continue with this step, or with none: hooks give their tensors to its accumulator."""
+        self.open_step = context
+        self.gate.current = None if context is None else context.accumulator
 
     def _open(self, model: ObservedModel, due: ActiveRules, step: int, stage: str) -> None:
         self.agree()
-        if not model.has_lost_ranks:
-            context = model.open(due, step, stage)
-            self._steps.go_on_with(context)
+        if not self.has_lost_ranks:
+            model.read_names_again()
+            context = StepContext(model, due, step, stage)
+            self._go_on_with(context)
             context.attach()
 
     def _finish(self, context: StepContext) -> Record | None:
         """Close the context and finish its values; ``None`` if an error has ended the step, on any rank, or another rank has left."""
         if self.has_lost_ranks:
-            self._steps.go_on_with(None)  # it was closed, and no rank waits for its end
+            self._go_on_with(None)  # it was closed, and no rank waits for its end
             return None
         try:
-            return self._finished(context)
+            with unchanged_grad_mode():
+                return self._finished(context)
         except RanksLostError as error:
             self.lose_ranks(error)
             return None
 
-    @unchanged_grad_mode()
     def _finished(self, context: StepContext) -> Record | None:
         model, tensors = self.model, []
         try:
@@ -289,19 +290,21 @@ class StepEngine:
             with self._reporter.guard("hooks", context.accumulator):
                 context.close()
             # Not before: hooks that Ctrl-C has left are removed when this monitor is closed.
-            self._steps.go_on_with(None)
-        if context.has_missed():
+            self._go_on_with(None)
+        if Unobserved.number > context.num_unobserved:
             self._reporter.log_once(Unobserved.message, logging.WARNING)
         if context.stage == TRAIN and model.awaits_first_step:
             model.awaits_first_step = False
             model.report_not_run(context.step)
         values: dict[str, float] = {}
+        users = [stream for stream in model.logged.values() if stream.kind not in (OWN_KIND, CONTEXT_KIND)]
         # Of the other kinds nothing is measured; to find out takes as long as all else at the end of a step.
-        for key in context.accumulator.drop_overwriting(model.logged.by_users):
+        for key in context.accumulator.drop_overwriting(users):
             self._reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._reporter.guard("values", context.accumulator):
-            values = context.accumulator.collect(context.ranks)
-            context.derive(values)
+            values = context.accumulator.collect(model.ranks)
+            for probe in context.probes:
+                probe.derive(values)
         if context.accumulator.is_lost:
             return None
         if context.attention is not None and context.attention.is_requested and model.awaits_attention:
@@ -312,7 +315,7 @@ class StepEngine:
                 self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING, "attention")
         values[context.errors_key] = float(context.accumulator.num_errors)
         findings: list[Finding] = []
-        if context.ranks is not None and context.stage == TRAIN:
+        if model.ranks is not None and context.stage == TRAIN:
             # Optimizers that share out their work keep a state on one rank alone.
             differing = [stream for stream in context.accumulator.differing if not KINDS[stream.kind].of_states]
             values[self.recipe.figure_key(RANK_DISAGREEMENT)] = float(len({stream.site for stream in differing}))

@@ -1,77 +1,118 @@
-"""Steps, and loops of other stages, while they are observed."""
+"""A step, or a loop of another stage, while it is observed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_module_monitor.config.schedule import MinutesSchedule
-from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.kernels.elements import plain
+from lightning_module_monitor.distributed.shards import flat_shards_by_name
+from lightning_module_monitor.engine.observed_model import ObservedModel
+from lightning_module_monitor.errors import nearest, or_examples
 from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.plan.plan import Plan
+from lightning_module_monitor.plan.recipe import ActiveRules
+from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
-from lightning_module_monitor.probes.base import Among, Gate, Probe, StepTools
+from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
+from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, failing_alone, unchanged_grad_mode
 from lightning_module_monitor.probes.capture import CaptureProbe
+from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe
-from lightning_module_monitor.probes.parameters import ParameterTap
+from lightning_module_monitor.probes.optimizer_states import StateReader
+from lightning_module_monitor.probes.parameters import ParameterTap, fail_removed
+from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe
 from lightning_module_monitor.probes.reference import ReferenceProbe
-from lightning_module_monitor.probes.reporting import unchanged_grad_mode
-from lightning_module_monitor.probes.tap import ModuleTap
-from lightning_module_monitor.record import RawTensor
+from lightning_module_monitor.probes.tap import Consumer, ModuleTap
+from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.stream import Stream
 
 
-@dataclass(eq=False)
 class StepContext:
-    """One step, or one loop of another stage, while it is observed: its probes, and the accumulator that they fill."""
+    """One step, or one loop of another stage, while it is observed: its probes, and the accumulator that they fill.
 
-    step: int
-    plan: Plan
-    tools: StepTools
-    ranks: Ranks | None
-    modules: ModuleTap
-    probes: list[Probe]
-    """All probes, in the order in which they register their hooks. A probe that the plan does not need is not made."""
-    stage: str
-    errors_key: str
-    """The key of the number of errors."""
-    parameters: ParameterTap | None
-    capture: CaptureProbe | None
-    reference: ReferenceProbe | None
-    """Keeps what the reference computes."""
-    attention: AttentionProbe | None
-    noise: GradientNoiseProbe | None
-    clock: MinutesSchedule | None
-    """The schedule, if it picked the step by the clock."""
-    uncompiled: Uncompiled | None
-    """Has compiled code run uncompiled in the step."""
-    _num_unobserved: int = field(default_factory=lambda: Unobserved.number)
+    Args:
+        model: The module that is monitored.
+        due: The rules that are due.
+        step: Number of the optimizer step.
+        stage: ``train``, or the stage of the loop.
+    """
+
+    def __init__(self, model: ObservedModel, due: ActiveRules, step: int, stage: str) -> None:
+        model.gate.wrapped = None if model.wrapper in (None, model.module) else model.module
+        planner, is_training = model.planner, stage == TRAIN
+        plan, recipe = planner.plan(due, stage), planner.recipe
+        captured = (planner.capture_plan(step) if is_training else None) or Plan([], [])
+        self.model, self.plan, self.step, self.stage = model, plan, step, stage
+        accumulator = StepAccumulator(model.reporter.of_stream, model.state(due, stage))
+        self.tools = tools = StepTools(accumulator, planner.index, model.reporter, model.gate)
+        clock = recipe.schedule.by_clock if is_training else None
+        self.clock = clock if clock is not None and clock(step) else None
+        """The schedule, if it picked the step by the clock."""
+        self.num_unobserved = Unobserved.number
+        """How much had not been observed before the step because torch traced it."""
+        self._uncompiled = None if recipe.keeps_compiled else Uncompiled()
+        """Has compiled code run uncompiled in the step."""
+        self.errors_key = recipe.figure_key("errors", stage)
+        """The key of the number of errors."""
+        calls = None if model.reference is None else ReferenceProbe(model.reference, tools)
+        consumers: list[Consumer[Any]] = [] if calls is None else [DifferenceProbe(plan.modules, tools, calls)]
+        consumers.append(ActivationProbe(plan.modules, tools))
+        self.capture = CaptureProbe(captured.modules, tools) if captured.modules or captured.parameters else None
+        shapes = model.table.probe() if is_training else None
+        flow = None if plan.chain is None else GradientFlowProbe(plan.chain, tools)
+        consumers += [consumer for consumer in (self.capture, shapes, flow) if consumer is not None]
+        self.parameters = self._parameter_tap(captured) if plan.parameters or captured.parameters else None
+        self.modules = ModuleTap(consumers, model.gate, accumulator)
+        check = None
+        if calls is not None:
+            skipped_calls = model.stream_of_value(OWN_KIND, RCC_SKIPPED_CALLS, "sum")
+            check = CoordinateCheckProbe(plan.modules, tools, calls, skipped_calls)
+        # After those that name the tensors of the reference that they need.
+        self.reference = calls if calls is not None and calls.wanted else None
+        """Keeps what the reference computes."""
+        self.noise = None if plan.noise is None else GradientNoiseProbe(plan.noise, tools, self.modules, model.ranks, model.noise)
+        is_requested, heads = recipe.has_attention_rule(due), plan.modules_with_heads
+        self.attention = AttentionProbe(heads, tools, is_requested=is_requested) if heads else None
+        probes = (self.parameters, self.modules, *consumers, check, self.reference, self.noise, self.attention)
+        self.probes: list[Probe] = [probe for probe in probes if probe is not None]
+        """All probes, in the order in which they register their hooks. A probe that the plan does not need is not made."""
 
     @property
     def accumulator(self) -> StepAccumulator:
         """The values of the step."""
         return self.tools.accumulator
 
+    def _parameter_tap(self, captured: Plan) -> ParameterTap:
+        model, plan, tools = self.model, self.plan, self.tools
+        tensors = {site.name: site.tensor() for site in model.index.parameters}
+        if None in tensors.values():
+            fail_removed(plan.parameters, tools.accumulator)
+        states = None if plan.states is None else StateReader(plan.states.stream, plan.states.all_totals, plan.states.report_idle, tools)
+        return ParameterTap(
+            plan.parameters,
+            captured.parameters,
+            self.capture,
+            tools,
+            model.access,
+            model.ranks,
+            flat_shards_by_name(tensors, model.wrapper or model.module),
+            model.reference,
+            states,
+            model.previous_updates,
+        )
+
     def attach(self) -> None:
         """Register the hooks of the probes."""
-        if self.uncompiled is not None:
-            self.uncompiled.begin()
+        if self._uncompiled is not None:
+            self._uncompiled.begin()
         for probe in self.probes:
             probe.attach()
-
-    def add(self, stream: Stream, name: str, value: Tensor | float) -> None:
-        """Add a value that no probe observes; a tensor is not read before the step ends."""
-        value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
-        self.accumulator.add_result(stream, name, value, size)
 
     def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Tensor | float | None) -> None:
         """Observe the gradients of some parameters, or of all."""
@@ -82,11 +123,6 @@ class StepContext:
         if self.noise is not None:
             with self.guard("gradient noise"):
                 self.noise.observe_gradients(among, as_scale(scale))
-
-    def count_samples(self, number: float | Tensor) -> None:
-        """The micro-batch that runs has so many samples."""
-        if self.noise is not None:
-            self.noise.count_samples(number)
 
     def observe_parameters(self, parameters: Iterable[Tensor] | None) -> None:
         """Observe some parameters, or all, before the optimizer moves them."""
@@ -102,22 +138,38 @@ class StepContext:
             with self.guard("updates"):
                 self.parameters.observe_updates(_identities(parameters), is_skipped=is_skipped, optimizers=optimizers)
 
-    def attention_by_hand(self) -> AttentionProbe:
-        """The probe to which a model reports calls of attention; without hooks where no rule is about attention."""
-        if self.attention is None:
-            self.attention = AttentionProbe(self.plan.modules, (), self.tools, is_requested=False)
-            self.probes.append(self.attention)
-        return self.attention
+    def observe_attention(self, module: nn.Module | str, call: RawCall, *, is_reference: bool) -> None:
+        """Observe a call of attention that the model or the reference reports.
 
-    def has_missed(self) -> bool:
-        """Whether something was not observed because torch traced it."""
-        return Unobserved.number > self._num_unobserved
+        Raises:
+            ValueError: If there is no such module, or no reference.
+        """
+        reference = self.model.reference if is_reference else None
+        live = module if reference is None or isinstance(module, str) else reference.model_of(module)
+        site = None if live is None else self.tools.names.module_site(live)
+        if site is None and all(live is not inner for inner in self.model.module.modules()):
+            what = repr(module) if isinstance(module, str) else f"This {type(module).__name__}"
+            names = [known.name for known in self.tools.names.modules]
+            which = "of the reference" if is_reference else "that are watched"
+            near = or_examples(nearest(module, names), names) if isinstance(module, str) else "."
+            raise ValueError(f"{what} is none of the {len(names)} modules {which}{near}")
+        if site is None or self.accumulator.is_lost:  # it is excluded, or an error has ended the step
+            return
+        if self.attention is None:  # no rule is about attention: without hooks
+            self.attention = AttentionProbe((), self.tools, is_requested=False)
+            self.probes.append(self.attention)
+        watched = next((recorded for recorded in self.plan.modules if recorded.site is site), Watched(site, {}))
+        if reference is not None:
+            self.attention.keep_of_reference(watched, call, to_host=reference.cpu_offload)
+        else:
+            watched = self.model.planner.attention_by_hand(watched, self.stage)
+            self.attention.observe(watched, read_scaled_dot_product_attention, call, is_reported=True)
 
     def close(self) -> None:
         """Remove every hook and release every tensor; a second call closes what an error or Ctrl-C in the first has left."""
         with ExitStack() as stack:
-            if self.uncompiled is not None:
-                stack.callback(self.uncompiled.end)
+            if self._uncompiled is not None:
+                stack.callback(self._uncompiled.end)
             for probe in reversed(self.probes):
                 stack.callback(probe.close)
 
@@ -141,7 +193,7 @@ class StepContext:
         """Let the probes finish what waits for the end of the step; returns the raw tensors of the step."""
         if self.parameters is not None:
             with self.guard("whole tensors"):
-                self.parameters.assemble()
+                self.parameters.whole_tensors.assemble()
         self._each("what has waited", lambda probe: probe.finish())
         tensors: list[RawTensor] = []
         if self.capture is not None:
@@ -149,61 +201,12 @@ class StepContext:
                 tensors += self.capture.tensors()
         return tensors
 
-    def derive(self, values: dict[str, float]) -> None:
-        """Replace values by what some probes derive from them."""
-        for probe in self.probes:
-            probe.derive(values)
-
     def _each(self, what: str, act: Callable[[Probe], None]) -> None:
         """Let every probe act; an error in one does not affect the others."""
         with unchanged_grad_mode(), torch.no_grad():
             for probe in self.probes:
-                try:
+                with failing_alone(lambda error: self.tools.reporter.not_taken(what, error, self.accumulator)):
                     act(probe)
-                except MonitorError:
-                    raise
-                except Exception as error:
-                    self.tools.reporter.not_taken(what, error, self.accumulator)
-
-
-class OpenSteps:
-    """The step that is open, and the steps that loops of other stages have suspended; the gate follows."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self.current: StepContext | None = None
-        """The step, or the loop, that runs; ``None`` where none is observed."""
-        self.suspended: list[StepContext | None] = []
-        """Innermost last; ``None`` for a step that is not monitored."""
-
-    def go_on_with(self, context: StepContext | None) -> None:
-        """Continue with this step, or with none: hooks give their tensors to its accumulator."""
-        self.current = context
-        self._gate.enter(None if context is None else context.accumulator)
-
-    def suspend(self) -> None:
-        """A loop of another stage begins in the middle of the step."""
-        self.suspended.append(self.current)
-        self.go_on_with(None)
-
-    def resume(self) -> None:
-        """The loop that was begun last is over."""
-        self.go_on_with(self.suspended.pop() if self.suspended else None)
-
-    def lose(self) -> None:
-        """After an error the open steps give no record when they end, which they must all the same: other ranks wait for that."""
-        for context in (self.current, *self.suspended):
-            if context is not None:
-                context.lose()
-
-    def close(self) -> None:
-        """Close all of them at once and without a record, on this rank alone."""
-        with ExitStack() as stack:
-            for context in (self.current, *self.suspended):
-                if context is not None:
-                    stack.callback(context.close)
-        self.go_on_with(None)
-        self.suspended.clear()
 
 
 def _identities(parameters: Iterable[Tensor] | None) -> Among:

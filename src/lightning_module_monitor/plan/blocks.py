@@ -15,7 +15,6 @@ from lightning_module_monitor.model.names import ModelIndex, and_insides, childr
 from lightning_module_monitor.plan.matching import OF_WATCHES, matching
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.statistics.stream import Output
 
 OF_BLOCKS = "max_logged_keys"
 """The label of rules that record values by block."""
@@ -57,14 +56,13 @@ def block_rules(rules: Sequence[ParsedRule], index: ModelIndex, blocks: Sequence
     for (kind, name), users in rules_of.items():
         plain = [user for user in users if not user.per_module]
         is_recorded = any(pattern.fullmatch(block) for user in users for pattern in user.per_module for block in blocks)
-        if not plain or is_recorded or any(user.schedule != plain[0].schedule for user in plain) or not _has_total(plain[0].outputs[name]):
+        if not plain or is_recorded or any(user.schedule != plain[0].schedule for user in plain):
+            continue
+        output = plain[0].outputs[name]
+        if not isinstance(output, Statistic) or output.needs & Need.TOKENS:
             continue
         sites = {site.name: None for user in plain for site in matching(user, kind, index)}
         pattern = re.compile("|".join(map(re.escape, sites)))
         rule = ParsedRule(label=OF_BLOCKS, kinds=(kind,), sites=(pattern,), schedule=plain[0].schedule, is_optional=True)
-        added.append(replace(rule, outputs={name: plain[0].outputs[name]}, per_module=(per_module,)))
+        added.append(replace(rule, outputs={name: output}, per_module=(per_module,)))
     return added
-
-
-def _has_total(output: Output) -> bool:
-    return isinstance(output, Statistic) and not output.needs & Need.TOKENS

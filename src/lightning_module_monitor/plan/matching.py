@@ -13,7 +13,7 @@ from torch import nn
 from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples, shortened
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, names_used
+from lightning_module_monitor.model.compiled import NOT_COMPILED, names_used
 from lightning_module_monitor.model.names import (
     ModelIndex,
     ModuleSite,
@@ -25,7 +25,7 @@ from lightning_module_monitor.model.names import (
     without_wrappers,
 )
 from lightning_module_monitor.probes import rcc_layers
-from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.registry import Statistic
 
@@ -105,12 +105,10 @@ def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:
     """Whether a site can have values of a kind. A container that is never called may report attention by hand, from another method."""
     if isinstance(site, ParameterSite) or not KINDS[kind].of_heads:
         return isinstance(site, ParameterSite) or site.runs
-    return index.compiled == NOT_COMPILED or _may_attend(site, index.compiled)
-
-
-def _may_attend(site: ModuleSite, compiled: CompiledParts) -> bool:
-    """Whether a module may call attention outside of the model's compiled code: one around that, if its own code shows it."""
-    of = type(site.module)
+    compiled, of = index.compiled, type(site.module)
+    if compiled == NOT_COMPILED:
+        return True
+    # Outside of the model's compiled code: a module around that may call attention if its own code shows it.
     if site.is_compiled or site.module in compiled.callers or of.forward.__module__.startswith("torch.nn."):
         return not site.is_compiled and isinstance(site.module, nn.MultiheadAttention)
     is_around = any(module in compiled.outermost for module in site.module.modules())
@@ -139,11 +137,15 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
         shares_input: Whether other ranks have the same input as this one.
 
     Raises:
-        ConfigError: If it matches nothing, or needs what parts of tensors do not show.
+        ConfigError: If it matches nothing, names a class that the model lacks, or needs what parts of tensors do not show.
     """
     if shares_input:
         check_tensor_parallel(rule)
-    check_types(rule, index.whole)
+    for name in rule.types or ():
+        if isinstance(name, str) and not any(_is_of(site.module, name) for site in index.whole.modules):
+            classes = sorted({unwrapped_class(site.module).__name__ for site in index.whole.modules})
+            expected = f"expected e.g. {shortened(classes)}, or an import path{nearest(name, classes)}"
+            raise ConfigError(f"{rule.label}.types {name!r} is the class of none of {len(index.whole.modules)} modules; {expected}")
     for kind in () if rule.is_optional else idle_kinds(rule, index):
         where = " outside of compiled code" if index.whole is not index and KINDS[kind].site == "module" else ""
         reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}{where}.", logging.WARNING)
@@ -151,9 +153,8 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
         reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
     if rcc_layers.OUTPUT not in rule.kinds:
         return
-    unchecked = rcc_layers.unchecked_modules(index.within)
-    picked = [site for site in index.modules if site.module in unchecked and is_picked(site, site.module, rule)]
-    left_out = [f"{site.name} ({type(site.module).__name__})" for site in picked]
+    with_weights = [site for site in index.modules if rcc_layers.has_own_weights(site.module) and is_picked(site, site.module, rule)]
+    left_out = [f"{site.name} ({type(site.module).__name__})" for site in with_weights if not rcc_layers.layer_parts(site.module)]
     if left_out:
         why = "rcc leaves out modules whose type is not in its table"
         reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")
@@ -177,21 +178,6 @@ def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside
     how = "compiled: uncompiled records them, and runs monitored steps uncompiled"
     inside = f" What is inside is not observed: {left_out}." if num_inside else ""
     return f"Compiled: {names}.{inside}{unjudged}{attention} {how}." if inside or unjudged or attention else ""
-
-
-def check_types(rule: ParsedRule, index: ModelIndex) -> None:
-    """Check that the model has a class of each name among a rule's ``types``.
-
-    Raises:
-        ConfigError: If not; names the nearest class.
-    """
-    for name in rule.types or ():
-        if isinstance(name, str) and not any(_is_of(site.module, name) for site in index.modules):
-            classes = sorted({unwrapped_class(site.module).__name__ for site in index.modules})
-            why = f"is the class of none of {len(index.modules)} modules"
-            raise ConfigError(
-                f"{rule.label}.types {name!r} {why}; expected e.g. {shortened(classes)}, or an import path{nearest(name, classes)}"
-            )
 
 
 def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:

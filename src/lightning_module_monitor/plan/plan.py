@@ -20,18 +20,18 @@ class Plan:
 
     modules: list[WatchedModule]
     parameters: list[WatchedParameter]
-    chain: Chain | None
-    """The blocks whose gradient flow is recorded."""
     totals: Sequence[Stream] = ()
     """What is recorded of all parameters of a module together."""
     states: StateRules | None = None
     """The rules about states of optimizers."""
+    chain: Chain | None = None
+    """The blocks whose gradient flow is recorded."""
     noise: NoiseSites | None = None
     """The modules whose gradient noise is recorded."""
 
     @functools.cached_property
     def modules_with_heads(self) -> list[WatchedModule]:
-        """The modules with a rule about heads of attention."""
+        """The modules with a rule about heads of attention. Neither their number nor their keys are known before they run."""
         return [watched for watched in self.modules if any(KINDS[kind].of_heads for kind in watched.streams)]
 
     def streams(self) -> list[Stream]:
@@ -47,17 +47,14 @@ class Plan:
         """Whether all keys, of a kind or of any, are known before the first step: attention, states and some functions have others."""
         if self.states is not None and (kind == "" or (kind in KINDS and KINDS[kind].of_states)):
             return False
-        if self.has_heads() and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
+        if self.modules_with_heads and (kind in ("", "activation") or (kind in KINDS and KINDS[kind].of_heads)):
             return False
         return all(stream.planned_keys == stream.number_keys for stream in self.streams() if kind in ("", stream.kind))
 
-    def has_coordinate_check(self) -> bool:
-        """Whether the refined coordinate check is recorded."""
-        return any(watched.layers for watched in self.modules)
-
-    def has_heads(self) -> bool:
-        """Whether heads of attention are recorded. Neither their number nor their keys are known before they run."""
-        return bool(self.modules_with_heads)
+    def figures(self) -> list[str]:
+        """The monitor's own figures that come with the kinds of the modules."""
+        kinds = dict.fromkeys(kind for watched in self.modules for kind in (*watched.streams, *watched.layers))
+        return list(dict.fromkeys(figure for kind in kinds for figure in KINDS[kind].figures))
 
     def keys(self) -> list[str]:
         """Every key of a number that is known beforehand, kind by kind."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -14,19 +14,18 @@ from lightning_module_monitor.distributed.ranks import num_processes
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts
-from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite
 from lightning_module_monitor.plan.matching import check_rule, compiled_in_words, idle_kinds, layer_sites, matching
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.plan.states import StateRules
 from lightning_module_monitor.plan.totals import Totals, check_per_module, joined, parameters_by_module
-from lightning_module_monitor.probes.base import SiteT, Watched, WatchedModule
+from lightning_module_monitor.probes.base import ErrorReporter, SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.gradient_noise import NoiseSites
 from lightning_module_monitor.probes.optimizer_states import STATE
-from lightning_module_monitor.probes.reporting import ErrorReporter
-from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, Key, is_context
-from lightning_module_monitor.statistics.stream import Output, Stream
+from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, TRAIN, Key, is_context
+from lightning_module_monitor.statistics.stream import Stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +114,9 @@ class Planner:
         """What is recorded of the model; without ``due``, as if every rule were due."""
         due = self.recipe.everything() if due is None else due
         if (stage, due) not in self._plans:
-            chain = self.chain if due.gradient_flow and stage == TRAIN else None
-            plan = self._plan([self.recipe.rules[number] for number in due.rules], stage, chain)
-            self._plans[stage, due] = replace(plan, noise=self.noise if due.gradient_noise and stage == TRAIN else None)
+            chain, noise = (self.chain if due.gradient_flow else None), (self.noise if due.gradient_noise else None)
+            plan = self._plan([self.recipe.rules[number] for number in due.rules], stage)
+            self._plans[stage, due] = replace(plan, chain=chain, noise=noise) if stage == TRAIN else plan
         return self._plans[stage, due]
 
     def capture_plan(self, step: int | None = None) -> Plan | None:
@@ -139,11 +138,9 @@ class Planner:
         """What the rules would record inside compiled code if it were observed."""
         whole = self._plan(self.recipe.rules, stage, index=self.index.whole)
         observed = {site.name for site in self.index.modules}
-        return Plan([module for module in whole.modules if module.site.name not in observed], [], None)
+        return Plan([module for module in whole.modules if module.site.name not in observed], [])
 
-    def _plan(
-        self, rules: Iterable[ParsedRule], stage: str = TRAIN, chain: Chain | None = None, *, index: ModelIndex | None = None
-    ) -> Plan:
+    def _plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, *, index: ModelIndex | None = None) -> Plan:
         """What some rules record together. Outside of training there are only activations."""
         index, rules = index or self.index, [*rules]
         by_site: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
@@ -158,35 +155,35 @@ class Planner:
         shared = totals.shared()
 
         def watched(site: SiteT) -> Watched[SiteT]:
-            rules, of_totals = by_site[site.name], shared.get(site.name, {})
-            streams = {kind: self._stream(site, kind, rules[kind], stage, of_totals.get(kind, {})) for kind in {**rules, **of_totals}}
-            layers = {kind: {name: stream.at(name) for name in layer_sites(site, kind)} for kind, stream in streams.items()}
-            return Watched(
-                site, {kind: stream for kind, stream in streams.items() if not layers[kind]}, {k: v for k, v in layers.items() if v}
-            )
+            rules, of_totals, is_module = by_site[site.name], shared.get(site.name, {}), isinstance(site, ModuleSite)
+            streams: dict[str, Stream] = {}
+            layers: dict[str, dict[str, Stream]] = {}
+            for kind in {**rules, **of_totals}:
+                stream = Stream(
+                    kind,
+                    site.name,
+                    joined(rules[kind], kind, site.name),
+                    stage,
+                    self.recipe.prefix,
+                    is_compared=self.shares_input and is_module,
+                    is_replicated=self.has_ranks and not is_module,
+                    shared=of_totals.get(kind, {}),
+                )
+                within = layer_sites(site, kind)
+                if within:
+                    layers[kind] = {name: stream.at(name) for name in within}
+                else:
+                    streams[kind] = stream
+            return Watched(site, streams, layers)
 
         modules = [watched(site) for site in index.modules if site.name in by_site]
         parameters = [watched(site) for site in index.parameters if site.name in by_site or site.name in shared]
         totals.plan(parameters, stage, self.recipe.prefix)
         states = StateRules.of([rule for rule in rules if self._is_recorded(STATE, stage)], totals, parameters, index, self.reporter)
-        return Plan(modules, parameters, chain, [*totals.rules], states)
+        return Plan(modules, parameters, [*totals.rules], states)
 
     def _is_recorded(self, kind: str, stage: str) -> bool:
         return kind not in self.recipe.left_out and (stage == TRAIN or KINDS[kind].in_every_stage)
-
-    def _stream(
-        self, site: ModuleSite | ParameterSite, kind: str, rules: Sequence[ParsedRule], stage: str, shared: Mapping[str, Output]
-    ) -> Stream:
-        return Stream(
-            kind,
-            site.name,
-            joined(rules, kind, site.name),
-            stage,
-            self.recipe.prefix,
-            is_compared=self.shares_input and isinstance(site, ModuleSite),
-            is_replicated=self.has_ranks and isinstance(site, ParameterSite),
-            shared=shared,
-        )
 
     # Keys
 
@@ -200,8 +197,7 @@ class Planner:
         """
         names = [*stages]
         keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.recipe.figure_key("errors", stage))]
-        more = [RCC_SKIPPED_CALLS] if self.plan().has_coordinate_check() else []
-        of_training = [self.recipe.figure_key(name) for name in (*figures, *more)]
+        of_training = [self.recipe.figure_key(name) for name in (*figures, *self.plan().figures())]
         of_training += [Key(CONTEXT_KIND, "", name, prefix=self.recipe.prefix).format() for name in context]
         return keys + (of_training if TRAIN in names else [])
 
@@ -252,11 +248,7 @@ def _chain_of(recipe: Recipe, index: ModelIndex, shares_input: bool) -> Chain | 
 
 
 def _check_ranks_of_noise(index: ModelIndex, *, has_ranks: bool, shares_input: bool) -> None:
-    """Refuse gradient noise where a rank has no gradient of its own micro-batch, or does not know those of other ranks.
-
-    Raises:
-        ConfigError: If so.
-    """
+    """Refuse gradient noise where a rank has no gradient of its own micro-batch, or does not know those of other ranks."""
     if shares_input or any(is_laid_out(site.owner) for site in index.parameters):
         why = "parameters are laid out over ranks (FSDP or tensor parallel), and no rank has the whole gradient of its own micro-batch"
         raise ConfigError(f"gradient_noise: {why}; expected one device or DDP.")

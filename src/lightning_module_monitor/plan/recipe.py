@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_module_monitor.config.flow_option import ParsedGradientFlow
+from lightning_module_monitor.config.gradient_options import ParsedGradientFlow
 from lightning_module_monitor.config.rules import ParsedRule, Rule, parse_rule
-from lightning_module_monitor.config.schedule import MinutesSchedule, ParsedSchedule
+from lightning_module_monitor.config.schedule import ParsedSchedule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.names import NameFormat
 from lightning_module_monitor.record import KINDS, OWN_KIND, STAGES, TRAIN, Key, check_prefix
@@ -106,11 +106,6 @@ class Recipe:
         if not (is_picked or rules or self.is_captured(step)):
             return None
         return ActiveRules(rules, self.gradient_flow is not None and is_picked, self.gradient_noise is not None and is_picked)
-
-    def clock(self, step: int) -> MinutesSchedule | None:
-        """The schedule that picks a step by the clock; ``None`` if none does."""
-        clock = self.schedule.by_clock
-        return clock if clock is not None and clock(step) else None
 
     def everything(self) -> ActiveRules:
         """All rules except those that are added for a few steps after a finding."""

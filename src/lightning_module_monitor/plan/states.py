@@ -11,9 +11,8 @@ from lightning_module_monitor.errors import nearest_pattern
 from lightning_module_monitor.model.names import ModelIndex, ParameterSite, matches
 from lightning_module_monitor.plan.matching import is_picked
 from lightning_module_monitor.plan.totals import Totals
-from lightning_module_monitor.probes.base import WatchedParameter
+from lightning_module_monitor.probes.base import ErrorReporter, WatchedParameter
 from lightning_module_monitor.probes.optimizer_states import STATE
-from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.stream import Stream
 

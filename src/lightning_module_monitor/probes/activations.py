@@ -15,9 +15,8 @@ from lightning_module_monitor.kernels.elements import plain, unwrapped
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModuleSite, unwrapped_class
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
-from lightning_module_monitor.probes.base import StepTools, WatchedModule
+from lightning_module_monitor.probes.base import StepTools, WatchedModule, failing_alone
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, ReferenceProbe
-from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.probes.tap import Awaited, Consumer, elements_of
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.statistics.precision import unscaled
@@ -88,16 +87,29 @@ class DifferenceProbe(Consumer[_Compared]):
         compared = ((module, module.streams.get(DIFFERENCE), reference.reference.sibling(module.site.module)) for module in watched)
         super().__init__((module.site.module, (stream, sibling)) for module, stream, sibling in compared if stream and sibling is not None)
         for _module, (_stream, sibling) in self.targets:
-            reference.want(sibling, DIFFERENCE, _floating_outputs)
+            reference.wanted[sibling, DIFFERENCE] = _floating_outputs, False
         self._tools = tools
         self._accumulator = tools.accumulator
         self._reference = reference
 
     def observe_output(self, target: _Compared, output: object, tensors: NamedTensors, is_repeated: bool) -> Iterable[Awaited]:
         """Compare every tensor with the same one of the sibling's call."""
-        if not is_repeated:
-            with failing_alone(functools.partial(self._accumulator.fail, target[0], output)):
-                self._compare(*target, tensors)
+        if is_repeated:
+            return ()
+        stream, sibling = target
+        with failing_alone(functools.partial(self._accumulator.fail, stream, output)):
+            references = dict(self._reference.take(sibling, DIFFERENCE) or ())
+            for path, tensor in tensors:
+                elements = unwrapped(tensor).detach()
+                if path not in references or not elements.is_floating_point():
+                    continue
+                if elements.shape != references[path].shape:  # for example, routed experts
+                    self._reference.not_compared[OTHER_SHAPE].add(sibling)
+                    continue
+                name = self._tools.output_name(stream.site, path)
+                part = stream if name == stream.site else stream.at(name)
+                with failing_alone(functools.partial(self._accumulator.fail, part, elements)):
+                    self._accumulator.observe_pair(part, elements, references[path])
         return ()
 
     def fail(self, target: _Compared, output: object, error: Exception) -> None:
@@ -107,20 +119,6 @@ class DifferenceProbe(Consumer[_Compared]):
             self._reference.take(sibling, DIFFERENCE)
         self._accumulator.fail(stream, output, error)
 
-    def _compare(self, stream: Stream, sibling: nn.Module, tensors: NamedTensors) -> None:
-        references = dict(self._reference.take(sibling, DIFFERENCE) or ())
-        for path, tensor in tensors:
-            elements = unwrapped(tensor).detach()
-            if path not in references or not elements.is_floating_point():
-                continue
-            if elements.shape != references[path].shape:  # for example, routed experts
-                self._reference.not_compared[OTHER_SHAPE].add(sibling)
-                continue
-            name = self._tools.output_name(stream.site, path)
-            part = stream if name == stream.site else stream.at(name)
-            with failing_alone(functools.partial(self._accumulator.fail, part, elements)):
-                self._accumulator.observe_pair(part, elements, references[path])
-
 
 def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTensors:
     return [(path, tensor) for path, tensor in named_tensors(output) if plain(tensor).is_floating_point()]
@@ -129,8 +127,8 @@ def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTe
 class ModuleTable:
     """Collects type, size and first output of the modules of a model."""
 
-    def __init__(self, sites: Iterable[ModuleSite] = (), observed: Iterable[ModuleSite] = ()) -> None:
-        self._sites = list(sites)
+    def __init__(self, sites: Sequence[ModuleSite], observed: Iterable[ModuleSite]) -> None:
+        self._sites = sites
         self._waiting = [site for site in observed if site.runs]
         """The modules that have not run yet."""
         self._outputs: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -156,14 +154,10 @@ class ModuleTable:
 
     def modules(self) -> Sequence[ModuleInfo]:
         """All modules; the same object until more is known."""
-
-        def num_parameters(site: ModuleSite) -> int:
-            return sum(parameter.numel() for parameter in site.module.parameters() if not is_lazy(parameter))
-
         if not self._modules:  # not before the first step: parameters of lazy modules have no size
-            self._modules = tuple(
-                ModuleInfo(site.name, unwrapped_class(site.module).__name__, num_parameters(site)) for site in self._sites
-            )
+            sizes = [sum(each.numel() for each in site.module.parameters() if not is_lazy(each)) for site in self._sites]
+            types = [unwrapped_class(site.module).__name__ for site in self._sites]
+            self._modules = tuple(map(ModuleInfo, [site.name for site in self._sites], types, sizes))
         if self._num_known != len(self._outputs):
             self._num_known = len(self._outputs)
             self._modules = tuple(ModuleInfo(*info[:3], *self._outputs.get(info.name, (None, ""))) for info in self._modules)

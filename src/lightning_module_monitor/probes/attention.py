@@ -24,12 +24,11 @@ from lightning_module_monitor.probes.attention_calls import (
     read_multihead_attention,
     read_scaled_dot_product_attention,
 )
-from lightning_module_monitor.probes.base import Probe, StepTools, Watched, WatchedModule
-from lightning_module_monitor.probes.reporting import failing_alone
+from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule, failing_alone
 from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.attention_figures import MAX_QUERIES, attention_figures, query_stride
 
-FIGURES = {f"attention_{figure}": figure for figure in ("entropy", "relative_entropy", "max_logit", "sink")}
+FIGURES = {kind.name: kind.name.removeprefix("attention_") for kind in KINDS.values() if kind.of_heads}
 """The field of :class:`AttentionFigures` for each kind."""
 
 NEEDED_KEYS = {"attention_relative_entropy": 2}
@@ -73,24 +72,15 @@ class AttentionProbe(Probe):
     ``F.multi_head_attention_forward`` under whatever name the model calls them. It is off whenever no recorded module runs.
 
     Args:
-        watched: All recorded modules.
         with_heads: The modules with a kind of heads.
         tools: The tools of the step.
         is_requested: Whether a user's rule asks for a kind of heads, and not only a built-in rule.
     """
 
-    def __init__(
-        self,
-        watched: Sequence[WatchedModule],
-        with_heads: Sequence[WatchedModule],
-        tools: StepTools,
-        *,
-        is_requested: bool,
-    ) -> None:
+    def __init__(self, with_heads: Sequence[WatchedModule], tools: StepTools, *, is_requested: bool) -> None:
         self.is_requested = is_requested
         self.has_observed = False
         """Whether there was a call of attention."""
-        self._all = watched
         compiled, by_module = tools.names.compiled, {recorded.site.module: recorded for recorded in with_heads}
         modules = dict.fromkeys((*by_module, *compiled.outermost)) if by_module else {}
         hooked = (_HookedModule(module, by_module.get(module), compiled) for module in modules)
@@ -101,9 +91,9 @@ class AttentionProbe(Probe):
         self._unhooked = [_HookedModule(module, None, compiled) for module in compiled.unhooked] if by_module else []
         self._hooks = HookSet()
         self._calls: list[CallHook] = []
-        self._mode = _AttentionMode(self)
         self._running: list[_HookedModule] = []
         """The modules whose forward is running, outermost first."""
+        self._mode = _AttentionMode(self, self._running)
         self._is_on = False
         self._num_above = 0
         """The number of modes above ours in torch's stack of modes when ours was removed."""
@@ -136,10 +126,6 @@ class AttentionProbe(Probe):
         self.end_micro_batch()
         self._switch()
 
-    def watched(self, site: ModuleSite) -> WatchedModule:
-        """The streams of a module, of all kinds."""
-        return next((recorded for recorded in self._all if recorded.site is site), Watched(site, {}))
-
     def observe(self, watched: WatchedModule, read: Reader, call: RawCall, *, is_reported: bool = False) -> None:
         """Observe a call of a module.
 
@@ -159,7 +145,7 @@ class AttentionProbe(Probe):
                 self._observe_figures(watched, heads)
                 self._observe_heads(watched, heads)
 
-    def keep_of_reference(self, watched: WatchedModule, read: Reader, call: RawCall, *, to_host: bool) -> None:
+    def keep_of_reference(self, watched: WatchedModule, call: RawCall, *, to_host: bool) -> None:
         """Keep the tensors of the heads of a call of the reference until the model makes the same call, if they are compared.
 
         Arguments as for :meth:`observe`; with ``to_host`` the tensors are kept in host memory.
@@ -167,14 +153,9 @@ class AttentionProbe(Probe):
         if "activation_difference" not in watched.streams or self._tools.is_suspended():
             return
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
-            tensors = self._tensors(watched, as_torch_itself(read, call, True))
+            tensors = self._tensors(watched, as_torch_itself(read_scaled_dot_product_attention, call, True))
             kept = {name: tensor.to("cpu", copy=True) if to_host else tensor.clone() for name, tensor in tensors}
             self._reference_calls[watched.site.name].append(kept)
-
-    def observe_innermost(self, read: Reader, call: RawCall) -> None:
-        """Observe a call within the innermost recorded module that is running."""
-        if self._running and (watched := self._running[-1].watched) is not None:
-            self.observe(watched, read, call)
 
     def _fail(self, watched: WatchedModule, call: RawCall, error: Exception) -> None:
         # E.g. tensors of a functorch transform.
@@ -261,18 +242,21 @@ class AttentionProbe(Probe):
             # The flag is set before the mode is on, and cleared after it is off: after Ctrl-C in between, `close` turns the mode off.
             self._is_on = True
             # The mode returns to its former position, because the model removes its own modes from the top of the stack.
-            _insert(self._mode, self._num_above)
+            above = [_pop_mode() for _ in range(min(self._num_above, torch._C._len_torch_function_stack()))]
+            for mode in (self._mode, *reversed(above)):
+                _push_mode(mode)
         elif self._is_on and not is_wanted:
             self._num_above = _remove(self._mode)
             self._is_on = False
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Gets every call of a torch function, and passes calls of attention to the probe."""
+    """Gets every call of a torch function, and passes calls of attention to the probe, as calls of the innermost running module."""
 
-    def __init__(self, probe: AttentionProbe) -> None:
+    def __init__(self, probe: AttentionProbe, running: Sequence[_HookedModule]) -> None:
         super().__init__()
         self._probe = probe
+        self._running = running
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -282,8 +266,8 @@ class _AttentionMode(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return output
         read = READERS.get(func)
-        if read is not None:
-            self._probe.observe_innermost(read, RawCall(args, kwargs, output))
+        if read is not None and self._running and (watched := self._running[-1].watched) is not None:
+            self._probe.observe(watched, read, RawCall(args, kwargs, output))
         return output
 
 
@@ -300,10 +284,3 @@ def _remove(mode: TorchFunctionMode) -> int:
         for other in reversed(above):
             _push_mode(other)
     return len(above)
-
-
-def _insert(mode: TorchFunctionMode, num_above: int) -> None:
-    """Insert a mode into torch's stack of modes, below the ``num_above`` topmost ones."""
-    above = [_pop_mode() for _ in range(min(num_above, torch._C._len_torch_function_stack()))]
-    for each in (mode, *reversed(above)):
-        _push_mode(each)

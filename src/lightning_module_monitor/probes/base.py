@@ -1,19 +1,20 @@
-"""What probes share: what is recorded of a site, the gate and the tools of a step, and its phases."""
+"""What probes share: what is recorded of a site, the gate, reports of errors, the tools of a step, and its phases."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from lightning_module_monitor.errors import shortened
+from lightning_module_monitor.errors import Log, MonitorError, shortened
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import Path, is_first
-from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.stream import Stream
 
@@ -46,26 +47,22 @@ class Gate:
     def __init__(self) -> None:
         self.current: object = None
         """The accumulator of the step that runs, or of the loop of another stage that has suspended it; ``None`` without either."""
-        self.observer: object = None
-        """The accumulator that takes what happens now: the current one, or ``None`` while the gate is closed."""
         self.wrapped: nn.Module | None = None
         """The monitored module, if a strategy has wrapped it."""
         self._closed_by: set[object] = set()
 
-    def enter(self, step: object) -> None:
-        """The step with this accumulator goes on, or none does."""
-        self.current = step
-        self._update()
+    @property
+    def observer(self) -> object:
+        """The accumulator that takes what happens now: the current one, or ``None`` while the gate is closed."""
+        return None if self._closed_by else self.current
 
     def close(self, by: object) -> None:
         """Nothing is observed from now on, until :meth:`open` is called with the same object. A second call does nothing."""
         self._closed_by.add(by)
-        self._update()
 
     def open(self, by: object) -> None:
         """Observe again, unless the gate is closed by another object."""
         self._closed_by.discard(by)
-        self._update()
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -85,8 +82,105 @@ class Gate:
         # Lightning's own name for the replacement: strategies/strategy.py, _ForwardRedirection.
         return module is self.wrapped and getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward"
 
-    def _update(self) -> None:
-        self.observer = None if self._closed_by else self.current
+
+def unchanged_grad_mode() -> AbstractContextManager[None]:
+    """After the block the grad mode is as before. Around guards: Ctrl-C may come when one is about to restore it."""
+    return torch.set_grad_enabled(torch.is_grad_enabled())
+
+
+@contextmanager
+def failing_alone(report: Callable[[Exception], None]) -> Iterator[None]:
+    """Give an error of the block to ``report`` and go on behind it. A ``MonitorError`` is raised: errors are to be raised then."""
+    try:
+        yield
+    except MonitorError:
+        raise
+    except Exception as error:
+        report(error)
+
+
+class ErrorReporter:
+    """Reports everything once for each model, in all its runs. An error of the monitor never ends a run.
+
+    Args:
+        logger: Receives the messages.
+        on_error: ``warn``: an error is logged and counted. ``raise``: it is raised as a ``MonitorError``.
+        is_first: Whether this is the process, of several with the same message, that logs it.
+    """
+
+    def __init__(self, logger: Log, on_error: str, is_first: Callable[[], bool]) -> None:
+        self._logger = logger
+        self._raises = on_error == "raise"
+        self.is_first = is_first
+        self._reported: set[str] = set()
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_model": None}
+
+    def begin(self, model: nn.Module) -> None:
+        """A model is about to be observed. If it is not the same as before, everything may be reported again."""
+        if self._model is None or self._model() is not model:
+            self._reported.clear()
+            self._model = weakref.ref(model)
+
+    @contextmanager
+    def guard(self, what: str, accumulator: StepAccumulator) -> Iterator[None]:
+        """Within the block an error is reported and counted; tensors made there have no graph.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        with failing_alone(lambda error: self.not_taken(what, error, accumulator)), torch.no_grad():
+            yield
+
+    def not_taken(self, what: str, error: Exception, accumulator: StepAccumulator) -> None:
+        """Report and count an error that costs one sort of values of a step."""
+        sentence = f"The {what} of this step could not be taken"
+        self.count(sentence, sentence, error, accumulator)
+
+    def of_stream(self, stream: Stream, name: str, tensor: str, error: Exception) -> None:
+        """Report a statistic or function that failed; ``tensor`` describes what it was computed from."""
+        message = f"{stream.kind} {stream.site!r}, {tensor}: {name} failed with {type(error).__name__}: {error}"
+        self.report(f"{message}. It is recorded as NaN.", error, f"{stream.kind} {name} {type(error).__name__}")
+
+    def report(self, message: str, error: Exception, once: str = "") -> None:
+        """Report an error that is counted elsewhere; ``once`` is what is reported once, by default the message itself.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        if self._raises:
+            raise MonitorError(message) from error
+        if (once or message) not in self._reported:
+            self._reported.add(once or message)
+            self._logger.warning("%s Logged once; monitor/errors counts them.", message)
+
+    def count(self, what: str, once: str, error: Exception, accumulator: StepAccumulator) -> None:
+        """Report and count an error that costs some values of a step.
+
+        Args:
+            what: Begin of a sentence, e.g. "The reference could not run".
+            once: Of what, together with the type of the error, one is reported.
+            error: The error.
+            accumulator: Of the step.
+
+        Raises:
+            MonitorError: If errors are to be raised.
+        """
+        accumulator.num_errors += 1
+        name, cause = type(error).__name__, str(error).strip().partition("\n")[0]
+        self.report(f"{what} ({name}: {cause}).", error, f"{once} {name}")
+
+    def log_once(self, message: str, level: int = logging.INFO, once: str = "", error: Exception | None = None) -> None:
+        """Log a message once, with the traceback of an error; one that is no problem is logged by one of several ranks."""
+        if (level >= logging.WARNING or self.is_first()) and (once or message) not in self._reported:
+            self._reported.add(once or message)
+            self._logger.log(level, message, exc_info=error)
+
+    def settle(self, once: str) -> None:
+        """Log no message of this name any more, in all runs of the model: its cause is known not to exist."""
+        self._reported.add(once)
 
 
 class StepTools(NamedTuple):

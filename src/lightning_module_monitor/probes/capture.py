@@ -36,8 +36,14 @@ class CaptureProbe(Consumer[WatchedModule]):
         self._kept: list[RawTensor] = []
 
     def keep(self, kind: str, name: str, call: int, tensor: Tensor) -> None:
-        """Copy a tensor of any kind; one that is no output has call 0."""
-        self._kept.append(RawTensor(kind, name, call, _copy(tensor)))
+        """Copy a tensor of any kind on its device: of a sharded one this rank's part, of a sparse one its zeros too.
+
+        One that is no output has call 0.
+        """
+        tensor = unwrapped(tensor).detach()  # under ``vmap`` all samples
+        tensor = tensor.to_local() if is_sharded(tensor) else tensor
+        copy = in_memory(own_elements(tensor)).clone() if tensor.layout is torch.strided else tensor.to_dense()
+        self._kept.append(RawTensor(kind, name, call, copy))
 
     def tensors(self) -> list[RawTensor]:
         """The captured tensors, on the host; in the order in which they came."""
@@ -70,10 +76,3 @@ class CaptureProbe(Consumer[WatchedModule]):
     def fail_gradient(self, call: _Call, gradient: Tensor, error: Exception) -> None:
         """Report a gradient that cannot be copied."""
         self._report(f"The gradient that arrived at the output of {call[0]!r}", error)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy on the same device: of a sparse tensor with its zeros, under ``vmap`` of all samples, of a sharded one this rank's part."""
-    tensor = unwrapped(tensor).detach()
-    tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return in_memory(own_elements(tensor)).clone() if tensor.layout is torch.strided else tensor.to_dense()

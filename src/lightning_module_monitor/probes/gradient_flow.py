@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from lightning_module_monitor.config.flow_option import ParsedGradientFlow
+from lightning_module_monitor.config.gradient_options import ParsedGradientFlow
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModelIndex, Namer
@@ -66,12 +66,6 @@ class Chain:
         """The keys of a step."""
         names = [(site, name) for site in self.transitions for name in ("gain", "log_gain")] + [(SUMMARY_SITE, name) for name in SUMMARY]
         return [Key(KIND, site, name, prefix=self.prefix).format() for site, name in names]
-
-    def values(self, norms: Sequence[float | None]) -> dict[str, float]:
-        """Value by key from the norm at each block, ``None`` without a gradient; a value that needs a missing norm is absent."""
-        changes = transitions(norms, EPS, self.thresholds)
-        values = [value for change in changes for value in (change.gain, change.log_gain)] + [*summary(changes).values()]
-        return {key: float(value) for key, value in zip(self.keys(), values, strict=True) if value is not None}
 
 
 def main_tensor(output: object, tensors: NamedTensors) -> Tensor | None:
@@ -144,6 +138,8 @@ class GradientFlowProbe(BlockGradientProbe):
         self.fail_block(index, gradient, error)
 
     def derive(self, values: dict[str, float]) -> None:
-        """Replace norms by gains."""
+        """Replace norms by gains; a value that needs the norm of a block without a gradient is absent."""
         norms = [values.pop(key, None) for stream in self._chain.streams for key in stream.keys.values()]
-        values.update(self._chain.values(norms))
+        changes = transitions(norms, EPS, self._chain.thresholds)
+        gains = [gain for change in changes for gain in (change.gain, change.log_gain)] + [*summary(changes).values()]
+        values.update((key, float(gain)) for key, gain in zip(self._chain.keys(), gains, strict=True) if gain is not None)

@@ -1,6 +1,7 @@
 """Largest magnitudes that show whether a step has a non-finite value, and which module produced it.
 
 A flag of each step covers losses and gradients. The module is found from outputs, further inputs, and the gradients of both.
+Attention that masks all keys of a query is found by itself: its softmax divides zero by zero.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.kernels.elements import plain
@@ -119,50 +122,45 @@ class FiniteStep:
     def observe_loss(self, loss: Tensor) -> None:
         """Observe a loss."""
         if not is_tracing():
-            self._numbers.add(loss)
-            self._assign_micro_batch()
+            self._add(loss)
 
     @torch.no_grad()
     def observe_gradients(self, *, lightly: bool = False) -> None:
         """Observe the gradients of a backward pass; ``lightly``: only of some biases and normalization weights, by a few operations."""
         if is_tracing():
             return
-        if not lightly or self._vectors is None:
-            self._observe_all_gradients()
-        else:
-            self._observe_vectors(self._vectors)
-        self._assign_micro_batch()
+        groups: Iterable[Sequence[nn.Parameter]] = self._all_vectors() if not lightly or self._vectors is None else self._vectors
+        for members in groups:
+            gradients = [parameter.grad for parameter in members if parameter.grad is not None]
+            if gradients and type(gradients[0]) is not Tensor:
+                gradients = [local_part(gradient) for gradient in gradients]
+            if gradients:
+                self._add(torch.cat(gradients))
 
-    def _observe_all_gradients(self) -> None:
+    def _all_vectors(self) -> Iterable[list[nn.Parameter]]:
+        """Observe the gradients of all other parameters, and return the biases and normalization weights, in groups."""
         vectors = []
         for owner in self._owners:
             parameters = owner._parameters
             bias = parameters.get("bias")
             is_shown_by_bias = bias is not None and bias.requires_grad and parameters.keys() == {"weight", "bias"}
             for parameter in (bias,) if is_shown_by_bias else parameters.values():
-                if parameter is None or nn.parameter.is_lazy(parameter):
+                if parameter is None or is_lazy(parameter):
                     continue
                 if parameter.dim() == 1 and parameter.layout is torch.strided:
                     vectors.append(parameter)
                 elif parameter.grad is not None:
-                    self._numbers.add(local_part(parameter.grad))
+                    self._add(local_part(parameter.grad))
         # By device and dtype: reading many vectors at once costs as much as reading a single vector.
         groups: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
         for parameter in vectors:
             groups[type(parameter), parameter.device, parameter.dtype].append(parameter)
         self._vectors = [members[:: -(-len(members) // MAX_VECTORS)] for members in groups.values()]
-        self._observe_vectors(groups.values())
+        return groups.values()
 
-    def _observe_vectors(self, groups: Iterable[Sequence[nn.Parameter]]) -> None:
-        for members in groups:
-            gradients = [parameter.grad for parameter in members if parameter.grad is not None]
-            if gradients and type(gradients[0]) is not Tensor:
-                gradients = [local_part(gradient) for gradient in gradients]
-            if gradients:
-                self._numbers.add(torch.cat(gradients))
-
-    def _assign_micro_batch(self) -> None:
-        self._micro_batches += [self.micro_batch] * (len(self._numbers) - len(self._micro_batches))
+    def _add(self, tensor: Tensor) -> None:
+        if self._numbers.add(tensor) != UNKNOWN:
+            self._micro_batches.append(self.micro_batch)
 
     def first_nonfinite(self) -> int | None:
         """The first micro-batch with a non-finite value, ``None`` if all are finite; one transfer from each device."""
@@ -213,7 +211,9 @@ class NonfiniteProbe:
     # The step
 
     def attach(self) -> None:
-        """Register the hooks."""
+        """Register the hooks, unless they are on."""
+        if len(self._hooks):
+            return
         for index, site in enumerate(self._sites):
             if next(site.module.children(), None) is None:
                 self._hooks.add_forward(site.module, self._hook(self._observe_call, index), with_kwargs=True)
@@ -229,13 +229,11 @@ class NonfiniteProbe:
                     observe(site, args, kwargs, output)
                 except Exception as error:
                     self._is_open = False
-                    self._fail(error)
+                    if self._report is None:
+                        raise
+                    self._report(error)
 
         return UncopiedHook(hook)
-
-    def is_attached(self) -> bool:
-        """Whether the hooks are on."""
-        return len(self._hooks) > 0
 
     def begin_micro_batch(self) -> None:
         """A micro-batch begins."""
@@ -339,12 +337,9 @@ class NonfiniteProbe:
                 self._passes[-1].gradients.append(Gradient(call, at_input, self._numbers.add(_local_elements(gradient))))
             except Exception as error:
                 self._is_in_backward = False
-                self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        if self._report is None:
-            raise error
-        self._report(error)
+                if self._report is None:
+                    raise
+                self._report(error)
 
     def _index(self, value: Tensor | None) -> tuple[int, bool]:
         """The index of an input or output, and whether it is not the last output, unchanged."""
@@ -381,3 +376,38 @@ class NonfiniteProbe:
 def _local_elements(tensor: Tensor) -> Tensor:
     """The elements of a tensor on this rank, even if ranks still sum it: a non-finite part makes the sum non-finite."""
     return local_part(plain(tensor), is_reduced=False)
+
+
+_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+_MASKS = {F.scaled_dot_product_attention: ("attn_mask",), F.multi_head_attention_forward: ("attn_mask", "key_padding_mask")}
+
+
+class MaskedRows(TorchFunctionMode):
+    """Reads the results of softmax and attention on the host, in a step that is known to have a NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_found = False
+        """Whether a result was NaN because all keys of a row were masked."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401  # the result of the function
+        """Call a function of torch, and check its result."""
+        result = func(*args, **(kwargs or {}))
+        if not self.is_found and (func in _SOFTMAX or func in _MASKS):
+            output = result[0] if isinstance(result, tuple) else result
+            if isinstance(output, Tensor) and bool(output.isnan().any()):
+                self.is_found = self._has_masked_row(func, args, kwargs or {})
+        return result
+
+    def _has_masked_row(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        if func in _SOFTMAX:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            return bool((args[0] == -torch.inf).all(dim=dim).any())
+        is_sdpa = func is F.scaled_dot_product_attention
+        positional = args[3] if is_sdpa and len(args) > 3 else None
+        masks = [mask for name in _MASKS[func] if isinstance(mask := kwargs.get(name, positional), Tensor)]
+        # A boolean mask is true for the visible keys of scaled dot product attention, and for the hidden ones of the other function.
+        hidden = [(~mask if is_sdpa else mask) if mask.dtype is torch.bool else mask == -torch.inf for mask in masks]
+        return any(bool(keys.all(dim=-1).any()) for keys in hidden)

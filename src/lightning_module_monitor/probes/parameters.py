@@ -24,12 +24,11 @@ from lightning_module_monitor.distributed.shards import (
 )
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter
+from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
 from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
 from lightning_module_monitor.probes.reference import Reference
-from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.precision import WIDE, unscaled, widened
 from lightning_module_monitor.statistics.stream import Stream
@@ -48,11 +47,6 @@ class ParameterAccess:
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Its gradient, in the same way; ``None`` if there is none."""
         return gradient_of(parameter)
-
-    def unscaled_gradient(self, parameter: Tensor, scale: Tensor | None) -> Tensor | None:
-        """Its gradient, divided by the scale of the loss."""
-        gradient = self.gradient(parameter)
-        return None if gradient is None else unscaled(gradient, scale)
 
     def is_empty(self, parameter: Tensor) -> bool:
         """Whether it has no element, on any rank."""
@@ -128,21 +122,6 @@ def name_of(kind: str, site: str) -> str:
     return f"The whole {kind} of {site!r}"
 
 
-def expected_tensors(
-    watched: Sequence[WatchedParameter], captured: Sequence[WatchedParameter], flat: Mapping[str, FlatShard]
-) -> dict[str, FlatShard | None]:
-    """The tensors of parameters that are laid out over ranks and that functions get, or that are captured, by name."""
-    named = [
-        (name_of(kind, target.site.name), target.site)
-        for target in watched
-        for kind, stream in target.streams.items()
-        if stream.functions and kind != STATE
-    ]
-    named += [(name_of(kind, target.site.name), target.site) for target in captured for kind in target.streams]
-    parameters = [(name, site.name, site.tensor()) for name, site in named]
-    return {name: flat.get(site) for name, site, target in parameters if site in flat or (target is not None and is_sharded(target))}
-
-
 def fail_removed(watched: Sequence[WatchedParameter], accumulator: StepAccumulator) -> None:
     """Record NaN for parameters that were removed from their modules: an absent value would go unnoticed."""
     for target in watched:
@@ -185,11 +164,20 @@ class ParameterTap(Probe):
     """Names of parameters that are not real floating ones."""
 
     def __post_init__(self) -> None:
-        expected = expected_tensors(self.watched, self.captured, self.flat)
-        self._whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
+        with_functions = [
+            (kind, target.site) for target in self.watched for kind, stream in target.streams.items() if stream.functions and kind != STATE
+        ]
+        captured = [(kind, target.site) for target in self.captured for kind in target.streams]
+        # Those that are laid out over ranks, by name.
+        expected = {
+            name_of(kind, site.name): self.flat.get(site.name)
+            for kind, site in with_functions + captured
+            if site.name in self.flat or ((tensor := site.tensor()) is not None and is_sharded(tensor))
+        }
+        self.whole_tensors = WholeTensors(expected, self.ranks, self.tools.report_not_captured)
         self._accumulator = self.tools.accumulator
         self._cosines = Cosines(self.tools, self.access.gradient, self._own_part, self.previous)
-        self._captured = {(kind, target.site.name) for target in self.captured for kind in target.streams}
+        self._captured = {(kind, site.name) for kind, site in captured}
         known = {target.site.name for target in self.watched} if self.captured else ()
         self._sites = [*self.watched, *(Watched(target.site, {}) for target in self.captured if target.site.name not in known)]
 
@@ -208,7 +196,11 @@ class ParameterTap(Probe):
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-        read = self.access.gradient if scale is None else functools.partial(self.access.unscaled_gradient, scale=scale)
+
+        def read(parameter: Tensor) -> Tensor | None:
+            gradient = self.access.gradient(parameter)
+            return None if gradient is None else unscaled(gradient, scale)
+
         for gradients in self._read({kind}, among, read, makes_copies=scale is not None):
             self._observe(kind, "gradients", gradients)
         if kind == GRADIENT:
@@ -253,15 +245,11 @@ class ParameterTap(Probe):
         if self.states is not None:
             self.states.finish()
 
-    def assemble(self) -> None:
-        """Assemble the tensors that are laid out over ranks, at the end of the step, on every rank."""
-        self._whole_tensors.assemble()
-
     def close(self) -> None:
         """Release the copies; nothing is read any more."""
         self._sites = []
         self._before.clear()
-        self._whole_tensors.close()
+        self.whole_tensors.close()
 
     def _read(
         self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False
@@ -297,7 +285,7 @@ class ParameterTap(Probe):
             if (kind in target.streams and target.streams[kind].functions) or (kind, target.site.name) in self._captured:
                 name = name_of(kind, target.site.name)
                 with failing_alone(functools.partial(self.tools.report_not_captured, name)):
-                    self._whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, target))
+                    self.whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, target))
 
     def _use_whole(self, kind: str, target: WatchedParameter, tensor: Tensor) -> None:
         """Call the user's functions with a whole tensor, and keep it if it is captured."""
@@ -325,7 +313,7 @@ class ParameterTap(Probe):
             self._accumulator.measure_pair(stream, live_part, reference_part.to(live_part.device))
         if stream.functions:
             call = functools.partial(self._accumulator.call_functions, stream)
-            self._whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference.to(parameter.device)), call)
+            self.whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference.to(parameter.device)), call)
 
     def _observe_states(self, among: Among, optimizers: Sequence[Optimizer], is_skipped: bool | Tensor) -> None:
         """Measure the states that optimizers keep of some parameters, and call the user's functions with them."""
@@ -343,7 +331,7 @@ class ParameterTap(Probe):
                         raise ValueError("it is laid out over ranks, and functions get whole tensors; expected a rule without functions")
                     if stream.functions:
                         call = functools.partial(self._accumulator.call_functions, stream)
-                        self._whole_tensors.give(name_of(STATE, stream.site), [tensor], call)
+                        self.whole_tensors.give(name_of(STATE, stream.site), [tensor], call)
 
     def _own(self, pairs: Iterable[tuple[Stream, Tensor]]) -> list[tuple[Stream, Tensor]]:
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
@@ -361,11 +349,7 @@ class ParameterTap(Probe):
         return parts
 
     def _check_tokens(self, stream: Stream, tensor: Tensor) -> None:
-        """Check that this rank has whole tokens, whose norms are recorded.
-
-        Raises:
-            ValueError: If the tensor is laid out over ranks.
-        """
+        """Check that this rank has whole tokens, whose norms are recorded."""
         if self._shard_of(stream) is not None or is_sharded(tensor):
             raise ValueError("it is laid out over ranks, and token_norm and token_rms are of whole tokens; expected a rule without them")
 
@@ -386,15 +370,16 @@ class ParameterTap(Probe):
         return self.flat.get(stream.site if stream.origin is None else stream.origin.site)
 
     def _failing(self, kinds: Set[str], target: WatchedParameter, tensor: Tensor) -> AbstractContextManager[None]:
-        return failing_alone(functools.partial(self._fail, kinds, target, tensor))
+        """Within the block a parameter that cannot be read, copied or compared is reported."""
 
-    def _fail(self, kinds: Set[str], target: WatchedParameter, tensor: Tensor, error: Exception) -> None:
-        """Report a parameter that cannot be read, copied or compared."""
-        for kind in sorted(kinds):
-            if kind in target.streams:
-                self._accumulator.fail(target.streams[kind], tensor, error)
-            if (kind, target.site.name) in self._captured:
-                self.tools.report_not_captured(name_of(kind, target.site.name), error)
+        def fail(error: Exception) -> None:
+            for kind in sorted(kinds):
+                if kind in target.streams:
+                    self._accumulator.fail(target.streams[kind], tensor, error)
+                if (kind, target.site.name) in self._captured:
+                    self.tools.report_not_captured(name_of(kind, target.site.name), error)
+
+        return failing_alone(fail)
 
     def _is_supported(self, site: str, tensor: Tensor) -> bool:
         """Whether a tensor is a real floating one; another is noted."""

@@ -21,7 +21,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.distributed.shards import whole
 from lightning_module_monitor.kernels.elements import in_memory, plain
-from lightning_module_monitor.model.names import UNWATCHED
 from lightning_module_monitor.statistics.precision import widened
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
@@ -31,9 +30,6 @@ OPERATOR_NORM, ALIGNMENT = "rcc_operator_norm", "rcc_alignment"
 
 TERMS = (EFFECTIVE, PROPAGATING, OUTPUT, REFERENCE_OUTPUT, INPUT, INPUT_CHANGE)
 """The kinds of tensors."""
-
-KINDS = (*TERMS, OPERATOR_NORM, ALIGNMENT)
-"""The kinds of the check."""
 
 AnyModule = Any
 """A module of a layer type, with that type's attributes."""
@@ -56,7 +52,7 @@ class LayerType:
     """How the modules of a type apply their weight.
 
     Attributes:
-        function: ``W x + b``, see :data:`LayerFunction`; several inputs come first, in order.
+        function: ``W x + b``, see :data:`LayerFunction`; several inputs come first, in order. By default that of ``nn.Linear``.
         inputs: Names of the inputs in the type's ``forward``.
         methods: Methods that a subclass must inherit.
         has_tensor_input: Whether the input has real numbers, and not indices.
@@ -71,7 +67,7 @@ class LayerType:
             it returns ``None`` if the product of both norms does not bound the term. A type without ``vectors`` has no alignment.
     """
 
-    function: LayerFunction
+    function: LayerFunction = lambda x, weight, bias, module: F.linear(x, weight, bias)
     inputs: tuple[str, ...] = ("input",)
     methods: tuple[str, ...] = ("forward",)
     has_tensor_input: bool = True
@@ -90,12 +86,6 @@ class LayerType:
         if kind == ALIGNMENT:
             return self.is_called and self.vectors is not None
         return self.is_called and (self.has_tensor_input or kind in (OUTPUT, REFERENCE_OUTPUT, EFFECTIVE))
-
-    def has_weight_site(self, kind: str) -> bool:
-        """Whether the term without the bias has a site, ``fc.weight``."""
-        if kind in (INPUT, INPUT_CHANGE) and len(self.inputs) > 1:
-            return False  # the weight is applied to a product of inputs
-        return kind in TERMS and self.has_tensor_input and self.has_kind(kind)
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """The inputs of a call, in order; ``None`` if one is missing or not a plain tensor, or if the call has other arguments."""
@@ -117,10 +107,6 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
         return False
     # No public function recognizes a tensor under vmap.
     return plain(value).layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, module: AnyModule) -> Tensor:
-    return F.linear(x, weight, bias)
 
 
 def _embedding_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:
@@ -146,10 +132,6 @@ def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, module: A
 
 def _normalization(function: LayerFunction, **options: Any) -> LayerType:
     return LayerType(function=function, matrices=lambda _module, weight: weight.flatten(), normalizes=True, **options)
-
-
-def _channels_second(_module: AnyModule, _tensor: Tensor) -> int:
-    return 1
 
 
 def _any_matrix(_module: AnyModule, weight: Tensor) -> Tensor:
@@ -219,17 +201,16 @@ def _projection(index: int, name: str) -> LayerType:
         bias = module._parameters.get("in_proj_bias")
         return weight, None if bias is None else bias[start : start + module.embed_dim]
 
-    inputs = ("query", "key", "value")[index : index + 1]
-    return LayerType(function=_linear, inputs=inputs, gives_output=False, parameters=parameters)
+    return LayerType(inputs=("query", "key", "value")[index : index + 1], gives_output=False, parameters=parameters)
 
 
 LinearMaps = dict[str, LayerType]
 """The linear maps of a module by name; ``""`` is the name of the module's only map."""
 
 _TYPES: dict[type[nn.Module] | str, LayerType | LinearMaps] = {
-    nn.Linear: LayerType(function=_linear),
+    nn.Linear: LayerType(),
     # MultiheadAttention uses the weight of this layer and never calls it.
-    NonDynamicallyQuantizableLinear: LayerType(function=_linear, is_called=False),
+    NonDynamicallyQuantizableLinear: LayerType(is_called=False),
     nn.Conv1d: _convolution(F.conv1d),
     nn.Conv2d: _convolution(F.conv2d),
     nn.Conv3d: _convolution(F.conv3d),
@@ -251,9 +232,9 @@ _TYPES: dict[type[nn.Module] | str, LayerType | LinearMaps] = {
     nn.LayerNorm: _normalization(lambda x, weight, bias, module: F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)),
     nn.RMSNorm: _normalization(lambda x, weight, bias, module: F.rms_norm(x, module.normalized_shape, weight, module.eps), inputs=("x",)),
     nn.GroupNorm: _normalization(
-        lambda x, weight, bias, module: F.group_norm(x, module.num_groups, weight, bias, module.eps), features=_channels_second
+        lambda x, weight, bias, module: F.group_norm(x, module.num_groups, weight, bias, module.eps), features=lambda module, tensor: 1
     ),
-    _BatchNorm: _normalization(_batch_norm, features=_channels_second, vectors=_vectors_of_batch_norm),
+    _BatchNorm: _normalization(_batch_norm, features=lambda module, tensor: 1, vectors=_vectors_of_batch_norm),
     nn.MultiheadAttention: {f"{name}_proj": _projection(index, name) for index, name in enumerate("qkv")},
     "transformers.pytorch_utils.Conv1D": LayerType(function=_hugging_face_conv1d, inputs=("x",)),
     "mup.layer.MuReadout": LayerType(
@@ -338,16 +319,13 @@ def layer_sites(module: nn.Module, kind: str) -> list[str]:
     for name, part in layer_parts(module).items():
         start = f".{name}" if name else ""
         suffixes += [start] if part.has_kind(kind) else []
-        suffixes += [f"{start}.weight"] if part.has_weight_site(kind) else []
+        # The term without the bias; the weight of a layer with several inputs is applied to their product.
+        is_product = kind in (INPUT, INPUT_CHANGE) and len(part.inputs) > 1
+        if kind in TERMS and part.has_tensor_input and part.has_kind(kind) and not is_product:
+            suffixes.append(f"{start}.weight")
     return suffixes
 
 
 def has_own_weights(module: nn.Module) -> bool:
     """Whether a module owns a floating-point parameter."""
     return any(parameter is not None and parameter.is_floating_point() for parameter in module._parameters.values())
-
-
-def unchecked_modules(root: nn.Module) -> set[nn.Module]:
-    """The modules that own weights and belong to no layer type."""
-    candidates = (module for module in root.modules() if not isinstance(module, UNWATCHED))
-    return {module for module in candidates if has_own_weights(module) and not layer_parts(module)}

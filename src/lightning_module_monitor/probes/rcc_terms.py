@@ -28,7 +28,7 @@ from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
-from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule
+from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule, failing_alone
 from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
@@ -46,7 +46,6 @@ from lightning_module_monitor.probes.rcc_layers import (
     weight_and_bias,
 )
 from lightning_module_monitor.probes.reference import ReferenceProbe
-from lightning_module_monitor.probes.reporting import failing_alone
 from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.precision import Difference
@@ -152,7 +151,7 @@ class CoordinateCheckProbe(Probe):
         self._called = [layer for layer in self._layers if layer.type.is_called]
         self._hooks = HookSet()
         for layer in self._called:
-            calls.want(layer.reference, layer, functools.partial(_tensors_to_keep, layer), before_other_hooks=True)
+            calls.wanted[layer.reference, layer] = functools.partial(_tensors_to_keep, layer), True
 
     def attach(self) -> None:
         """Register the hooks, and compute the operator norms of the weights before the step's forward passes."""
@@ -234,24 +233,20 @@ class CoordinateCheckProbe(Probe):
         layers = [(layer, layer.norms) for layer in self._layers if layer.norms is not None]
         # Sharded weights are gathered layer by layer: all together may not fit in memory.
         groups = [[each] for each in layers] if is_laid_out(self._reference.module) else [layers]
-        for group in groups:
-            modules = [module for layer, _norms in group for module in (layer.module, layer.reference)]
-            with self._reference.gathered(*modules):
-                self._observe_norms_of_group(group)
-
-    def _observe_norms_of_group(self, layers: Sequence[tuple[CheckedLayer, Stream]]) -> None:
-        updates: dict[str, Difference] = {}
-        references: dict[str, Difference] = {}
         known = self._reference.operator_norms
-        for layer, stream in layers:
-            with failing_alone(functools.partial(self._accumulator.fail, stream, layer.module)):
-                if "update" in stream.outputs:
-                    updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
-                if "reference" in stream.outputs and layer.site not in known:
-                    references[layer.site] = Difference(_matrices(layer, layer.reference))
-        known.update(operator_norms(references))
-        for name, norms in (("update", operator_norms(updates)), ("reference", known)):
-            for layer, stream in layers:
+        for group in groups:
+            updates: dict[str, Difference] = {}
+            references: dict[str, Difference] = {}
+            with self._reference.gathered(*(module for layer, _norms in group for module in (layer.module, layer.reference))):
+                for layer, stream in group:
+                    with failing_alone(functools.partial(self._accumulator.fail, stream, layer.module)):
+                        if "update" in stream.outputs:
+                            updates[layer.site] = Difference(_matrices(layer, layer.module), _matrices(layer, layer.reference))
+                        if "reference" in stream.outputs and layer.site not in known:
+                            references[layer.site] = Difference(_matrices(layer, layer.reference))
+                known.update(operator_norms(references))
+                norms_by_name = {"update": operator_norms(updates), "reference": known}
+            for (layer, stream), (name, norms) in itertools.product(group, norms_by_name.items()):
                 if name in stream.outputs and layer.site in norms:
                     self._accumulator.add_result(stream, name, norms[layer.site], 1)
 
@@ -309,29 +304,22 @@ def _tensors_to_keep(layer: CheckedLayer, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _output_terms(layer: CheckedLayer, call: CallTensors) -> Iterator[_Observed]:
-    """The terms of outputs."""
+    """The terms of outputs: each for the layer's site, and without the bias for the weight's site and the alignment."""
     bias, reference_bias = call.bias, call.reference_bias
     bias_change = None if bias is None or reference_bias is None else Difference(bias, reference_bias).computed()
-    yield from _output_term(layer, OUTPUT, Difference(call.output), bias)
-    yield from _output_term(layer, REFERENCE_OUTPUT, Difference(call.reference_output), reference_bias)
-    yield from _output_term(layer, EFFECTIVE, Difference(call.output, call.mixed_output), bias_change, layer.alignments.get("effective"))
-    # Both outputs have the bias of the reference.
-    yield from _output_term(
-        layer, PROPAGATING, Difference(call.mixed_output, call.reference_output), None, layer.alignments.get("propagating")
-    )
-
-
-def _output_term(
-    layer: CheckedLayer, kind: str, term: Difference, bias: Tensor | None, alignment: Stream | None = None
-) -> Iterator[_Observed]:
-    """A term for the layer's site, and without the bias for the weight's site and the alignment."""
-    rows, weight_rows = _rows(kind, layer.streams), _rows(kind, layer.weight_streams)
-    if alignment is not None:
-        weight_rows.append((alignment, OWN))
-    if bias is None:
-        rows, weight_rows = rows + weight_rows, []
-    yield from _with_features_last(layer, term, rows)
-    yield from _with_features_last(layer, Difference(term.tensor, term.other, bias), weight_rows)
+    for kind, alignment, term, bias_of_term in (
+        (OUTPUT, "", Difference(call.output), bias),
+        (REFERENCE_OUTPUT, "", Difference(call.reference_output), reference_bias),
+        (EFFECTIVE, "effective", Difference(call.output, call.mixed_output), bias_change),
+        # Both outputs have the bias of the reference.
+        (PROPAGATING, "propagating", Difference(call.mixed_output, call.reference_output), None),
+    ):
+        rows, weight_rows = _rows(kind, layer.streams), _rows(kind, layer.weight_streams)
+        weight_rows += [(layer.alignments[alignment], OWN)] if alignment in layer.alignments else []
+        if bias_of_term is None:
+            rows, weight_rows = rows + weight_rows, []
+        yield from _with_features_last(layer, term, rows)
+        yield from _with_features_last(layer, Difference(term.tensor, term.other, bias_of_term), weight_rows)
 
 
 def _terms_of_input(

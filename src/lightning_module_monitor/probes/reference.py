@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.shards import gathered, reshard
+from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.kernels.elements import plain, unwrapped
 from lightning_module_monitor.model.compiled import Uncompiled
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
@@ -57,9 +58,9 @@ class Reference:
         *,
         follows: bool,
         cpu_offload: bool,
-        name: str = ROOT,
-        wrapper: nn.Module | None = None,
-        units: Mapping[nn.Module, Any] | None = None,
+        name: str,
+        wrapper: nn.Module | None,
+        units: Mapping[nn.Module, Any],
     ) -> None:
         differing = structural_differences(live, module)
         if differing:
@@ -72,7 +73,7 @@ class Reference:
         self.cpu_offload = cpu_offload
         self.name = name
         self.wrapper = wrapper
-        self._units = units or {}
+        self._units = units
         # Reversed, because the first name of a shared module counts.
         self._siblings: dict[nn.Module, nn.Module] = {original: siblings[name] for name, original in reversed(_by_name(live).items())}
         # The owner of a parameter may be within a wrapper.
@@ -84,13 +85,6 @@ class Reference:
         """Operator norms of its weights, by the site of a layer; they are computed once."""
         self.differentiates = False
         """Whether its forward pass runs a backward pass, which needs saved tensors."""
-
-    def why_not_run(self) -> str:
-        """The message for a step in which the model's modules ran and the reference did not."""
-        if self.follows:
-            why = f"{self.name} itself was not called, only modules within it, so its reference did not run: no activation is compared"
-            return f"{why}. Give module the name of a submodule that is called as a whole."
-        return "The reference has not run before the model, and no activation is compared. Run it first, on the same input."
 
     def sibling(self, module: nn.Module) -> nn.Module | None:
         """The sibling of a module of the model; ``None`` outside ``live``."""
@@ -156,13 +150,18 @@ class Reference:
 TensorsOfCall = Callable[[tuple[Any, ...], dict[str, Any], object], NamedTensors]
 """Selects the tensors of a call to keep, from its positional arguments, keyword arguments and output."""
 
+NOT_RUN = "The reference has not run before the model, and no activation is compared. Run it first, on the same input."
+NOT_CALLED = (
+    "{} itself was not called, only modules within it, so its reference did not run: no activation is compared. "
+    "Give module the name of a submodule that is called as a whole."
+)
 MISSED = "The model ran modules more often than the reference did; such calls are not compared"
 OTHER_SHAPE = "Modules gave outputs of other shapes than in the reference; such calls are not compared"
 LEFT_OVER = "The reference ran modules more often than the model did; such calls are not compared"
 
 
 class ReferenceProbe(Probe):
-    """Keeps tensors of the reference's modules, as requested by :meth:`want`, until the model makes the same call.
+    """Keeps tensors of the reference's modules, those in :attr:`wanted`, until the model makes the same call.
 
     An error of the reference is reported if the monitor has called the reference.
     """
@@ -171,7 +170,9 @@ class ReferenceProbe(Probe):
         self.reference = reference
         self._tools = tools
         self._log = tools.reporter.log_once
-        self._wanted: dict[tuple[nn.Module, Hashable], tuple[TensorsOfCall, bool]] = {}
+        self.wanted: dict[tuple[nn.Module, Hashable], tuple[TensorsOfCall, bool]] = {}
+        """Which tensors are kept of every call of a module of the reference until :meth:`take` with the same key, and whether before other
+        forward hooks can replace the output."""
         self._waiting: defaultdict[tuple[nn.Module, Hashable], deque[NamedTensors]] = defaultdict(deque)
         self._copies: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]]] = {}
         """By ``id`` of a tensor: the tensor, its version, and its copy. An output is often the input of the next module, too."""
@@ -184,26 +185,13 @@ class ReferenceProbe(Probe):
         self._is_explained = False
         """Whether an error of the reference explains why calls are not compared."""
 
-    def want(self, module: nn.Module, by: Hashable, tensors: TensorsOfCall, *, before_other_hooks: bool = False) -> None:
-        """Keep ``tensors`` of every call of a module of the reference until :meth:`take` with the same ``by``.
-
-        With ``before_other_hooks`` they are kept before other forward hooks can replace the output.
-        """
-        self._wanted[module, by] = tensors, before_other_hooks
-
-    def is_needed(self) -> bool:
-        """Whether any tensors are requested."""
-        return bool(self._wanted)
-
     def attach(self) -> None:
         """Register the hooks."""
-        if not self._wanted:
-            return
         if self.reference.follows:
             self._hooks.add_forward_pre(self.reference.live, UncopiedHook(self._run_beside), with_kwargs=True, prepend=True)
         root = self.reference.module
         self._hooks.add_forward_pre(root, UncopiedHook(self._begin_call), prepend=True)
-        for (module, by), (tensors, before_other_hooks) in self._wanted.items():
+        for (module, by), (tensors, before_other_hooks) in self.wanted.items():
             hook = UncopiedHook(functools.partial(self._after_forward, by, tensors))
             self._hooks.add_forward(module, hook, with_kwargs=True, **({"prepend": True} if before_other_hooks else {}))
         self._hooks.add_forward(root, UncopiedHook(self._end_call), always_call=True)
@@ -240,14 +228,13 @@ class ReferenceProbe(Probe):
         """Report the calls that only the model or only the reference made, once for each cause, and release them."""
         if not self._is_explained:
             if self.not_compared[MISSED] and not self._has_run:
-                self._log(self.reference.why_not_run())
+                self._log(NOT_CALLED.format(self.reference.name) if self.reference.follows else NOT_RUN)
                 del self.not_compared[MISSED]
             self.not_compared[LEFT_OVER] = {module for (module, _by), calls in self._waiting.items() if calls}
             for message, modules in self.not_compared.items():
                 if modules:
                     names = [name or ROOT for name, module in self.reference.module.named_modules() if module in modules]
-                    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                    self._log(f"{message}: {', '.join(names[:5])}{more}.", once=message)
+                    self._log(f"{message}: {shortened(names, 5)}.", once=message)
         self._release_calls()
         self.not_compared.clear()
         self._has_run = self._is_explained = False
@@ -348,13 +335,12 @@ def structural_differences(live: nn.Module, module: nn.Module) -> list[str]:
     originals, siblings = _by_name(live), _by_name(module)
     names = sorted(originals.keys() ^ siblings.keys())
     for name in originals.keys() & siblings.keys():
-        shapes, others = _shapes(originals[name]), _shapes(siblings[name])
         start = "" if name == ROOT else f"{name}."
-        names += sorted(f"{start}{key}" for key in shapes.keys() | others.keys() if shapes.get(key) != others.get(key))
+        names += sorted({f"{start}{key}" for key, _shape in _shapes(originals[name]) ^ _shapes(siblings[name])})
     return names
 
 
-def _shapes(module: nn.Module) -> dict[str, object]:
-    """Shape of each of a module's own parameters; "lazy" if it is not initialized."""
+def _shapes(module: nn.Module) -> set[tuple[str, object]]:
+    """Name and shape of each of a module's own parameters; "lazy" if it is not initialized."""
     parameters = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
-    return {name: "lazy" if nn.parameter.is_lazy(parameter) else tuple(parameter.shape) for name, parameter in parameters}
+    return {(name, "lazy" if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)) for name, parameter in parameters}

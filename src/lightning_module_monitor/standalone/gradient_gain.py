@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lightning_module_monitor.config.flow_option import parse_thresholds
+from lightning_module_monitor.config.gradient_options import parse_thresholds
 from lightning_module_monitor.config.rules import check_choice
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes.base import Gate

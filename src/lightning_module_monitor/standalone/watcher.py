@@ -16,7 +16,7 @@ from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.probes.reporting import ErrorReporter, failing_alone
+from lightning_module_monitor.probes.base import ErrorReporter, failing_alone
 from lightning_module_monitor.record import Record, check_prefix
 from lightning_module_monitor.sinks.loggers import TakesMetrics, log, takes_histograms
 

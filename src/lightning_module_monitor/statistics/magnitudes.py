@@ -24,9 +24,6 @@ class Magnitudes:
     def __init__(self) -> None:
         self._numbers: list[float | tuple[Tensor, Tensor]] = []
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
     def add(self, tensor: Tensor) -> int:
         """Add a tensor of any shape and floating dtype. A complex tensor counts by its real and imaginary parts.
 

@@ -17,8 +17,8 @@ from lightning_module_monitor.model.compiled import UNCOMPILED, compiled_parts
 from lightning_module_monitor.model.names import ROOT, ModelIndex, without_wrappers
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
+from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.probes.rcc_layers import layer_parts
-from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key, Record
 from lightning_module_monitor.trainer.options import Options
 

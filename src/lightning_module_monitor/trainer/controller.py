@@ -16,7 +16,7 @@ from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.blocks import block_rules, blocks_of
 from lightning_module_monitor.plan.matching import OF_WATCHES
-from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.record import ROOT_SITE, Record, is_context
 from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy

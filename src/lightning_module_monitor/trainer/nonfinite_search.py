@@ -99,7 +99,7 @@ class NonfiniteSearch:
         has_rerun = is_automatic and not (has_probe or self._marks_steps)
         rerun = StepRerun(self._run.module, self._all_sites, None if is_light else self._weights) if has_rerun else None
         self._search = _StepSearch(is_light, has_probe, rerun, has_flag=is_light or not self._marks_steps)
-        if has_probe and not self._probe.is_attached():
+        if has_probe:
             self._probe.attach()
         steps_since = self._flag.steps_since(step) if is_monitored else None
         if steps_since is not None:

@@ -21,8 +21,7 @@ from lightning_module_monitor.model.copies import independent_copy
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
-from lightning_module_monitor.probes.masked_rows import MaskedRows
-from lightning_module_monitor.probes.nonfinite import NonfiniteProbe, Observed
+from lightning_module_monitor.probes.nonfinite import MaskedRows, NonfiniteProbe, Observed
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
 from lightning_module_monitor.trainer.strategy import scaler_of

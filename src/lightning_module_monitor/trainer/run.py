@@ -15,7 +15,7 @@ from lightning_module_monitor.lightning_packages import LightningModule, Trainer
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
-from lightning_module_monitor.probes.reporting import ErrorReporter
+from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.checks import AwaitedKeys
 from lightning_module_monitor.trainer.options import Options

@@ -29,7 +29,7 @@ def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
     """One line about a monitored step; ``roll_ups`` is a sentence about the keys of loggers, or empty."""
     plan, captured = planner.plan(), planner.capture_plan()
     num_keys = len(planner.planned_keys()) + len(planner.planned_histograms())
-    later = (", more if attention runs" if plan.has_heads() else "") + (
+    later = (", more if attention runs" if plan.modules_with_heads else "") + (
         ", more for states of optimizers" if plan.states is not None else ""
     )
     keys = f"{num_keys} keys a step{later}"

@@ -1,4 +1,4 @@
-"""Values that no probe observes, and the values of earlier steps."""
+"""Metrics that users add by function, values that no probe observes, and the values of earlier steps."""
 
 from __future__ import annotations
 
@@ -7,17 +7,66 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_module_monitor.config.rules import Rule
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.model.hooks import is_tracing
+from lightning_module_monitor.model.names import beginning_with
 from lightning_module_monitor.record import BATCH_SIZE, CONTEXT_KIND, STEP_SKIPPED, TRAIN, Key, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 
+Function = Callable[[Tensor], Any]
+PairFunction = Callable[[Tensor, Tensor], Any]
 
-class ValueMethods:
-    """The methods of ``ModuleMonitor`` that take values from the user, or return recorded ones."""
+
+class MetricMethods:
+    """The methods of ``ModuleMonitor`` that add a metric, take values from the user, or return recorded ones."""
 
     engine: StepEngine
     storage: StorageManager
+    _metrics: set[tuple[str, str]]
+    """Kind and name of each metric."""
+
+    def add_activation_metric(
+        self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*", metric_aggregation_fn: Function | None = None
+    ) -> None:
+        """Add a metric of every module's output.
+
+        Args:
+            metric_name: Its name in the key; without a function, that of a built-in statistic.
+            metric_fn: Function of the output, which returns a tensor of any shape.
+            metric_regex: Modules whose name begins like this (``re.match``).
+            metric_aggregation_fn: Function of the concatenated results of a step; the default is their mean.
+
+        Raises:
+            ValueError: If there is one of this name.
+        """
+        self._add_metric(("activation",), metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+
+    def add_activation_difference_metric(
+        self,
+        metric_name: str,
+        metric_fn: PairFunction | None = None,
+        metric_regex: str = ".*",
+        metric_aggregation_fn: Function | None = None,
+    ) -> None:
+        """Add a metric of every module's output and the reference's; arguments as for :meth:`add_activation_metric`.
+
+        The function gets the output and the reference's output for the same input. A built-in statistic is that of their
+        difference; ``ratio`` its norm over the norm of the reference's, ``cosine`` that of the angle between the two.
+        """
+        self._add_metric(("activation_difference",), metric_name, metric_fn, metric_regex, metric_aggregation_fn)
+
+    def add_parameter_difference_metric(self, metric_name: str, metric_fn: PairFunction | None = None, metric_regex: str = ".*") -> None:
+        """Add a metric of every parameter and the reference's; as for :meth:`add_activation_difference_metric`."""
+        self._add_metric(("parameter_difference",), metric_name, metric_fn, metric_regex, None)
+
+    def add_parameter_metric(self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*") -> None:
+        """Add a metric of every parameter; arguments as for :meth:`add_activation_metric`."""
+        self._add_metric(("parameter",), metric_name, metric_fn, metric_regex, None)
+
+    def add_gradient_metric(self, metric_name: str, metric_fn: Function | None = None, metric_regex: str = ".*") -> None:
+        """Add a metric of every parameter's gradient; arguments as for :meth:`add_activation_metric`."""
+        self._add_metric(("gradient", "gradient_before_clip"), metric_name, metric_fn, metric_regex, None)
 
     def get_step_metrics(self) -> dict[str, float]:
         """The values of the step that ended last, by key."""
@@ -46,10 +95,11 @@ class ValueMethods:
             value: A number, or a tensor of one element on any device, which is not read before the step ends.
             aggregate: How several values of this step and of all ranks are joined: ``mean``, ``sum``, ``min`` or ``max``.
         """
-        if self.engine.observing_step is not None:
-            self.engine.add(self.engine.observing_step, CONTEXT_KIND, name, value, aggregate)
-            if name == BATCH_SIZE:
-                self.engine.observing_step.count_samples(value)
+        step = self.engine.observing_step
+        if step is not None:
+            self.engine.add(step, CONTEXT_KIND, name, value, aggregate)
+            if name == BATCH_SIZE and step.noise is not None:
+                step.noise.count_samples(value)
 
     def log_scalar(
         self, key: str, value: float | Tensor, aggregation_fn: Callable[[Tensor], Any] | None = None, force: bool = False
@@ -86,3 +136,13 @@ class ValueMethods:
     def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: Callable[[Tensor], Any] | None = None) -> None:
         """Record the mean of a tensor's elements, or what a function makes of those of the whole step; see :meth:`log_scalar`."""
         self.log_scalar(key, tensor.clone(), aggregation_fn)
+
+    def _add_metric(
+        self, kinds: tuple[str, ...], name: str, function: Callable[..., Any] | None, regex: str, aggregation: Function | None
+    ) -> None:
+        if (kinds[0], name) in self._metrics:
+            raise ValueError(f"There is a metric {name!r} of kind {kinds[0]!r} already; expected another name.")
+        recorded: dict[str, Any] = {"statistics": name} if function is None else {"functions": {name: function}}
+        rule = Rule(kinds=list(kinds), sites=beginning_with(regex), aggregate=aggregation or "mean", **recorded)
+        self.engine.add_rule(rule, f"metric {name!r}", is_optional=False)
+        self._metrics.add((kinds[0], name))
