@@ -22,7 +22,7 @@ PLAIN, IDLE, OURS, EAGER, FLOOR, NONFINITE = "plain", "idle", "ours", "ours, eag
 REFERENCE, RCC = "reference forward", "reference + RCC"
 UNFUSED, ATTENTION = "attention forward, not fused", "attention"
 FLOW, NOISE, HISTOGRAMS = "gradient flow", "gradient noise", "histograms"
-QUANTILES, FORMATS, OUTLIERS = "quantiles", "formats", "outlier channels"
+QUANTILES, FORMATS, PEAKS, OUTLIERS = "quantiles", "formats", "peak to rms", "outlier channels"
 UPDATES, STATES, TO_GRADIENT, TO_PREVIOUS = "updates", "optimizer states", "cosine to gradient", "cosine to previous"
 PEER, PEER_RCC, WANDB = "torch-module-monitor", "torch-module-monitor, RCC", "wandb.watch"
 TRAINER, CALLBACK, LOGGED = "Trainer", "callback + store", "callback + store + TensorBoard"
@@ -129,6 +129,12 @@ VARIANTS = (
             kinds=observers.KINDS,
             statistics=[name for name in registry.STATISTICS if "flow_" in name or "range" in name],
         ),
+        workloads=("W1", "W2"),
+    ),
+    in_loop(
+        PEAKS,
+        "largest magnitude over rms of activations, parameters and gradients",
+        partial(observers.Statistics, kinds=observers.KINDS, statistics=["peak_to_rms"]),
         workloads=("W1", "W2"),
     ),
     in_loop(

@@ -75,10 +75,10 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
         ("W2", name)
         for name in (
             *("plain", "idle", "ours", "ours, eager", "nonfinite: always", "floor", "histograms"),
-            *("quantiles", "formats", "outlier channels", "TorchWatcher, one line"),
+            *("quantiles", "formats", "peak to rms", "outlier channels", "TorchWatcher, one line"),
         )
     ]
-    plain, idle, ours, eager, nonfinite, floor, histograms, quantiles, formats, outliers, one_line = rows
+    plain, idle, ours, eager, nonfinite, floor, histograms, quantiles, formats, peaks, outliers, one_line = rows
     for engine in (ours, eager):
         assert {name: int(engine[name]) for name in ("transfers", "host reads", "values")} == {
             "transfers": 1,
@@ -95,7 +95,7 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     }
     counted = {name: int(histograms[name]) for name in ("transfers", "host reads", "values")}
     assert counted == {"transfers": 1, "host reads": 0, "values": 128 + 128}
-    for row, num_values in ((quantiles, 7 * 385), (formats, 13 * 385), (outliers, 129)):
+    for row, num_values in ((quantiles, 7 * 385), (formats, 13 * 385), (peaks, 385), (outliers, 129)):
         assert {name: int(row[name]) for name in ("transfers", "host reads", "values")} == {
             "transfers": 1,
             "host reads": 0,

@@ -195,8 +195,8 @@ EVERYTHING += ["token_norm", "token_rms", "hist"]
 
 
 QUANTILES = {"p05": 0.05, "median": 0.5, "p95": 0.95}
-FINE = [*QUANTILES, "underflow_float8_e4m3fn"]
-"""Those that are made of fine counts."""
+FINE = [*QUANTILES, *(f"{loss}_float8_e4m3fn" for loss in ("underflow", "overflow", "scaled_underflow")), "dynamic_range", "peak_to_rms"]
+"""Those that are made of fine counts, and of the largest magnitude."""
 
 OF_PARTS = [name for name in EVERYTHING if not name.startswith("token")]
 """Those that parts of a tensor show."""
@@ -220,7 +220,8 @@ def zoo(model: str) -> Callable[[Path], dict[str, Any]]:
     def scenario(folder: Path) -> dict[str, Any]:
         torch.manual_seed(RANK)  # DDP gives every rank the weights of the first
         fine = Rule(kinds=["activation", "activation_gradient", "parameter", "gradient"], statistics=FINE)
-        callback = ModuleMonitorCallback(every_n_steps=1, rules=[*_rules(), fine], on_error="raise")
+        channels = Rule(kinds="activation", statistics="outlier_channels")
+        callback = ModuleMonitorCallback(every_n_steps=1, rules=[*_rules(), fine, channels], on_error="raise")
         module = Classifier(model, torch.optim.SGD, lr=0.1)
         return fit(folder, module, callback, accumulate_grad_batches=2, gradient_clip_val=0.5, max_epochs=1)
 

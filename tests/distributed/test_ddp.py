@@ -78,8 +78,25 @@ def assert_fine(values: Mapping[str, float], key: str, elements: Tensor) -> None
         assert values[f"{key}{name}"] == pytest.approx(truth, rel=0.045, abs=near), key
     nonzero = elements[elements != 0].abs()
     lost = float((nonzero <= 2**-10).sum())
-    if len(nonzero):
-        assert values[f"{key}underflow_float8_e4m3fn"] == pytest.approx(lost / len(nonzero), abs=1 / len(nonzero)), key
+    assert values[f"{key}overflow_float8_e4m3fn"] == pytest.approx(float((elements.abs() > 464).double().mean())), key
+    if not len(nonzero):
+        return
+    largest = float(nonzero.max())
+    assert values[f"{key}underflow_float8_e4m3fn"] == pytest.approx(lost / len(nonzero), abs=1 / len(nonzero)), key
+    assert values[f"{key}peak_to_rms"] == pytest.approx(largest / float(elements.square().mean().sqrt()), rel=1e-5), key
+    if key.startswith(("activation/", "parameter/")):  # what rounding leaves of a gradient that is zero is not the same twice
+        scaled = nonzero * 2.0 ** math.floor(math.log2(448 / largest))
+        lost = float((scaled <= 2**-10).sum())
+        assert values[f"{key}scaled_underflow_float8_e4m3fn"] == pytest.approx(lost / len(nonzero), abs=1 / len(nonzero)), key
+        assert values[f"{key}dynamic_range"] == pytest.approx(math.log2(largest / float(nonzero.min())), abs=0.065), key
+
+
+def outlier_channels(tensors: list[Tensor]) -> int:
+    """The channels whose rms is more than six times the median, over all calls and ranks."""
+    tensors = [tensor if tensor.dim() > 1 else tensor.reshape(1, -1) for tensor in tensors]
+    channels = [tensor.double().movedim(1 if tensor.dim() in (4, 5) else -1, 0).flatten(1) for tensor in tensors]
+    rms = torch.cat(channels, 1).square().mean(1).sqrt().numpy()
+    return int((rms > 6 * np.median(rms)).sum())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -111,7 +128,7 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
         expected = {
             f"{kind}/{site}/{name}" for (kind, site), tensors in raw.items() if whole(tensors).numel() for name in names[kind, site]
         }
-        left_out = ("/ratio", *(f"/{name}" for name in FINE))
+        left_out = ("/ratio", "/outlier_channels", *(f"/{name}" for name in FINE))
         recorded = {key for key in measured(record) if not key.startswith("monitor/") and not key.endswith(left_out)}
         empty = tuple(f"{kind}/{site}/" for (kind, site), tensors in raw.items() if not whole(tensors).numel())
         assert {key for key in recorded if not key.startswith(empty)} == expected
@@ -133,6 +150,8 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
                 assert value == pytest.approx(truth, **close, nan_ok=True), (kind, site, name)
             if f"{kind}/{site}/median" in record.values:
                 assert_fine(record.values, f"{kind}/{site}/", elements.double().flatten())
+            if kind == "activation" and len({tensor.shape[1:] for tensor in tensors}) == 1:
+                assert record.values[f"{kind}/{site}/outlier_channels"] == outlier_channels(tensors)
             if kind in ("activation", "activation_gradient", "parameter"):
                 np.testing.assert_array_equal(record.histograms[f"{kind}/{site}/hist"].row, histogram(elements).row)
             if kind == "update" and float(raw["parameter", site][0].norm()):

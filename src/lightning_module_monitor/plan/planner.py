@@ -62,8 +62,7 @@ class Planner:
         index = _index_of(recipe, module, compiled_parts(module) if recipe.keeps_compiled else NOT_COMPILED)
         for rule in recipe.rules:
             check_rule(rule, index, reporter, shares_input=shares_input)
-            if not rule.is_optional:
-                check_per_module(rule, index)
+            check_per_module(rule, index)
         for capture in recipe.captures:
             idle_kinds(capture, index)
         if recipe.gradient_noise is not None:
@@ -82,8 +81,7 @@ class Planner:
             ConfigError: If the rule matches nothing in the model, or another rule records a different output by the same name.
         """
         check_rule(rule, self.index, self.reporter, shares_input=self.shares_input)
-        if not rule.is_optional:
-            check_per_module(rule, self.index)
+        check_per_module(rule, self.index)
         planner = replace(self, recipe=self.recipe.with_rule(rule))
         planner.report_renamed()
         return planner

@@ -19,14 +19,16 @@ def check_per_module(rule: ParsedRule, index: ModelIndex) -> None:
     """Check that each pattern of a rule's ``per_module`` matches a module, and that one has a parameter that the rule picks.
 
     Raises:
-        ConfigError: If not; names the nearest module.
+        ConfigError: If not, and the rule is not optional; names the nearest module.
     """
+    if rule.is_optional or not rule.per_module:
+        return
     modules = _names_of_modules(index)
     for pattern in rule.per_module:
         if not any(matches(names, (pattern,)) for names in modules.values()):
             near = nearest_pattern(pattern.pattern, list(modules))
             raise ConfigError(f"{rule.label}.per_module {pattern.pattern!r} matches none of {len(modules)} module names{near}")
-    if rule.per_module and not any(parameters_by_module(rule, kind, index) for kind in rule.kinds):
+    if not any(parameters_by_module(rule, kind, index) for kind in rule.kinds):
         matched = shortened([name for name, names in modules.items() if matches(names, rule.per_module)])
         expected = f"expected a module with such parameters inside, or {ROOT} for all"
         raise ConfigError(f"{rule.label}.per_module matches only modules without a parameter that the rule picks ({matched}); {expected}.")
@@ -42,16 +44,13 @@ def parameters_by_module(rule: ParsedRule, kind: str, index: ModelIndex) -> dict
 
     A parameter is inside of a module if any of its names is. A module without such a parameter is left out.
     """
-    picked = [site for site in matching(rule, kind, index) if isinstance(site, ParameterSite)]
-    inside: defaultdict[str, dict[str, None]] = defaultdict(dict)
-    for site in picked:
-        for name in (ROOT, *and_insides(site.aliases)):
-            inside[name][site.name] = None
-    parameters_of = {}
-    for module, names in _names_of_modules(index).items():
-        if matches(names, rule.per_module):
-            parameters = set().union(*(inside.get(name, ()) for name in names[1:]))
-            parameters_of[module] = [site.name for site in picked if site.name in parameters]
+    sites = (site for site in matching(rule, kind, index) if isinstance(site, ParameterSite))
+    modules_of = {site.name: {ROOT, *and_insides(site.aliases)} for site in sites}
+    parameters_of = {
+        module: [name for name, modules in modules_of.items() if not modules.isdisjoint(names[1:])]
+        for module, names in _names_of_modules(index).items()
+        if matches(names, rule.per_module)
+    }
     return {module: parameters for module, parameters in parameters_of.items() if parameters}
 
 

@@ -100,7 +100,7 @@ class Cosines:
             self._tools.accumulator.measure_comparison(stream, "gradient", part, gradient_part, is_opposite=is_opposite)
 
     def compare_with_previous(self, stream: Stream, update: Tensor, dtype: torch.dtype, is_skipped: bool | Tensor) -> None:
-        """Compare an update with that of the monitored step before, in whose place it is kept in a dtype."""
+        """Compare an update with that of the monitored step before, in whose place it is kept in the dtype of the parameter."""
         part = self._own_part(stream, update) if "previous" in stream.compared_with else None
         if part is None:
             return

@@ -143,7 +143,7 @@ class GradientNoiseProbe(Probe):
         self._observed: set[int] = set()
         """Indices of the parameters whose gradient of the whole step was observed."""
         self._has_failed = False
-        self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._pairs: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def attach(self) -> None:
         """Register a hook on each parameter that is trained."""
@@ -254,7 +254,7 @@ class GradientNoiseProbe(Probe):
             norms = {torch.device("cpu"): torch.full((len(self._parameters),), math.nan, dtype=torch.float64, device="cpu")}
         for device, on_device in norms.items():
             squares = (on_device if scale is None else on_device / scale.to(device)).square()
-            parameters, sites = self._places_on(device)
+            parameters, sites = self._pairs_on(device)
             sums = squares.new_zeros(len(self._sites.members)).index_add_(0, sites, squares[parameters])
             for site, total in zip(self._sites.members, sums.unbind(), strict=True):
                 self._accumulator.add_result(streams[site], name, total, 1)
@@ -313,12 +313,12 @@ class GradientNoiseProbe(Probe):
             buffers[device] = torch.zeros(len(self._parameters), dtype=_wide(device), device=device)
         return buffers[device]
 
-    def _places_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Parameter and site of each pair of both, as indices on a device."""
-        if device not in self._places:
+    def _pairs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The index of the parameter and that of the site for each parameter inside a site, on a device."""
+        if device not in self._pairs:
             pairs = [(index, site) for site, members in enumerate(self._sites.members.values()) for index in members]
-            self._places[device] = tuple(torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).T.to(device))
-        return self._places[device]
+            self._pairs[device] = tuple(torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).T.to(device))
+        return self._pairs[device]
 
     def _warn(self, what: str, expected: str) -> None:
         message = f"gradient_noise: {what}, and the values are NaN; expected monitor.{expected}."

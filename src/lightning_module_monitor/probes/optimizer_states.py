@@ -77,23 +77,21 @@ class StateReader:
         self, optimizer: Optimizer, target: WatchedParameter, parameter: Tensor, name: str, value: object
     ) -> Iterator[tuple[WatchedParameter, Stream, Tensor]]:
         """A state of a parameter, if it is one that is recorded; another is noted, except for counters."""
-        full_name = f"{target.site.name}.{name}"
-        if not isinstance(value, Tensor):
-            is_other = isinstance(value, list | tuple | dict) and next(iter(named_tensors(value)), None) is not None
-        else:
-            is_other = value.shape != parameter.shape
-        if isinstance(value, Tensor) and value.dim() == 0 and (is_other or is_counter(optimizer, name)):
+        state = value if isinstance(value, Tensor) and value.shape == parameter.shape else None
+        is_number = isinstance(value, Tensor) and value.dim() == 0 and (state is None or is_counter(optimizer, name))
+        if is_number or not any(named_tensors(value)):
             return
-        stream = self._select(target, name)
-        if is_other and stream is not None:
+        full_name, stream = f"{target.site.name}.{name}", self._select(target, name)
+        if state is not None:
+            self._names[full_name] = None
+        if stream is None:
+            return
+        if state is None:
             self._other_shapes.append(full_name)
-        if is_other or not isinstance(value, Tensor):
-            return
-        self._names[full_name] = None
-        if stream is not None and not value.is_floating_point():
-            self._unsupported[value.dtype].append(full_name)
-        elif stream is not None:
-            yield target, stream, value
+        elif not state.is_floating_point():
+            self._unsupported[state.dtype].append(full_name)
+        else:
+            yield target, stream, state
 
     def finish(self) -> None:
         """Log, once, what is not recorded, and patterns that match nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import warnings
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,8 @@ class FormatFit:
     @property
     def zeros(self) -> float:
         """The mean over sites of the part of elements that are exact zeros, as gradients are that a format has lost already."""
-        return _without_warning(np.nanmean, [site.zeros for site in self.sites])
+        known = [site.zeros for site in self.sites if not math.isnan(site.zeros)]
+        return sum(known) / len(known) if known else math.nan
 
     def worst(self) -> list[SiteFit]:
         """The sites that do not fit, or only with a scale: those first that lose the most."""
@@ -118,8 +119,11 @@ def as_lines(fits: Sequence[FormatFit]) -> list[str]:
     )
     worst = [f"{fit.kind}/{site.site}, {fit.format}: {in_words(site)}" for fit in fits for site in fit.worst()]
     lines = [*aligned, *(["", "worst sites (the largest value of all records)"] if worst else []), *(f"  {line}" for line in worst)]
-    unscaled = [] if any(not np.isnan(site.scaled_underflow) for fit in fits for site in fit.sites) else ["scaled_underflow"]
-    missing = [*unscaled, *([] if any(not np.isnan(fit.zeros) for fit in fits) else ["zero_fraction"])]
+    is_recorded = {
+        "scaled_underflow": any(not np.isnan(site.scaled_underflow) for fit in fits for site in fit.sites),
+        "zero_fraction": any(not np.isnan(fit.zeros) for fit in fits),
+    }
+    missing = [name for name, is_known in is_recorded.items() if not is_known]
     note = [f"Not recorded: {', '.join(missing)}."] if missing else []
     return lines + note
 
@@ -152,13 +156,7 @@ def _largest(table: Table | None) -> dict[str, float]:
     """The largest value of each site over all records; NaN if it never had a number."""
     if table is None:
         return {}
-    return {site: _without_warning(np.nanmax, values) for site, values in zip(table.sites, table.values, strict=True)}
-
-
-def _without_warning(function: Any, values: Any) -> float:  # noqa: ANN401  # of numpy
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # there may be no number
-        return float(function(values))
+    return dict(zip(table.sites, np.fmax.reduce(table.values, axis=1, initial=np.nan).tolist(), strict=True))
 
 
 def _number(value: float) -> float | None:
