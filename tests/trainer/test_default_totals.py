@@ -133,6 +133,14 @@ def test_where_nothing_is_clipped_or_rules_are_given(options: dict[str, Any], mo
     assert {key for key in records.records[-1].values if "/_root_/" in key} == more
 
 
+def test_callbacks_of_lightning_get_the_norm_of_the_whole_gradient(tmp_path: Path) -> None:
+    """``callback_metrics`` names a total like any other key."""
+    callback = ModuleMonitorCallback(every_n_steps=1, callback_metrics=[GRADIENT])
+    norms = Norms()
+    used = fit(tmp_path, [callback, norms])
+    assert used.callback_metrics[GRADIENT].item() == pytest.approx(norms.steps[-1][GRADIENT], rel=2e-6)
+
+
 def test_a_second_run_that_does_not_clip_has_no_norm_before_clipping(tmp_path: Path) -> None:
     """What one Trainer clips is no rule of the next one."""
     callback = ModuleMonitorCallback(every_n_steps=1)

@@ -141,7 +141,10 @@ def _abs_max(moments: Moments) -> Array:
 
 
 def _peak_to_rms(moments: Moments) -> Array:
-    """``abs_max / rms``, from 1 to ``sqrt(n)``: how far the largest magnitude stands out. Undefined if all elements are zero."""
+    """``abs_max / rms``, from 1 to ``sqrt(n)``, the crest factor of a signal: how far the largest magnitude stands out.
+
+    Undefined if all elements are zero.
+    """
     return _over(_abs_max(moments), _rms(moments))
 
 
