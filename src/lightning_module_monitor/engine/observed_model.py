@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_module_monitor.config.rules import Capture, ParsedRule, Rule, parse_capture
-from lightning_module_monitor.distributed.ranks import Ranks, disagreement, process_ranks
+from lightning_module_monitor.distributed.ranks import Ranks, disagreement, num_processes
 from lightning_module_monitor.distributed.shards import flat_shards_by_name, fsdp1_units
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import ConfigError, nearest, or_examples, shortened
@@ -187,7 +187,7 @@ class ObservedModel:
         if self._has_agreed or self.has_lost_ranks or self._distributed is False:
             return
         if self.ranks is None:
-            self.ranks = process_ranks(None if self._distributed is True else self._distributed)
+            self.ranks = Ranks(None if self._distributed is True else self._distributed) if num_processes() > 1 else None
         differences = "" if self.ranks is None else disagreement(self.planner.one_by_one(), self.ranks)
         if differences:
             raise ConfigError(differences)

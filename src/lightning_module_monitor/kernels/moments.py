@@ -181,38 +181,3 @@ def merged_groups(fields: Array, first: npt.NDArray[np.int64]) -> Array:
     return np.stack(
         merged._replace(mean=mean, maximum=np.maximum.reduceat(parts.maximum, first), minimum=np.minimum.reduceat(parts.minimum, first))
     )
-
-
-def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:
-    """Moments of each row of a matrix, of the elements that count: for many short rows.
-
-    Args:
-        values: Shape ``(rows, elements)``, any real floating dtype. Every element is a token.
-        counts: Which elements count, boolean, of the same shape.
-        needs: Bits of :class:`Need`. The other moments are zero.
-
-    Returns:
-        Moments of shape ``(rows,)``, on the device of ``values``.
-    """
-    if needs & ~(Need.MEAN | Need.EXTREMES):
-        values = values.double()
-    kept = torch.where(counts, values, 0.0)
-    elements = counts.sum(1, dtype=torch.float64)
-    fields = dict.fromkeys(Moments._fields, torch.zeros_like(elements)) | {"elements": elements, "tokens": elements}
-    if needs & (Need.MEAN | Need.DEVIATIONS | Need.POWERS):
-        fields["mean"] = kept.sum(1, dtype=torch.float64) / elements.clamp(min=1.0)
-    if needs & (Need.DEVIATIONS | Need.POWERS):
-        d = torch.where(counts, values - fields["mean"].unsqueeze(1), 0.0)
-        fields["deviations"], fields["third"], fields["fourth"] = d.square().sum(1), d.pow(3).sum(1), d.pow(4).sum(1)
-    if needs & Need.SQUARES:
-        fields["squares"] = kept.square().sum(1)
-    if needs & (Need.MAGNITUDE | Need.TOKENS):
-        fields["magnitude"] = fields["token_norm"] = fields["token_rms"] = kept.abs().sum(1)
-    if needs & Need.EXTREMES:
-        fields["maximum"] = torch.where(counts, values, -torch.inf).amax(1).double()
-        fields["minimum"] = torch.where(counts, values, torch.inf).amin(1).double()
-    if needs & Need.ZEROS:
-        fields["zeros"] = (counts & (values == 0)).sum(1).double()
-    if needs & Need.NONFINITE:
-        fields["nonfinite"] = (counts & ~values.isfinite()).sum(1).double()
-    return Moments(**fields)
