@@ -58,7 +58,7 @@ def test_elements_of_rows_that_do_not_count_are_left_out(wide: torch.dtype) -> N
     only_mean.add_rows(range(3), values, counts, [Need.MEAN] * 3)
     moments = Moments(*only_mean.collect(3))
     assert moments.mean[0].item() == pytest.approx(-1 / 3)
-    assert not moments.squares.any()
+    assert not moments.magnitude.any()
 
 
 class Dtypes(TorchDispatchMode):

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples, shortened
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts
+from lightning_module_monitor.model.outputs import Path, suffix
 from lightning_module_monitor.record import KINDS, MAX_SITE_LENGTH, ROOT_SITE, fit_for_loggers
 
 ROOT = ROOT_SITE
@@ -218,7 +219,8 @@ class ModelIndex:
         self.module_by_name = {name: by_alias[name] for name in names if name in by_alias}
         """Every module by each of its names, in the model's order."""
         self._root = root
-        self._names_of_parts: dict[tuple[str, str], str] = {}
+        self._names_of_parts: dict[tuple[object, ...], str] = {}
+        """Names of outputs, inputs and heads of modules."""
 
     def refusal(self, what: str, inside: Sequence[str]) -> ConfigError:
         """The error for an option that concerns only modules ``inside`` of compiled code."""
@@ -258,14 +260,15 @@ class ModelIndex:
         names = {alias for site in self.modules for alias in site.aliases}
         return frozenset(module for raw, module in root.named_modules(remove_duplicate=False) if self._format_name(raw) in names)
 
-    def part_name(self, site: str, part: str) -> str:
-        """The name of a part of a site, always the same.
+    def further_name(self, site: str, path: Path, of: str = "output") -> str:
+        """The name of a further output or input of a module, the same in every call."""
+        key = (site, path, of)
+        if key not in self._names_of_parts:
+            self._names_of_parts[key] = self.namer.name(f"{site}.{suffix(path, of)}")
+        return self._names_of_parts[key]
 
-        Args:
-            site: The site's name.
-            part: The :func:`~lightning_module_monitor.model.outputs.suffix` of a further output or input; an attention head
-                (``head_0``), its tensor (``head_0.query``); or a parameter's state.
-        """
+    def part_name(self, site: str, part: str) -> str:
+        """The name of an attention head (``head_0``), of its tensor (``head_0.query``) or of a parameter's state, always the same."""
         key = (site, part)
         if key not in self._names_of_parts:
             self._names_of_parts[key] = self.namer.name(f"{site}.{part}")

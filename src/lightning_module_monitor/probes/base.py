@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
-from lightning_module_monitor.model.outputs import Path, is_first, suffix
+from lightning_module_monitor.model.outputs import Path, is_first
 from lightning_module_monitor.probes.reporting import ErrorReporter
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.stream import Stream
@@ -108,7 +108,7 @@ class StepTools(NamedTuple):
 
     def output_name(self, site: str, path: Path) -> str:
         """The name of an output of a module; of the output itself, or the first element of it, the module's own."""
-        return site if is_first(path) else self.names.part_name(site, suffix(path))
+        return site if is_first(path) else self.names.further_name(site, path)
 
     def log_unsupported(self, what: str, names: Mapping[torch.dtype | type, list[str]]) -> None:
         """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype or class."""

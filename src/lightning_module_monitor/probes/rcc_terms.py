@@ -227,7 +227,7 @@ class CoordinateCheckProbe(Probe):
         if layer.type.has_tensor_input:
             yield from _terms_of_input(layer, value, reference, layer.alignments, layer.streams, layer.weight_streams)
         for index, (further, other) in enumerate(zip(tensors.inputs[1:], tensors.reference_inputs[1:], strict=True), start=1):
-            site = self._tools.names.part_name(layer.site, f"input_{index}")
+            site = self._tools.names.further_name(layer.site, (index,), "input")
             yield from _terms_of_input(layer, further, other, {}, {kind: stream.at(site) for kind, stream in layer.streams.items()})
 
     def _observe_operator_norms(self) -> None:
