@@ -43,7 +43,7 @@ def collected(table: MomentTable, num_rows: int = 1) -> Moments:
     """The moments of the rows."""
     shares = table.collect(num_rows)
     assert all(share.shape == (NUM_FIELDS, num_rows) and share.dtype == torch.float64 for share in shares)
-    return Moments(*merged(shares, num_rows))
+    return Moments(*torch.from_numpy(merged([share.numpy() for share in shares], num_rows)))
 
 
 def counted(table: MomentTable, row: int = 0) -> Histogram:

@@ -121,12 +121,12 @@ def to_host(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
     for index, tensor in enumerate(tensors):
         indices_by_device[tensor.device].append(index)
     for indices in indices_by_device.values():
-        flat = [tensors[index].reshape(-1) for index in indices]
-        parcel = transfer(flat[0] if len(flat) == 1 else torch.cat(flat)).double().numpy()
+        parcel = tensors[indices[0]] if len(indices) == 1 else torch.cat([tensors[index].reshape(-1) for index in indices])
+        values = transfer(parcel).double().numpy().reshape(-1)
         start = 0
         for index in indices:  # by numpy: each operation of torch counts at the end of a step
             end = start + tensors[index].numel()
-            arrived[index] = parcel[start:end].reshape(tensors[index].shape)
+            arrived[index] = values[start:end].reshape(tensors[index].shape)
             start = end
     return arrived
 

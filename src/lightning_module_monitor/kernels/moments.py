@@ -7,7 +7,7 @@ second order these are the formulas of Chan, Golub and LeVeque, 1979.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,12 +154,12 @@ def num_features(tensor: Tensor) -> int:
     return tensor.shape[-1] if tensor.dim() else 1
 
 
-def merged(shares: list[Tensor], num_rows: int) -> Tensor:
-    """Merge shares of the same rows, each float64 on the host, of shape ``(fields, num_rows)``, as is the result."""
+def merged(shares: Sequence[Array], num_rows: int) -> Array:
+    """Merge shares of the same rows on the host, each of shape ``(fields, num_rows)``, as is the result."""
     if len(shares) == 1:
         return shares[0]
-    parts = [*(Moments(*share) for share in shares), Moments.empty(num_rows)]
-    return torch.stack(Moments.joined(parts).merge(torch.arange(num_rows, device="cpu").repeat(len(parts)), num_rows))
+    parts = np.stack([*shares, torch.stack(Moments.empty(num_rows)).numpy()], axis=2)
+    return merged_groups(parts.reshape(NUM_FIELDS, -1), np.arange(num_rows) * parts.shape[2])
 
 
 def merged_groups(fields: Array, first: npt.NDArray[np.int64]) -> Array:

@@ -314,7 +314,7 @@ class StepAccumulator:
         others = [*measured, *scalars, *final.values(), *(values.to(widest(values.device)) for _aggregate, values in whole.values())]
         shares = self._table.collect(self._num_rows)
         arrived = iter(to_host([*shares, *others]))
-        moments = merged([torch.from_numpy(next(arrived)) for _share in shares], self._num_rows).numpy()
+        moments = merged([next(arrived) for _share in shares], self._num_rows)
         counts: dict[tuple[Identity, Bins | ChannelSums], Array] = {}
         for bins, streams, _share in counted_shares:
             for stream, row in zip(streams, next(arrived), strict=True):

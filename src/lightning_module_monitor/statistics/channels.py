@@ -81,7 +81,7 @@ class ChannelSums:
     """Returns both, of a tensor, for each channel: shape ``(2, channels)``."""
     max_channels: int
 
-    @property
+    @functools.cached_property
     def num_counts(self) -> int:
         """Length of a row."""
         return 2 * self.max_channels

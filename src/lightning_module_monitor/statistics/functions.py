@@ -32,8 +32,11 @@ class Value:
 
     @property
     def is_number(self) -> bool:
-        """Whether it gives one number, merged by a named aggregate; else it is finished once, from everything, and may be a dict."""
-        return isinstance(self.aggregate, str)
+        """Whether it gives one number, merged by a named aggregate; else it is finished once, from everything, and may be a dict.
+
+        A torchmetrics object is finished once.
+        """
+        return isinstance(self.aggregate, str) and metric_of(self) is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +44,6 @@ class Function(Value):
     """A function of a tensor, or a torchmetrics object, and how its results are joined."""
 
     function: Metric | Callable[..., Any] = field(kw_only=True)
-
-    @property
-    def is_number(self) -> bool:
-        """As for :class:`Value`, but false for a torchmetrics object, which is finished once."""
-        return super().is_number and metric_of(self) is None
 
     def __eq__(self, other: object) -> bool:
         """Whether it is the same function. Torchmetrics objects are compared by class, as their ``==`` returns a third object."""
