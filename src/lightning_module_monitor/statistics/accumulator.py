@@ -81,9 +81,10 @@ class StepAccumulator:
         try:
             if stream.needs:
                 self._table.add((self._row(stream),), tensor, stream.needs)
-            for sort in stream.channel_sums if tensor.numel() else ():
-                sums = sort.measure(strided(tensor).detach())
-                self._sums[stream, sort] = in_both(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
+            if stream.channel_sums and tensor.numel():
+                for sort in stream.channel_sums:
+                    sums = sort.measure(strided(tensor).detach())
+                    self._sums[stream, sort] = in_both(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
             if stream.functions:
                 self.call_functions(stream, tensor)
         except MonitorError:
