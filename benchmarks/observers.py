@@ -335,7 +335,7 @@ class Nonfinite(Observer):
         self.random_states: RandomStates | None = None
 
     def begin(self, step: int) -> None:
-        self.random_states = RandomStates.now(self.device)
+        self.random_states = RandomStates(self.device)
 
     def before_update(self) -> None:
         self.finite.observe_gradients()

@@ -25,8 +25,8 @@ def moments_of(rows: list[list[Tensor]]) -> Moments:
     for row, tensors in enumerate(rows):
         for tensor in tensors:
             table.add((row,), tensor, Need.EVERYTHING)
-    shares = to_host(table.collect(len(rows)), [])[0]
-    return Moments(*shares[0]) if shares else Moments.empty(len(rows))
+    shares = to_host(table.collect(len(rows)))
+    return Moments(*torch.from_numpy(shares[0])) if shares else Moments.empty(len(rows))
 
 
 def reduced_alone(moments: Moments, largest: Tensor, summed: Tensor, rank: ThreadRank) -> ReducedMoments:

@@ -102,8 +102,8 @@ def measured(implementation: Implementation, tensors: Sequence[Tensor], needs: i
 
 def merge(*several: Moments) -> Moments:
     """Moments of the same rows, merged."""
-    shares = [torch.stack(tuple(one)) for one in several]
-    return Moments(*merged(shares, shares[0].shape[1]))
+    shares = [torch.stack(tuple(one)).numpy() for one in several]
+    return Moments(*torch.from_numpy(merged(shares, shares[0].shape[1])))
 
 
 def finished(name: str, moments: Moments, row: int = 0) -> float:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged_groups, moments_of_rows
+from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged_groups
+from lightning_module_monitor.kernels.torch_kernel import TorchKernel
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
@@ -19,7 +20,9 @@ def test_merging_on_the_host_is_the_kernels_merge(bad: float | None) -> None:
     if bad is not None:
         values[2, 3] = bad
     counts = torch.arange(9) < torch.tensor([9, 1, 5, 0, 0, 2, 9]).unsqueeze(1)
-    rows = moments_of_rows(values, counts, Need.EVERYTHING)
+    kernel = TorchKernel(torch.device("cpu"))
+    kernel.add_rows(range(7), values, counts, [Need.EVERYTHING] * 7)
+    rows = Moments(*kernel.collect(7))
     first, index = np.array([0, 1, 4]), torch.tensor([0, 1, 1, 1, 2, 2, 2])
     found = merged_groups(torch.stack(tuple(rows)).numpy(), first)
     expected = torch.stack(tuple(rows.merge(index, 3)))

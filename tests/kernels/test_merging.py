@@ -41,14 +41,6 @@ def assert_same_statistics(moments: Moments, other: Moments, whole: Tensor, rtol
         assert value == pytest.approx(finished(name, other), rel=rtol, abs=rtol * slack(name, whole), nan_ok=True), name
 
 
-@over_implementations
-def test_micro_batches_of_three_and_five_are_their_concatenation(implementation: Implementation) -> None:
-    """No mean of means: the known wrong answer elsewhere is 0.143 for 0.107."""
-    three, five = torch.tensor([[0.0], [0.0], [3 / 7]]), torch.tensor([[0.0], [0.0], [0.0], [0.0], [3 / 7]])
-    assert finished("mean", measured(implementation, [three, five])) == pytest.approx(6 / 7 / 8, rel=1e-7)
-    assert finished("min", measured(implementation, [torch.tensor([-1.0]), torch.tensor([-100.0])])) == -100.0
-
-
 @over_dtypes
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 def test_parts_of_any_size_are_the_whole(implementation: Implementation, dtype: torch.dtype, scale: float) -> None:
@@ -114,21 +106,6 @@ def test_merging_is_associative_and_commutative_and_has_an_identity(implementati
     for row in rows:
         for merged_with_nothing in (merge(row, nothing), merge(nothing, row), merge(nothing, row, nothing)):
             assert all(torch.equal(*pair) for pair in zip(merged_with_nothing, row, strict=True))
-
-
-def test_merging_small_integers_is_exact() -> None:
-    """Integers that float64 holds, as are all their sums and powers."""
-    groups = [[4, 0, -4, 8], [12, 4], [-20, 4, 8, 0, 8, 0]]
-    moments = merge(*(measured(EXACT["torch"], [torch.tensor(group, dtype=torch.float64)]) for group in groups))
-    x = [value for group in groups for value in group]
-    mean = sum(x) / len(x)
-    assert mean == 2
-    assert moments.elements.tolist() == [12]
-    assert moments.mean.tolist() == pytest.approx([mean], rel=1e-15)
-    for field, power in ((moments.deviations, 2), (moments.third, 3), (moments.fourth, 4)):
-        assert field.tolist() == pytest.approx([sum((value - mean) ** power for value in x)], rel=1e-14)
-    assert moments.squares.tolist() == [sum(value**2 for value in x)]
-    assert (moments.maximum.tolist(), moments.minimum.tolist()) == ([12], [-20])
 
 
 @over_implementations

@@ -134,67 +134,57 @@ def assert_same(values: dict[str, float], others: dict[str, float]) -> None:
         assert value == pytest.approx(others[key], rel=1e-9, abs=1e-9), key
 
 
-def test_without_numba_the_values_are_the_same(fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The extra makes it faster, not other; nothing is logged where it is not installed."""
+class Refuses:
+    """An import system without a numba that goes with the installed numpy."""
+
+    def find_spec(self, name: str, *_more: object) -> None:
+        if name == "numba":
+            raise ImportError("Numba needs NumPy 2.2 or less.")
+
+
+class Broken:
+    """A numba that does not work."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError("cannot cache function '_sums': no locator available")
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ("not installed", None),
+        ("another numpy", "ImportError: Numba needs NumPy 2.2 or less."),
+        ("cannot be compiled", "RuntimeError: cannot cache function '_sums': no locator available"),
+        ("switched off", None),
+    ],
+)
+def test_without_a_numba_that_works_the_values_are_the_same(
+    state: str, error: str | None, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of numba is logged once, and nothing where it is not installed; ``NUMBA_DISABLE_JIT`` is set to debug other code."""
     with_numba = observed()
     assert numba_kernel.loops() is not None
     numba_kernel.loops.cache_clear()
     fresh.delitem(sys.modules, LOOPS)
     fresh.delattr(sys.modules["lightning_module_monitor.kernels"], "numba_loops")
-    fresh.setitem(sys.modules, "numba", None)
-    with caplog.at_level(logging.WARNING):
-        without = observed()
-    assert numba_kernel.loops() is None
-    assert not caplog.records
-    assert_same(without, with_numba)
-
-
-@pytest.mark.parametrize("reason", ["another numpy", "cannot be compiled"])
-def test_a_numba_that_does_not_work_is_logged_once(reason: str, fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It does not go with the installed numpy, say; monitoring goes on, and the values are the same."""
-    with_numba = observed()
-    numba_kernel.loops.cache_clear()
-    fresh.delitem(sys.modules, LOOPS)
-    fresh.delattr(sys.modules["lightning_module_monitor.kernels"], "numba_loops")
-    if reason == "another numpy":
-
-        class Refuses:
-            def find_spec(self, name: str, *_more: object) -> None:
-                if name == "numba":
-                    raise ImportError("Numba needs NumPy 2.2 or less.")
-
+    if state == "switched off":
+        fresh.setattr(numba.config, "DISABLE_JIT", 1)
+    elif state == "another numpy":
         for name in [name for name in sys.modules if name.partition(".")[0] == "numba"]:
             fresh.delitem(sys.modules, name)
         fresh.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
-        message = "ImportError: Numba needs NumPy 2.2 or less."
     else:
-
-        class Broken:
-            def __getattr__(self, name: str) -> object:
-                raise RuntimeError("cannot cache function '_sums': no locator available")
-
-        fresh.setitem(sys.modules, "numba", Broken())  # type: ignore[arg-type]  # stands for a numba that does not work
-        message = "RuntimeError: cannot cache function '_sums': no locator available"
+        fresh.setitem(sys.modules, "numba", Broken() if error else None)  # type: ignore[arg-type]  # stands for a numba that does not work
     with caplog.at_level(logging.WARNING):
         values = observed(), observed()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"The compiled kernel is not used ({message}); monitoring costs more without it."
-    ]
+    messages = [record.getMessage() for record in caplog.records]
+    if state == "switched off":
+        assert len(messages) <= 1
+    else:
+        assert messages == [f"The compiled kernel is not used ({error}); monitoring costs more without it."] * bool(error)
+        assert numba_kernel.loops() is None
     for result in values:
         assert_same(result, with_numba)
-
-
-def test_a_switched_off_compiler_changes_no_value(fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """``NUMBA_DISABLE_JIT`` is set to debug other code: at most one warning, and the values are the same."""
-    with_numba = observed()
-    numba_kernel.loops.cache_clear()
-    fresh.delitem(sys.modules, LOOPS)
-    fresh.delattr(sys.modules["lightning_module_monitor.kernels"], "numba_loops")
-    fresh.setattr(numba.config, "DISABLE_JIT", 1)
-    with caplog.at_level(logging.WARNING):
-        values = observed()
-    assert len(caplog.records) <= 1
-    assert_same(values, with_numba)
 
 
 SCRIPT = """
@@ -221,26 +211,18 @@ def run(cache: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_damaged_cache_is_no_error(tmp_path: Path) -> None:
-    """What is left of one by a full disk, or by another program: the loops are compiled again, or not used; the values are right."""
-    assert run(tmp_path) == "found 10.0 2.0 60.0 True\n"
-    files = [path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc")]
-    assert len(files) > 5
-    for index, path in enumerate(sorted(files)):
-        content = path.read_bytes()
-        path.write_bytes((content[: len(content) // 2], b"\\x80garbage" * 50, b"")[index % 3])
-    *messages, actual = run(tmp_path).splitlines()
-    assert actual.startswith("found 10.0 2.0 60.0 ")
-    assert len(messages) <= 1
-    assert not messages or messages[0].startswith("The compiled kernel is not used (")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", ["read-only", "a file"])
-def test_a_cache_that_cannot_be_written_is_no_error(folder: str, tmp_path: Path) -> None:
-    """A read-only installation, say: at most one warning, and the values are right."""
+@pytest.mark.parametrize("state", ["damaged", "read-only", "a file"])
+def test_a_cache_that_cannot_be_used_is_no_error(state: str, tmp_path: Path) -> None:
+    """Damaged by a full disk, or a read-only installation, say: at most one warning, and the values are right."""
     cache = tmp_path / "cache"
-    if folder == "read-only":
+    if state == "damaged":
+        assert run(cache) == "found 10.0 2.0 60.0 True\n"
+        files = [path for path in cache.rglob("*") if path.suffix in (".nbi", ".nbc")]
+        assert len(files) > 5
+        for index, path in enumerate(sorted(files)):
+            content = path.read_bytes()
+            path.write_bytes((content[: len(content) // 2], b"\x80garbage" * 50, b"")[index % 3])
+    elif state == "read-only":
         cache.mkdir(mode=0o500)
     else:
         cache.write_text("")

@@ -43,7 +43,7 @@ def collected(table: MomentTable, num_rows: int = 1) -> Moments:
     """The moments of the rows."""
     shares = table.collect(num_rows)
     assert all(share.shape == (NUM_FIELDS, num_rows) and share.dtype == torch.float64 for share in shares)
-    return Moments(*merged(shares, num_rows))
+    return Moments(*torch.from_numpy(merged([share.numpy() for share in shares], num_rows)))
 
 
 def counted(table: MomentTable, row: int = 0) -> Histogram:
@@ -113,17 +113,18 @@ def test_an_empty_tensor_changes_nothing() -> None:
     assert all(torch.equal(*pair) for pair in zip(collected(MomentTable()), Moments.empty(1), strict=True))
 
 
-def test_moments_that_were_taken_elsewhere() -> None:
-    """Rows of them are merged into rows of the table, beside tensors."""
-    x = normal(30, 4)
-    other, table = MomentTable(), MomentTable()
-    for row in range(3):
-        other.add((row,), x[10 * row : 10 * row + 10], Need.EVERYTHING)
+def test_rows_of_a_matrix_are_merged_beside_tensors() -> None:
+    """Each by its elements that count, with what it needs."""
+    x = normal(3, 40)
+    table, is_counted = MomentTable(), torch.arange(40) < torch.tensor([40, 10, 20]).unsqueeze(1)
     table.add((0,), x, Need.EVERYTHING)
-    table.add_moments([0, 5, 0], collected(other, 3))
+    table.add_rows([0, 5, 0], x, is_counted, [Need.EVERYTHING, Need.EVERYTHING | Need.HISTOGRAM, Need.EVERYTHING])
     moments = collected(table, 6)
-    assert_textbook(moments, torch.cat([x, x[:10], x[20:]]), 1e-12)
-    assert_textbook(moments, x[10:20], 1e-12, row=5)
+    in_0 = torch.cat([x.flatten(), x[0], x[2, :20]])
+    for name, expected in (("elements", 180), ("mean", in_0.mean()), ("squares", in_0.square().sum()), ("maximum", in_0.max())):
+        assert getattr(moments, name)[0].item() == pytest.approx(float(expected), rel=1e-5), name
+    assert_textbook(moments, x[1, :10].unsqueeze(1), 1e-12, row=5)
+    assert counted(table, 5) == histogram(x[1, :10])
     assert moments.elements[1:5].tolist() == [0] * 4
 
 
@@ -252,7 +253,9 @@ def test_a_table_under_inference_mode_and_after_it() -> None:
     table, x = MomentTable(), normal(10, 6)
     with torch.inference_mode():
         table.add((0,), x.clone(), Need.EVERYTHING | Need.HISTOGRAM)
-        table.add_moments([0], collected(table))
+        table.add_rows([1], x.reshape(1, -1), torch.ones(1, 60, dtype=torch.bool), [Need.EVERYTHING])
     table.add((0,), x.clone().requires_grad_(), Need.EVERYTHING | Need.HISTOGRAM)
-    assert_textbook(collected(table), x.repeat(3, 1), 1e-12)
+    moments = collected(table, 2)
+    assert_textbook(moments, x.repeat(2, 1), 1e-12)
+    assert_textbook(moments, x.reshape(-1, 1), 1e-12, row=1)
     assert counted(table) == histogram(x.repeat(2, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.kernels.torch_kernel import FLOAT32_PIECE, has_float64
+from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.kernels.torch_kernel import FLOAT32_PIECE, widest
 
 
 def test_apples_devices_alone_have_no_float64() -> None:
     """The others sum in it."""
-    assert [has_float64(torch.device(name)) for name in ("cpu", "cuda", "xpu", "mps")] == [True, True, True, False]
+    assert [widest(torch.device(name)) for name in ("cpu", "cuda", "xpu", "mps")] == [*[torch.float64] * 3, torch.float32]
 
 
 @pytest.mark.parametrize("wide", [torch.float64, torch.float32], ids=str)
@@ -35,6 +36,29 @@ def test_pieces_cover_a_tensor_once_and_cut_no_token(wide: torch.dtype, num_toke
     assert moments.squares.tolist() == pytest.approx([x.numel()], rel=1e-6)
     assert moments.token_norm.tolist() == pytest.approx([num_tokens * features**0.5], rel=1e-5)
     assert moments.token_rms.tolist() == pytest.approx([num_tokens], rel=1e-5)
+
+
+@pytest.mark.parametrize("wide", [torch.float64, torch.float32], ids=str)
+def test_elements_of_rows_that_do_not_count_are_left_out(wide: torch.dtype) -> None:
+    """Each row's moments are those of its counting elements; a row without any is the identity of merging."""
+    values = torch.tensor([[1.0, -2.0, 0.0, torch.nan], [5.0, torch.nan, 7.0, torch.inf], [1.0, 1.0, 1.0, 1.0]])
+    counts = torch.tensor([[True, True, True, False], [True, False, True, True], [False] * 4])
+    kernel, only_mean = torch_kernel(wide=wide), torch_kernel(wide=wide)
+    kernel.add_rows(range(3), values, counts, [Need.EVERYTHING] * 3)
+    rows = [dict(zip(Moments._fields, row, strict=True)) for row in kernel.collect(3).T.tolist()]
+    assert rows[2] == dict.fromkeys(Moments._fields, 0.0) | {"maximum": -math.inf, "minimum": math.inf}
+    assert rows[0] == pytest.approx(
+        {
+            "elements": 3, "mean": -1 / 3, "squares": 5, "deviations": 5 - 1 / 3, "third": -20 / 9, "fourth": 98 / 9,
+            "magnitude": 3, "maximum": 1, "minimum": -2, "zeros": 1,
+            "nonfinite": 0, "tokens": 3, "token_norm": 3, "token_rms": 3,
+        }, rel=1e-6 if wide == torch.float64 else 1e-5,
+    )  # fmt: skip
+    assert (rows[1]["elements"], rows[1]["nonfinite"], rows[1]["minimum"], rows[1]["maximum"]) == (3, 1, 5, math.inf)
+    only_mean.add_rows(range(3), values, counts, [Need.MEAN] * 3)
+    moments = Moments(*only_mean.collect(3))
+    assert moments.mean[0].item() == pytest.approx(-1 / 3)
+    assert not moments.magnitude.any()
 
 
 class Dtypes(TorchDispatchMode):

@@ -6,7 +6,6 @@ import copy
 from collections import OrderedDict
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -57,55 +56,6 @@ def test_a_hook_may_see_keyword_arguments_too() -> None:
     assert len(called) == 2
     assert not module._forward_hooks
     assert not module._forward_hooks_with_kwargs
-
-
-def test_no_hook_takes_the_place_of_another() -> None:
-    """Two sets, one set twice, and handles of torch's that are made in between."""
-    module, called = nn.Identity(), []
-    first, second = HookSet(), HookSet()
-    for number, hooks in enumerate((first, second, first)):
-        hooks.add_forward(module, UncopiedHook(lambda *_args, number=number: called.append(number)))
-        module.register_forward_hook(lambda *_args, number=number: called.append(10 + number))
-    module(torch.ones(1))
-    assert called == [0, 10, 1, 11, 2, 12]
-    first.close()
-    called.clear()
-    module(torch.ones(1))
-    assert called == [10, 1, 11, 12]
-    second.close()
-    assert len(module._forward_hooks) == 3
-
-
-@pytest.mark.parametrize("before", ["nothing", "a hook", "a class that registers hooks its own way"])
-def test_hooks_of_many_modules_do_not_mix(before: str) -> None:
-    """Each is called with its own module, among those of others, and all are taken off together."""
-
-    class Counting(nn.Identity):
-        num_registered = 0
-
-        def register_forward_hook(self, *args: Any, **options: Any) -> Any:
-            self.num_registered += 1
-            return super().register_forward_hook(*args, **options)
-
-    other_calls, called, hooks = [], [], HookSet()
-    modules = [nn.Identity(), nn.ReLU(), Counting() if before.startswith("a class") else nn.Identity()]
-    for module in modules:
-        module.register_forward_hook(lambda module, _args, _output: other_calls.append(module))
-    if before == "a hook":
-        hooks.add_forward(modules[1], UncopiedHook(lambda *_args: called.append("alone")))
-    functions = [UncopiedHook(lambda module, _args, _output, index=index: called.append((index, module))) for index in range(3)]
-    for module, function in zip(modules, functions, strict=True):
-        hooks.add_forward(module, function)
-    x = nn.Sequential(*modules)(torch.ones(1))
-    expected = [(index, module) for index, module in enumerate(modules)]
-    assert called == (expected if before != "a hook" else [expected[0], "alone", *expected[1:]])
-    assert other_calls == modules
-    assert len(hooks) == (4 if before == "a hook" else 3)
-    assert [module.num_registered for module in modules if isinstance(module, Counting)] == [2] * before.startswith("a class")
-    hooks.close()
-    nn.Sequential(*modules)(x)
-    assert len(called) == (4 if before == "a hook" else 3)
-    assert all(len(module._forward_hooks) == 1 for module in modules)
 
 
 def test_a_set_is_used_again_after_it_was_closed() -> None:

@@ -11,7 +11,6 @@ import torch
 from helpers.attention import Truth, truth
 from torch import Tensor
 
-from lightning_module_monitor.kernels.moments import Moments, Need, moments_of_rows
 from lightning_module_monitor.statistics import attention_figures as module
 from lightning_module_monitor.statistics.attention_figures import MAX_QUERIES, AttentionFigures, attention_figures
 
@@ -153,24 +152,3 @@ def test_of_many_query_tokens_evenly_spaced_ones_are_measured() -> None:
     bias = torch.arange(3 * MAX_QUERIES - 1.0)[None, None, :, None].expand(-1, -1, -1, 8)
     masked = attention_figures(query, key, [bias])
     assert masked.max_logit[0, 0, 100].item() == pytest.approx(truth(query[:, :, 301:302], key).attention_max_logit.item() + 301)
-
-
-def test_moments_of_rows_omit_tokens_that_do_not_count() -> None:
-    """Each row's moments are those of its counting elements; a row without any is the identity of merging."""
-    values = torch.tensor([[1.0, -2.0, 0.0, torch.nan], [5.0, torch.nan, 7.0, torch.inf], [1.0, 1.0, 1.0, 1.0]])
-    counts = torch.tensor([[True, True, True, False], [True, False, True, True], [False] * 4])
-    moments = moments_of_rows(values, counts, Need.EVERYTHING)
-    rows = [dict(zip(Moments._fields, row, strict=True)) for row in torch.stack(moments).T.tolist()]
-    nothing = dict.fromkeys(Moments._fields, 0.0) | {"maximum": -math.inf, "minimum": math.inf}
-    assert rows[2] == nothing
-    assert rows[0] == pytest.approx(
-        {
-            "elements": 3, "mean": -1 / 3, "squares": 5, "deviations": 5 - 1 / 3, "third": -20 / 9, "fourth": 98 / 9,
-            "magnitude": 3, "maximum": 1, "minimum": -2, "zeros": 1,
-            "nonfinite": 0, "tokens": 3, "token_norm": 3, "token_rms": 3,
-        }
-    )  # fmt: skip
-    assert (rows[1]["elements"], rows[1]["nonfinite"], rows[1]["minimum"], rows[1]["maximum"]) == (3, 1, 5, math.inf)
-    only_mean = moments_of_rows(values, counts, Need.MEAN)
-    assert only_mean.mean[0] == moments.mean[0]
-    assert not only_mean.squares.any()

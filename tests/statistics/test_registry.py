@@ -1,4 +1,4 @@
-"""Statistics of empty and constant tensors, and statistics that a user adds."""
+"""Statistics of constant tensors, and statistics that a user adds."""
 
 from __future__ import annotations
 
@@ -9,19 +9,8 @@ import torch
 from helpers.kernels import Implementation, finished, measured, over_implementations
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule, Statistic
-from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import is_undefined
-
-
-def test_an_empty_tensor_has_no_mean() -> None:
-    """The identity of merging: a norm of 0, no mean, no spread, no extremes."""
-    nothing = Moments.empty(1)
-    assert finished("norm", nothing) == 0.0
-    assert finished("nonfinite_count", nothing) == 0.0
-    for name in (
-        "mean", "std", "var", "skewness", "kurtosis", "rms", "min", "max", "abs_mean", "abs_max", "zero_fraction", "token_norm", "token_rms"
-    ):  # fmt: skip
-        assert math.isnan(finished(name, nothing)), name
 
 
 @over_implementations

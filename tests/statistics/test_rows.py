@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.textbook import PLAIN
 from torch import Tensor
 
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
@@ -122,19 +123,18 @@ def test_observe_all_is_observe_for_each_tensor() -> None:
 
 
 def test_an_empty_tensor_has_no_mean() -> None:
-    """Other tensors have; only the number of elements makes the difference."""
+    """It has no spread and no extremes, a norm of 0; other tensors have. A site with empty tensors only is recorded."""
     for shapes in ([(0, 3), (2, 3)], [(2, 3), (0,)], [(0,), (0,)]):
         accumulator = StepAccumulator(lambda *_error: None)
         tensors = [torch.full(shape, 2.0) for shape in shapes]
         for index, tensor in enumerate(tensors):
-            accumulator.observe(stream("xy"[index], "mean", "std", "norm", "min", "abs_max"), tensor)
+            accumulator.observe(stream("xy"[index], *PLAIN), tensor)
         values = accumulator.collect()
         for index, tensor in enumerate(tensors):
-            statistics = {key.split("/")[2]: value for key, value in values.items() if key.split("/")[1] == "xy"[index]}
+            statistics = {name: values[f"activation/{'xy'[index]}/{name}"] for name in PLAIN}
             if not tensor.numel():
-                # A site with empty tensors only is recorded.
-                assert statistics.pop("norm") == 0.0
-                assert len(statistics) == 4
-                assert all(math.isnan(value) for value in statistics.values())
+                zero = {name: value for name, value in statistics.items() if not math.isnan(value)}
+                assert zero == {"norm": 0.0, "nonfinite_count": 0.0}
             else:
-                assert statistics == {"mean": 2.0, "std": 0.0, "norm": pytest.approx(24**0.5), "min": 2.0, "abs_max": 2.0}
+                expected = {"mean": 2.0, "std": 0.0, "norm": pytest.approx(24**0.5), "min": 2.0, "abs_max": 2.0}
+                assert {name: statistics[name] for name in expected} == expected

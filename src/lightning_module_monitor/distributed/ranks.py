@@ -71,11 +71,6 @@ class Ranks:
             raise RanksLostError(f"another rank did not take part within {TIMEOUT.total_seconds():g} s ({error})") from error
 
 
-def process_ranks(same_input: DeviceMesh | None = None) -> Ranks | None:
-    """The ranks, or ``None`` in a single process."""
-    return Ranks(same_input) if num_processes() > 1 else None
-
-
 def num_processes() -> int:
     """Number of processes of ``torch.distributed``."""
     return distributed.get_world_size() if _is_initialized() else 1

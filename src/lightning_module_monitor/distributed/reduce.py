@@ -102,12 +102,6 @@ class _Name(NamedTuple):
     """Aggregate of each value; ``None`` for a function of the user."""
     is_compared: bool
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of its outputs."""
-        _kind, _site, _stage, _prefix, *names = self.identity
-        return tuple(names)
-
 
 def _name_of(stream: Stream) -> _Name:
     """The name to send to other ranks.
@@ -129,14 +123,14 @@ def _learn(layout: Layout, names: Iterable[Iterable[_Name]], streams: Iterable[S
     for name in itertools.chain.from_iterable(names):
         origin = None if name.origin not in layout.positions else layout.streams[layout.positions[name.origin]]
         known = stream_by_identity.get(name.identity)
-        layout.add([known or (_made_of(name) if origin is None else origin.at(name.identity[1], name.outputs))])
+        layout.add([known or (_made_of(name) if origin is None else origin.at(name.identity[1], name.identity[4:]))])
 
 
 def _made_of(name: _Name) -> Stream:
     """A stream that only other ranks have observed."""
-    kind, site, stage, prefix = name.identity[:4]
+    kind, site, stage, prefix, *names = name.identity
     outputs: dict[str, Output] = {}
-    for output in name.outputs:
+    for output in names:
         aggregate: Aggregate = name.aggregates.get(output) or _unknown_aggregate
         known = STATISTICS.get(output)
         outputs[output] = Value(aggregate) if output in name.aggregates or known is None or callable(known) else known

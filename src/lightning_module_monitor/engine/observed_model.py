@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_module_monitor.config.rules import Capture, ParsedRule, Rule, parse_capture
-from lightning_module_monitor.distributed.ranks import Ranks, disagreement, process_ranks
+from lightning_module_monitor.distributed.ranks import Ranks, disagreement, num_processes
 from lightning_module_monitor.distributed.shards import fsdp1_units
 from lightning_module_monitor.errors import ConfigError, shortened
 from lightning_module_monitor.health.alerts import ReplicaAlert
@@ -165,7 +165,7 @@ class ObservedModel:
         if self._has_agreed or self._distributed is False:
             return
         if self.ranks is None:
-            self.ranks = process_ranks(None if self._distributed is True else self._distributed)
+            self.ranks = Ranks(None if self._distributed is True else self._distributed) if num_processes() > 1 else None
         differences = "" if self.ranks is None else disagreement(self.planner.one_by_one(), self.ranks)
         if differences:
             raise ConfigError(differences)

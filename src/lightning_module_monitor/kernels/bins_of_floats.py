@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_module_monitor import histogram
@@ -24,16 +25,11 @@ SPREAD = 64
 """Rows that the counts of a tensor are spread over on an accelerator, so that atomic additions seldom collide."""
 
 
-class _Encoding(NamedTuple):
-    """Of an IEEE 754 format."""
-
-    bits: torch.dtype
-    """The integer dtype of the same size."""
-    exponent_size: int
-    mantissa_size: int
-
-
-_ENCODINGS = {torch.float32: _Encoding(torch.int32, 8, 23), torch.float64: _Encoding(torch.int64, 11, 52)}
+_ENCODINGS: dict[torch.dtype, tuple[Any, Any, int, int]] = {
+    torch.float32: (np.float32, np.int32, 8, 23),
+    torch.float64: (np.float64, np.int64, 11, 52),
+}
+"""IEEE 754 formats: their dtype in numpy, the integer dtype of the same size, and the sizes of exponent and mantissa."""
 
 
 class Edge(NamedTuple):
@@ -79,7 +75,8 @@ HISTOGRAM = Bins(
 LOWEST_OCTAVE, HIGHEST_OCTAVE = -149, 127
 """Exponents of the smallest float32, which is subnormal, and of the largest."""
 
-STEPS = tuple(round((2 ** (step / 8) - 1) * 2**23) for step in range(1, 8))
+BINS_OF_OCTAVE = 8
+STEPS = tuple(round((2 ** (step / BINS_OF_OCTAVE) - 1) * 2**23) for step in range(1, BINS_OF_OCTAVE))
 """Mantissas of the edges in an octave: those of float32 that are nearest to eighths of an octave."""
 
 LIMITS = tuple(Edge(form.beyond, is_below=not form.is_beyond_rounded_away) for form in NUMBER_FORMATS.values())
@@ -123,44 +120,46 @@ def counts_of(tensor: Tensor, bins: Bins, widest: torch.dtype = torch.float64) -
     # Narrower dtypes fit into wider ones without a rounding. A subnormal float32 is a normal float64, whose mantissa tells its bin.
     dtype = tensor.dtype if tensor.dtype == torch.float64 else widest if bins == FINE else torch.float32
     wide = tensor.to(dtype).resolve_neg().reshape(-1)
-    integers, exponent_size, mantissa_size = _ENCODINGS[dtype]
+    _floats, _integers, exponent_size, mantissa_size = _ENCODINGS[dtype]
     thresholds, indices = _cells_on(tensor.device, bins, dtype)
-    bits = wide.view(integers)
+    bits = wide.view(thresholds.dtype)
     cells = (bits >> (mantissa_size - bins.mantissa_size)).bitwise_and_((1 << (1 + exponent_size + bins.mantissa_size)) - 1)
-    is_above = (bits & torch.iinfo(integers).max) >= thresholds.index_select(0, cells)
+    is_above = (bits & torch.iinfo(bits.dtype).max) >= thresholds.index_select(0, cells)
     index = indices.index_select(0, cells.mul_(2).add_(is_above))
     return torch.bincount(index, minlength=bins.num_counts) if index.is_cpu else scattered_counts(index, bins.num_counts)
 
 
-def cells_of(bins: Bins, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@functools.cache
+def cells_of(bins: Bins, dtype: torch.dtype) -> tuple[NDArray[Any], NDArray[np.int32]]:
     """The index of a float in a row of counts by its *cell*, which is its sign, exponent, and leading bits of its mantissa.
 
     Returns:
         For each cell the bits of the magnitude where a bin begins within the cell, or more than any; for each cell two indices, of
         magnitudes below and from there on. Where several bins begin within a cell, as for subnormal numbers, all but the first are lost.
     """
-    integers, exponent_size, mantissa_size = _ENCODINGS[dtype]
-    bits = torch.tensor([math.inf, *(edge.magnitude for edge in bins.edges)], dtype=dtype).view(integers).numpy()
+    # By numpy: within a transform of torch.func a new tensor has no memory that numpy could read.
+    floats, integers, exponent_size, mantissa_size = _ENCODINGS[dtype]
+    bits = np.array([math.inf, *(edge.magnitude for edge in bins.edges)], dtype=floats).view(integers)
     is_below = np.array([edge.is_below for edge in bins.edges])
     # By distance: what is not zero, the bins, infinity, NaN.
     starts = np.concatenate([[1], bits[1:] + is_below, [bits[0], bits[0] + 1]])
     shift = mantissa_size - bins.mantissa_size
     least = np.arange(1 << (exponent_size + bins.mantissa_size)) << shift
     distance = np.searchsorted(starts, least, side="right")
-    maximum = torch.iinfo(integers).max
+    maximum = np.iinfo(integers).max
     threshold = np.minimum(np.append(starts, maximum)[distance], maximum)
     # Each distance is one more from the threshold on, but for that of NaN, which is the largest, whatever the bits.
     distances = np.stack([distance, np.minimum(distance + (threshold - least < 1 << shift), len(starts))], axis=1).reshape(-1)
     # The distance of NaN leads to the last index, with either sign.
     indices = np.concatenate([bins.zero_bin + distances, (bins.zero_bin - distances) % bins.num_counts])
-    return torch.from_numpy(np.tile(threshold, 2)).to(integers), torch.from_numpy(indices.astype(np.int32))
+    return np.tile(threshold, 2).astype(integers), indices.astype(np.int32)
 
 
 @functools.lru_cache(maxsize=32)
 def _cells_on(device: torch.device, bins: Bins, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # It may be called first under inference mode.
     with torch.inference_mode(mode=False):
-        thresholds, indices = cells_of(bins, dtype)
+        thresholds, indices = map(torch.from_numpy, cells_of(bins, dtype))
         return thresholds.to(device), indices.to(device)
 
 

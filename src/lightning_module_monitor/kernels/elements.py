@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -103,41 +103,32 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def to_host(shares: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Copy the results of a step to the host, by one transfer per device.
+WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+"""Dtypes that need no conversion before a computation."""
 
-    Args:
-        shares: As :meth:`~lightning_module_monitor.kernels.table.MomentTable.collect` returns them.
-        others: Float64 tensors of any shape, on any device.
 
-    Returns:
-        The shares, and the elements of all others in order, shape ``(elements,)``, float64, on the CPU.
-    """
-    if len(shares) == 1 and not others:
-        # The usual case, a tenth of a millisecond faster.
-        return [transfer(shares[0])], torch.empty(0, dtype=torch.float64, device="cpu")
-    flat = [tensor.reshape(-1) for tensor in (*shares, *others)]
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor of a narrower dtype in float32 or complex64; any other tensor unchanged."""
+    if tensor.dtype in WIDE:
+        return tensor
+    return tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
+    """Copy the results of a step to the host, by one transfer per device: in their order and shapes, float64."""
+    arrived: list[NDArray[np.float64]] = [np.empty(0)] * len(tensors)
     indices_by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
-    for index, tensor in enumerate(flat):
+    for index, tensor in enumerate(tensors):
         indices_by_device[tensor.device].append(index)
     for indices in indices_by_device.values():
-        parcel = flat[indices[0]] if len(indices) == 1 else torch.cat([flat[index] for index in indices])
-        for index, values in zip(indices, transfer(parcel).split([flat[index].numel() for index in indices]), strict=True):
-            flat[index] = values
-    moments = [values.view(share.shape) for values, share in zip(flat, shares, strict=False)]
-    return moments, torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *flat[len(shares) :]])
-
-
-def parts_of(array: NDArray[np.float64]) -> Callable[[int], NDArray[np.float64]]:
-    """Returns the next elements of an array, as many as it is asked for."""
-    start = 0
-
-    def following(num: int) -> NDArray[np.float64]:
-        nonlocal start
-        start += num
-        return array[start - num : start]
-
-    return following
+        parcel = tensors[indices[0]] if len(indices) == 1 else torch.cat([tensors[index].reshape(-1) for index in indices])
+        values = transfer(parcel).double().numpy().reshape(-1)
+        start = 0
+        for index in indices:  # by numpy: each operation of torch counts at the end of a step
+            end = start + tensors[index].numel()
+            arrived[index] = values[start:end].reshape(tensors[index].shape)
+            start = end
+    return arrived
 
 
 def transfer(tensor: Tensor) -> Tensor:

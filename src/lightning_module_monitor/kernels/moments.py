@@ -7,7 +7,7 @@ second order these are the formulas of Chan, Golub and LeVeque, 1979.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,12 +154,12 @@ def num_features(tensor: Tensor) -> int:
     return tensor.shape[-1] if tensor.dim() else 1
 
 
-def merged(shares: list[Tensor], num_rows: int) -> Tensor:
-    """Merge shares of the same rows, each float64 on the host, of shape ``(fields, num_rows)``, as is the result."""
+def merged(shares: Sequence[Array], num_rows: int) -> Array:
+    """Merge shares of the same rows on the host, each of shape ``(fields, num_rows)``, as is the result."""
     if len(shares) == 1:
         return shares[0]
-    parts = [*(Moments(*share) for share in shares), Moments.empty(num_rows)]
-    return torch.stack(Moments.joined(parts).merge(torch.arange(num_rows, device="cpu").repeat(len(parts)), num_rows))
+    parts = np.stack([*shares, torch.stack(Moments.empty(num_rows)).numpy()], axis=2)
+    return merged_groups(parts.reshape(NUM_FIELDS, -1), np.arange(num_rows) * parts.shape[2])
 
 
 def merged_groups(fields: Array, first: npt.NDArray[np.int64]) -> Array:
@@ -181,38 +181,3 @@ def merged_groups(fields: Array, first: npt.NDArray[np.int64]) -> Array:
     return np.stack(
         merged._replace(mean=mean, maximum=np.maximum.reduceat(parts.maximum, first), minimum=np.minimum.reduceat(parts.minimum, first))
     )
-
-
-def moments_of_rows(values: Tensor, counts: Tensor, needs: int) -> Moments:
-    """Moments of each row of a matrix, of the elements that count: for many short rows.
-
-    Args:
-        values: Shape ``(rows, elements)``, any real floating dtype. Every element is a token.
-        counts: Which elements count, boolean, of the same shape.
-        needs: Bits of :class:`Need`. The other moments are zero.
-
-    Returns:
-        Moments of shape ``(rows,)``, on the device of ``values``.
-    """
-    if needs & ~(Need.MEAN | Need.EXTREMES):
-        values = values.double()
-    kept = torch.where(counts, values, 0.0)
-    elements = counts.sum(1, dtype=torch.float64)
-    fields = dict.fromkeys(Moments._fields, torch.zeros_like(elements)) | {"elements": elements, "tokens": elements}
-    if needs & (Need.MEAN | Need.DEVIATIONS | Need.POWERS):
-        fields["mean"] = kept.sum(1, dtype=torch.float64) / elements.clamp(min=1.0)
-    if needs & (Need.DEVIATIONS | Need.POWERS):
-        d = torch.where(counts, values - fields["mean"].unsqueeze(1), 0.0)
-        fields["deviations"], fields["third"], fields["fourth"] = d.square().sum(1), d.pow(3).sum(1), d.pow(4).sum(1)
-    if needs & Need.SQUARES:
-        fields["squares"] = kept.square().sum(1)
-    if needs & (Need.MAGNITUDE | Need.TOKENS):
-        fields["magnitude"] = fields["token_norm"] = fields["token_rms"] = kept.abs().sum(1)
-    if needs & Need.EXTREMES:
-        fields["maximum"] = torch.where(counts, values, -torch.inf).amax(1).double()
-        fields["minimum"] = torch.where(counts, values, torch.inf).amin(1).double()
-    if needs & Need.ZEROS:
-        fields["zeros"] = (counts & (values == 0)).sum(1).double()
-    if needs & Need.NONFINITE:
-        fields["nonfinite"] = (counts & ~values.isfinite()).sum(1).double()
-    return Moments(**fields)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import dlpack
 
-from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, HISTOGRAM, Bins, needed_bins
+from lightning_module_monitor.kernels.bins_of_floats import BINS_OF_OCTAVE, FINE, HISTOGRAM, Bins, cells_of, needed_bins
 from lightning_module_monitor.kernels.elements import PLAIN, has_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, num_features
 
@@ -59,16 +59,17 @@ def _compile(numba_loops: ModuleType) -> bool:
     wide.flags.writeable = halves.flags.writeable = False  # as the memory of a tensor is
     numba_loops.add(wide, 1, Need.EVERYTHING, row)
     numba_loops.add_bfloat16(halves, 1, Need.EVERYTHING, row)
-    numba_loops.add_difference(wide, wide, wide, 1, Need.EVERYTHING, row)
-    for bins in ALL_BINS:
-        _loop_of(numba_loops, bins)(wide.view(np.uint32), np.zeros(bins.num_counts, np.int64))
-    compiled = (numba_loops.add, numba_loops.add_bfloat16, numba_loops.add_difference, numba_loops.count, numba_loops.count_finely)
+    numba_loops.merge(row, row)
+    _count(numba_loops, wide.view(np.uint32), HISTOGRAM)
+    compiled = (numba_loops.add, numba_loops.add_bfloat16, numba_loops.merge, numba_loops.count)
     return any(loop.stats.cache_misses for loop in compiled if hasattr(loop, "stats"))  # it has none with NUMBA_DISABLE_JIT
 
 
-def _loop_of(numba_loops: ModuleType, bins: Bins) -> Any:  # noqa: ANN401  # a compiled function has no type
-    """The loop that counts in a set of bins."""
-    return numba_loops.count if bins == HISTOGRAM else numba_loops.count_finely
+def _count(numba_loops: ModuleType, bits: NDArray[np.uint32], bins: Bins) -> NDArray[np.int64]:
+    """The row of counts of the bits of float32."""
+    counts = np.zeros(bins.num_counts, np.int64)
+    numba_loops.count(bits, *cells_of(bins, torch.float32), 23 - bins.mantissa_size, BINS_OF_OCTAVE if bins == FINE else 0, counts)
+    return counts
 
 
 def takes(tensor: Tensor) -> bool:
@@ -124,20 +125,24 @@ class NumbaKernel:
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
         """Measure ``tensor - other - shift`` once, in float32, and merge it into rows."""
-        if other is not None or shift is not None:
-            self._add_difference(rows, tensor, needs, other, shift)
-            return
+        for operand in (other, shift):
+            if operand is not None:
+                tensor = tensor.float() - operand.float()
         array = array_of(tensor)
         is_float32 = array.dtype == np.float32
         if needs & Need.EVERYTHING:
             features = num_features(tensor) if needs & Need.TOKENS else 1
             target = self._row(rows[0]) if len(rows) == 1 else _EMPTY_ROW.copy()
             (loops().add if is_float32 else loops().add_bfloat16)(array, features, needs, target)
-            if len(rows) > 1:
-                self._merge(target, rows)
+            for row in rows if len(rows) > 1 else ():
+                loops().merge(target, self._row(row))
         if needs & Need.COUNTS:
             # A bfloat16 is the upper half of a float32.
-            self._count(rows, array.view(np.uint32) if is_float32 else array.astype(np.uint32) << np.uint32(16), needs)
+            bits = array.view(np.uint32) if is_float32 else array.astype(np.uint32) << np.uint32(16)
+            for bins in needed_bins(needs):
+                counts = _count(loops(), bits, bins)
+                for row in rows:
+                    self._counts[bins, row] = self._counts[bins, row] + counts if (bins, row) in self._counts else counts
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors."""
@@ -154,17 +159,6 @@ class NumbaKernel:
         nothing = np.zeros(bins.num_counts, np.int64)
         return torch.from_numpy(np.array([self._counts.get((bins, row), nothing) for row in rows], np.float64))
 
-    def _add_difference(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None, shift: Tensor | None) -> None:
-        is_repeated = shift is None or shift.shape == tensor.shape[-1:]
-        if not is_repeated or needs & Need.COUNTS:
-            difference = tensor.float() if other is None else tensor.float() - other.float()
-            self.add(rows, difference if shift is None else difference - shift.float(), needs)
-            return
-        target = _EMPTY_ROW.copy()
-        arrays = [_NO_ELEMENTS if operand is None else array_of(operand.float()) for operand in (tensor, other, shift)]
-        loops().add_difference(*arrays, num_features(tensor), needs, target)
-        self._merge(target, rows)
-
     def _row(self, row: int) -> NDArray[np.float64]:
         if row >= len(self._table):
             self._grow(2 * row)
@@ -175,20 +169,6 @@ class NumbaKernel:
         if num_rows > len(self._table):
             self._table = np.concatenate([self._table, np.tile(_EMPTY_ROW, (num_rows - len(self._table), 1))])
 
-    def _merge(self, moments: NDArray[np.float64], rows: Sequence[int]) -> None:
-        for row in rows:
-            loops().merge(moments, self._row(row))
-
-    def _count(self, rows: Sequence[int], bits: NDArray[np.uint32], needs: int) -> None:
-        for bins in needed_bins(needs):
-            counts = np.zeros(bins.num_counts, np.int64)
-            _loop_of(loops(), bins)(bits, counts)
-            for row in rows:
-                self._counts[bins, row] = self._counts[bins, row] + counts if (bins, row) in self._counts else counts
-
-
-_NO_ELEMENTS: NDArray[np.float32] = np.empty(0, np.float32)
-_NO_ELEMENTS.flags.writeable = False  # the loops are compiled for read-only arrays
 
 # A constant, because within a transform of torch.func a new tensor has no memory that numpy could read.
 _EMPTY_ROW: NDArray[np.float64] = np.array([float(field) for field in Moments.empty(1)])

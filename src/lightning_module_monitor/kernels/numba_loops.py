@@ -27,18 +27,9 @@ NEED_ZEROS, NEED_COUNTS, NEED_ORDER = 1 << 5, 1 << 5 | 1 << 6, 1 << 4 | 1 << 5 |
 NEED_TOKENS, NEED_POWERS = 1 << 7, 1 << 8
 
 MAGNITUDE_BITS, SIGN = np.int32(0x7FFFFFFF), np.uint32(1 << 31)
+SMALLEST_NORMAL = np.int32(1 << 23)
 INFINITY, MINUS_INFINITY = np.int32(0x7F800000), np.uint32(0xFF800000)
 """Bits of float32's infinities. Those of a NaN of the same sign are larger."""
-
-# The sets of bins, as numbers for the same reason.
-MANTISSA_SIZE, MANTISSA, SMALLEST_NORMAL = np.int32(23), np.int32(0x7FFFFF), np.int32(1 << 23)
-ZERO_BIN, NAN_BIN, LOWEST_OCTAVE, NUM_OCTAVES = np.int32(131), np.int32(263), np.int32(63), np.int32(128)
-FINE_ZERO_BIN, FINE_NAN_BIN, FINE_FIRST = np.int32(2222), np.int32(4445), np.int32(-184549376)
-FINE_LOWEST, FINE_SUBNORMAL = np.int32(FINE_FIRST - 1), np.int32(-149 << 23)
-STEP_1, STEP_2, STEP_3, STEP_4, STEP_5, STEP_6, STEP_7 = (
-    np.int32(step) for step in (0x0B95C2, 0x1837F0, 0x25FED7, 0x3504F3, 0x45672A, 0x5744FD, 0x6AC0C7)
-)
-LIMIT_1, LIMIT_2, LIMIT_3, LIMIT_4 = (np.int32(limit) for limit in (0x43E80000, 0x476FFFFF, 0x477FEFFF, 0x7F7F7FFF))
 
 READ_ONLY = Array(float32, 1, "C", readonly=True)
 """Elements of a tensor. Writable arrays are cast to this type, so that a chunk's loops are compiled once."""
@@ -77,42 +68,30 @@ def _squares(chunk: Any, start: int, stop: int) -> float:  # noqa: ANN401
 
 
 @njit(cache=True)
-def _order(bits: Any) -> Any:  # noqa: ANN401
-    """The largest and the smallest bits as signed integers, and the largest as unsigned ones.
+def _measure_order(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401
+    """The extremes, zeros and non-finite elements, from the bits.
 
     Comparisons of integers are vectorized, those of floats that may be NaN are not. Positive floats have the order of their bits,
     negative ones the opposite order.
     """
+    bits = chunk.view(np.int32)
     largest, smallest, unsigned = np.int32(-(2**31)), MAGNITUDE_BITS, np.uint32(0)
     for i in range(bits.size):
         largest = max(largest, bits[i])
         smallest = min(smallest, bits[i])
         unsigned = max(unsigned, np.uint32(bits[i]))
-    return largest, smallest, unsigned
-
-
-@njit(cache=True)
-def _count(bits: Any) -> Any:  # noqa: ANN401
-    """Zeros and non-finite elements."""
-    zeros = nonfinite = np.int32(0)
-    for i in range(bits.size):
-        magnitude = np.int32(bits[i] & MAGNITUDE_BITS)
-        zeros = np.int32(zeros + np.int32(magnitude == np.int32(0)))
-        nonfinite = np.int32(nonfinite + np.int32(magnitude >= INFINITY))
-    return zeros, nonfinite
-
-
-@njit(cache=True)
-def _measure_order(chunk: Any, needs: int, row: Any) -> None:  # noqa: ANN401
-    bits = chunk.view(np.int32)
-    largest, smallest, unsigned = _order(bits)
     has_nan = largest > INFINITY or unsigned > MINUS_INFINITY
     # If all elements are negative, the largest has the smallest bits.
     maximum, minimum = largest if largest >= 0 else smallest, smallest if unsigned < SIGN else np.int32(unsigned)
     row[MAXIMUM] = np.nan if has_nan else np.int32(maximum).view(np.float32)
     row[MINIMUM] = np.nan if has_nan else np.int32(minimum).view(np.float32)
     if needs & NEED_COUNTS and (needs & NEED_ZEROS or largest >= INFINITY or unsigned >= MINUS_INFINITY):
-        row[ZEROS], row[NONFINITE] = _count(bits)
+        zeros = nonfinite = np.int32(0)
+        for i in range(bits.size):
+            magnitude = np.int32(bits[i] & MAGNITUDE_BITS)
+            zeros = np.int32(zeros + np.int32(magnitude == np.int32(0)))
+            nonfinite = np.int32(nonfinite + np.int32(magnitude >= INFINITY))
+        row[ZEROS], row[NONFINITE] = zeros, nonfinite
 
 
 @njit(cache=True)
@@ -187,30 +166,6 @@ def merge(other: Any, row: Any) -> None:  # noqa: ANN401
     row[MINIMUM] = np.nan if has_nan else smallest
 
 
-@njit(cache=True)
-def _widen(halves: Any, chunk: Any) -> None:  # noqa: ANN401
-    """Convert bfloat16 to float32, of which it is the upper half."""
-    bits = chunk.view(np.uint32)
-    for i in range(halves.size):
-        bits[i] = np.uint32(halves[i]) << np.uint32(16)
-
-
-@njit(cache=True)
-def _subtract(difference: Any, other: Any) -> None:  # noqa: ANN401
-    for i in range(difference.size):
-        difference[i] -= other[i]
-
-
-@njit(cache=True)
-def _subtract_repeated(difference: Any, shift: Any, start: int) -> None:  # noqa: ANN401
-    """Subtract ``shift`` from each row of a tensor; ``difference`` begins at the tensor's element ``start``."""
-    position, offset = 0, start % shift.size
-    while position < difference.size:
-        end = min(position + shift.size - offset, difference.size)
-        _subtract(difference[position:end], shift[offset:])
-        position, offset = end, 0
-
-
 @njit(float64(READ_ONLY, int64, int64, int64, float64, float64[::1]), cache=True)
 def _add_chunk(chunk: Any, start: int, features: int, needs: int, squares: float, row: Any) -> float:  # noqa: ANN401, PLR0917  # arguments that numba passes on quickly
     latest = np.empty(NUM_FIELDS)
@@ -242,71 +197,31 @@ def add_bfloat16(halves: Any, features: int, needs: int, row: Any) -> None:  # n
     squares, wide = 0.0, np.empty(CHUNK, np.float32)
     for start in range(0, halves.size, CHUNK):
         piece = halves[start : start + CHUNK]
-        _widen(piece, wide)
+        bits = wide.view(np.uint32)
+        for i in range(piece.size):
+            bits[i] = np.uint32(piece[i]) << np.uint32(16)  # a bfloat16 is the upper half of a float32
         squares = _add_chunk(wide[: piece.size], start, features, needs, squares, row)
 
 
 @njit(cache=True)
-def add_difference(elements: Any, other: Any, shift: Any, features: int, needs: int, row: Any) -> None:  # noqa: ANN401, PLR0917
-    """:func:`add` of ``elements - other - shift``, all float32; an empty array stands for zero, and ``shift`` is repeated."""
-    squares, buffer = 0.0, np.empty(CHUNK, np.float32)
-    for start in range(0, elements.size, CHUNK):
-        chunk = elements[start : start + CHUNK]
-        difference = buffer[: chunk.size]
-        for i in range(chunk.size):
-            difference[i] = chunk[i]
-        if other.size:
-            _subtract(difference, other[start : start + CHUNK])
-        if shift.size:
-            _subtract_repeated(difference, shift, start)
-        squares = _add_chunk(difference, start, features, needs, squares, row)
-
-
-@njit(cache=True)
-def _add_to_counts(indices: Any, counts: Any) -> None:  # noqa: ANN401
-    for i in range(indices.size):
-        counts[indices[i]] += 1
-
-
-@njit(cache=True)
-def count(bits: Any, counts: Any) -> None:  # noqa: ANN401
-    """Count elements in the bins of ``HISTOGRAM``.
+def count(bits: Any, thresholds: Any, indices: Any, shift: int, bins_of_octave: int, counts: Any) -> None:  # noqa: ANN401, PLR0917
+    """Count elements in a set of bins.
 
     Args:
         bits: The bits of float32, uint32.
+        thresholds: As ``cells_of`` of the set returns them.
+        indices: Likewise.
+        shift: Number of bits after those of a cell.
+        bins_of_octave: Number of bins in each octave of the subnormal numbers; 0 if all of these are in one bin.
         counts: A row of counts, int64.
     """
-    indices = np.empty(CHUNK, np.int32)
-    for start in range(0, bits.size, CHUNK):
-        chunk = bits[start : start + CHUNK]
-        for i in range(chunk.size):
-            magnitude = np.int32(chunk[i] & MAGNITUDE_BITS)
-            octave = min(max((magnitude >> MANTISSA_SIZE) - LOWEST_OCTAVE, np.int32(-1)), NUM_OCTAVES)
-            distance = octave + np.int32(2) if magnitude != 0 else np.int32(0)
-            distance = distance if magnitude != INFINITY else ZERO_BIN
-            index = ZERO_BIN - distance if chunk[i] >= SIGN else ZERO_BIN + distance
-            indices[i] = index if magnitude <= INFINITY else NAN_BIN
-        _add_to_counts(indices[: chunk.size], counts)
-
-
-@njit(cache=True)
-def count_finely(bits: Any, counts: Any) -> None:  # noqa: ANN401
-    """:func:`count` in the bins of ``FINE``."""
-    indices = np.empty(CHUNK, np.int32)
-    for start in range(0, bits.size, CHUNK):
-        chunk = bits[start : start + CHUNK]
-        for i in range(chunk.size):
-            magnitude = np.int32(chunk[i] & MAGNITUDE_BITS)
-            multiple = np.int32(np.float32(magnitude).view(np.int32) + FINE_SUBNORMAL)
-            code = max(np.int32((magnitude if magnitude >= SMALLEST_NORMAL else multiple) - np.int32(1)), FINE_LOWEST)
-            mantissa = np.int32(code & MANTISSA)
-            distance = np.int32(2) + np.int32(8) * np.int32((code - FINE_FIRST) >> MANTISSA_SIZE)
-            distance += np.int32(mantissa >= STEP_1) + np.int32(mantissa >= STEP_2) + np.int32(mantissa >= STEP_3)
-            distance += np.int32(mantissa >= STEP_4) + np.int32(mantissa >= STEP_5) + np.int32(mantissa >= STEP_6)
-            distance += np.int32(mantissa >= STEP_7) + np.int32(code >= LIMIT_1) + np.int32(code >= LIMIT_2)
-            distance += np.int32(code >= LIMIT_3) + np.int32(code >= LIMIT_4)
-            distance = distance if magnitude != 0 else np.int32(0)
-            distance = distance if magnitude != INFINITY else FINE_ZERO_BIN
-            index = FINE_ZERO_BIN - distance if chunk[i] >= SIGN else FINE_ZERO_BIN + distance
-            indices[i] = index if magnitude <= INFINITY else FINE_NAN_BIN
-        _add_to_counts(indices[: chunk.size], counts)
+    for i in range(bits.size):
+        magnitude = np.int32(bits[i] & MAGNITUDE_BITS)
+        sign = bits[i] & SIGN
+        higher = 0
+        if bins_of_octave and 0 < magnitude < SMALLEST_NORMAL:
+            # A cell of subnormal numbers has several edges. This is the number times 2^119, from its bits: arithmetic may flush it to zero.
+            magnitude = np.int32(np.float32(magnitude).view(np.int32) - np.int32(30 << 23))
+            higher = 119 * bins_of_octave if sign == 0 else -119 * bins_of_octave
+        cell = (np.uint32(magnitude) | sign) >> shift
+        counts[indices[2 * cell + (magnitude >= thresholds[cell])] - higher] += 1

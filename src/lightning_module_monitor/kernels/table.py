@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_module_monitor.kernels import numba_kernel, triton_kernel
 from lightning_module_monitor.kernels.bins_of_floats import Bins
 from lightning_module_monitor.kernels.elements import strided
-from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
-from lightning_module_monitor.kernels.torch_kernel import TorchKernel, has_float64
+from lightning_module_monitor.kernels.torch_kernel import TorchKernel, widest
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
 _HOST = torch.device("cpu")
@@ -66,9 +66,6 @@ class MomentTable:
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[type[Kernel], torch.device], Kernel] = {}
-        self._masked: dict[torch.device, TorchKernel] = {}
-        """Counts of tensors of which not every element counts."""
-        self._merged: list[tuple[list[int], Tensor]] = []
 
     def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
         """Measure ``tensor - other - shift`` once and merge it into rows.
@@ -118,35 +115,25 @@ class MomentTable:
         """Measure the sum of squares of a tensor, and the mean of its product with another of its shape (or of minus the product)."""
         self.add((row,), tensor, Need.SQUARES)
         # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-        wide = torch.float64 if has_float64(tensor.device) else torch.float32
-        product = tensor.to(wide, copy=True).mul_(other)
+        product = tensor.to(widest(tensor.device), copy=True).mul_(other)
         self.add((row_of_product,), product.neg_() if is_opposite else product, Need.MEAN)
 
-    def add_moments(self, rows: list[int], moments: Moments) -> None:
-        """Merge moments that were computed elsewhere, float64, shape ``(rows,)``."""
-        stacked = torch.stack(tuple(moments))
-        # A copy in plain memory: a tensor that a functorch transform wraps is refused here and not at the end, with everything else.
-        with torch.inference_mode(mode=False):
-            kept = torch.empty(stacked.shape, dtype=stacked.dtype, device=stacked.device).copy_(stacked)
-        self._merged.append((rows, kept))
+    def add_rows(self, rows: Sequence[int], values: Tensor, counted: Tensor, needs: Sequence[int]) -> None:
+        """Measure each row of a matrix, strided, detached: its elements for which ``counted``, boolean, is true.
 
-    def add_counts(self, row: int, tensor: Tensor, counting: Tensor, needs: int) -> None:
-        """Count in the bins that a row needs the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
-        if tensor.device not in self._masked:
-            self._masked[tensor.device] = TorchKernel(tensor.device)
-        self._masked[tensor.device].add_counted(row, tensor, counting, needs)
+        Every element is a token.
+        """
+        kernel = self._kernel(TorchKernel, values.device)
+        assert isinstance(kernel, TorchKernel)
+        kernel.add_rows(rows, values, counted, needs)
 
     def collect(self, num_rows: int) -> list[Tensor]:
         """Shares of every row, to be merged, each float64, shape ``(NUM_FIELDS, num_rows)``, still on its device."""
-        shares = [kernel.collect(num_rows) for kernel in self._kernels.values()]
-        for rows, stacked in self._merged:
-            index = torch.tensor(rows, device=stacked.device)
-            shares.append(torch.stack(Moments(*stacked).merge(index, num_rows)))
-        return shares
+        return [kernel.collect(num_rows) for kernel in self._kernels.values()]
 
     def collect_counts(self, bins: Bins, rows: Sequence[int]) -> list[Tensor]:
         """Shares of the counts of rows, to be added, each float64, shape ``(len(rows), bins.num_counts)``, still on its device."""
-        return [kernel.counts(bins, rows) for kernel in (*self._kernels.values(), *self._masked.values())] if rows else []
+        return [kernel.counts(bins, rows) for kernel in self._kernels.values()] if rows else []
 
     def _kernel_of(
         self, tensor: Tensor, other: Tensor | None = None, shift: Tensor | None = None

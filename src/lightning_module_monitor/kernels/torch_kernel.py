@@ -10,6 +10,7 @@ each scaled by a power of two, and merges them in float64 on the host: accurate 
 from __future__ import annotations
 
 import functools
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins, counts_of, needed_bins
-from lightning_module_monitor.kernels.elements import unwrapped
+from lightning_module_monitor.kernels.elements import unwrapped, widened
 from lightning_module_monitor.kernels.moments import Moments, Need, num_features
 
 CPU_PORTION = 1 << 17
@@ -40,20 +41,18 @@ _SPREAD = Need.DEVIATIONS | Need.POWERS
 class _Pieces(NamedTuple):
     """Figures of the pieces of a matrix."""
 
-    names: Sequence[str]
     figures: Tensor
-    """The fields of these names, shape ``(fields, pieces)``."""
-    rows: Sequence[int]
-    """The rows of every piece; or the row of each piece, if ``is_row_a_piece``."""
-    is_row_a_piece: bool
+    """Shape ``(fields, pieces)``."""
+    rows: Sequence[Sequence[int]]
+    """The rows that the pieces are merged into: each sequence has one for each piece, or one for all."""
     elements: int
     """Number of elements of a piece."""
     features: int
 
 
-def has_float64(device: torch.device) -> bool:
-    """Whether a device computes in float64."""
-    return device.type != "mps"
+def widest(device: torch.device) -> torch.dtype:
+    """Float64, or float32 for a device that does not compute in float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class TorchKernel:
@@ -61,10 +60,10 @@ class TorchKernel:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wide = torch.float64 if has_float64(device) else torch.float32
+        self._wide = widest(device)
         self._portion = CPU_PORTION if device.type == "cpu" else PORTION
-        self._pieces: defaultdict[int, list[_Pieces]] = defaultdict(list)
-        """By needs."""
+        self._pieces: defaultdict[tuple[str, ...], list[_Pieces]] = defaultdict(list)
+        """By the names of their fields."""
         self._counts: dict[tuple[Bins, int], Tensor] = {}
         """By set of bins and row."""
 
@@ -72,7 +71,7 @@ class TorchKernel:
         """Measure ``tensor - other - shift`` once, in float32 or float64, and merge it into rows."""
         for operand in (other, shift):
             if operand is not None:
-                tensor = _widened(tensor) - _widened(operand)
+                tensor = widened(tensor) - widened(operand)
         for bins in needed_bins(needs):
             portions = (counts_of(portion, bins, self._wide) for portion in tensor.reshape(-1).split(self._portion))
             self._add_counts(bins, rows, unwrapped(functools.reduce(torch.add, portions)))
@@ -85,11 +84,9 @@ class TorchKernel:
         for start in range(0, flat.numel(), per_portion):
             portion = flat[start : start + per_portion]
             whole = portion.numel() - portion.numel() % length
-            if whole > length:
-                self._measure(rows, portion[:whole].view(-1, length), features, needs)
-                portion = portion[whole:]
-            if portion.numel():
-                self._measure(rows, portion, features, needs)
+            for pieces in (portion[:whole].view(-1, length), portion[whole:]) if whole > length else (portion,):
+                if pieces.numel():
+                    self._measure([(row,) for row in rows], pieces, features, needs)
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
         """:meth:`add` of many tensors: small ones of one shape are stacked."""
@@ -105,33 +102,33 @@ class TorchKernel:
                 if len(stacked) == 1:
                     self.add(stacked_rows, stacked[0], need)
                 else:
-                    self._measure(stacked_rows, torch.stack(stacked).reshape(len(stacked), -1), features, need, is_row_a_piece=True)
+                    self._measure([stacked_rows], torch.stack(stacked).reshape(len(stacked), -1), features, need)
 
-    def add_counted(self, row: int, tensor: Tensor, counting: Tensor, needs: int) -> None:
-        """Count the elements of a tensor for which ``counting``, boolean, of its shape, is true."""
-        for bins in needed_bins(needs):
-            counts = counts_of(torch.where(counting, tensor, torch.nan), bins, self._wide)
-            counts[-1] -= counting.logical_not().sum()  # elements that do not count are among the NaN
-            self._add_counts(bins, (row,), counts)
+    def add_rows(self, rows: Sequence[int], values: Tensor, counted: Tensor, needs: Sequence[int]) -> None:
+        """Measure each row of a matrix: its elements for which ``counted``, boolean, is true. Every element is a token."""
+        moments = functools.reduce(operator.or_, needs) & Need.EVERYTHING
+        if moments:
+            self._measure([rows], values, 1, moments, counted)
+        for row, elements, is_counted, need in zip(rows, values, counted, needs, strict=True):
+            for bins in needed_bins(need):
+                counts = counts_of(torch.where(is_counted, elements, torch.nan), bins, self._wide)
+                counts[-1] -= is_counted.logical_not().sum()  # elements that do not count are among the NaN
+                self._add_counts(bins, (row,), counts)
 
     def collect(self, num_rows: int) -> Tensor:
         """Moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``; on the host for a device without float64."""
         device = self._device if self._wide == torch.float64 else torch.device("cpu")
         groups = [Moments.empty(1, device)]
         index = [0]
-        for matrices in self._pieces.values():
-            moments = _moments(matrices, device)
+        for names, matrices in self._pieces.items():
+            moments = _moments(names, matrices, device)
             order: list[int] = []
             start = 0
             for matrix in matrices:
                 pieces = range(start, start + matrix.figures.shape[1])
-                if matrix.is_row_a_piece:
+                for rows in matrix.rows:
                     order += pieces
-                    index += matrix.rows
-                else:
-                    for row in matrix.rows:
-                        order += pieces
-                        index += [row] * len(pieces)
+                    index += [*rows] * (len(pieces) // len(rows))
                 start += len(pieces)
             groups.append(moments if len(order) == start else moments.rows(torch.tensor(order, device=device)))
         return torch.stack(Moments.joined(groups).merge(torch.tensor(index, device=device), num_rows))
@@ -152,8 +149,10 @@ class TorchKernel:
         longest = self._portion if self._wide == torch.float64 else FLOAT32_PIECE
         return min(num_elements, max(1, longest // features) * features)
 
-    def _measure(self, rows: Sequence[int], pieces: Tensor, features: int, needs: int, *, is_row_a_piece: bool = False) -> None:
+    def _measure(self, rows: Sequence[Sequence[int]], pieces: Tensor, features: int, needs: int, counted: Tensor | None = None) -> None:
         x = pieces.to(self._wide)
+        if counted is not None:
+            x = torch.where(counted, x, 0.0)
         scale = {}
         if self._wide == torch.float32:
             # As rows: torch sums the products of rows in pairs, those of a vector sequentially.
@@ -161,40 +160,36 @@ class TorchKernel:
             factor = _normalizing_power_of_two(torch.maximum(x.amax(-1), x.amin(-1).neg()))
             x = x * factor.unsqueeze(-1)
             scale = {"scale": factor.reciprocal()}
-        figures = _figures(x, pieces, needs, features) | scale
+        figures = _figures(x, pieces, needs, features, counted) | scale
         # Within a transform of torch.func results are wrapped; the wrapper would not outlive the transform.
         stacked = unwrapped(torch.stack(list(figures.values()))).view(len(figures), -1)
-        self._pieces[needs & Need.EVERYTHING].append(_Pieces(tuple(figures), stacked, rows, is_row_a_piece, pieces.shape[-1], features))
+        self._pieces[tuple(figures)].append(_Pieces(stacked, rows, pieces.shape[-1], features))
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _moments(matrices: Sequence[_Pieces], device: torch.device) -> Moments:
-    """The moments of all pieces of matrices with the same needs."""
+def _moments(names: Sequence[str], matrices: Sequence[_Pieces], device: torch.device) -> Moments:
+    """The moments of all pieces of matrices with the same fields."""
     figures = torch.cat([matrix.figures for matrix in matrices], dim=1).to(device).double()
-    sizes: list[tuple[float, float, float]] = []
+    sizes: list[tuple[int, int]] = []
     for matrix in matrices:
-        sizes += [(matrix.elements, matrix.elements / matrix.features, matrix.features**0.5)] * matrix.figures.shape[1]
-    elements, tokens, root = torch.tensor(sizes, dtype=torch.float64).to(device).T
-    fields = dict.fromkeys(("center", *Moments._fields), torch.zeros_like(elements)) | {"elements": elements, "tokens": tokens}
+        sizes += [(matrix.elements, matrix.features)] * matrix.figures.shape[1]
+    elements, features = torch.tensor(sizes, dtype=torch.float64).to(device).T
+    fields = dict.fromkeys(("center", *Moments._fields), torch.zeros_like(elements)) | {"elements": elements}
     fields |= {"maximum": torch.full_like(elements, -torch.inf), "minimum": torch.full_like(elements, torch.inf)}
-    fields |= dict(zip(matrices[0].names, figures, strict=True))
+    fields |= dict(zip(names, figures, strict=True))
     if "scale" in fields:
         for name, power in _POWER_OF_SCALE.items():
             fields[name] = fields[name] * fields["scale"] ** power
     moments = Moments(**{name: fields[name] for name in Moments._fields}).about_mean(fields["center"])
     # With an infinite mean the deviations are NaN, but the sum of squares is infinite.
-    squares = torch.where(fields["deviations"].isposinf(), torch.inf, moments.deviations + elements * moments.mean**2)
-    return moments._replace(squares=squares, token_rms=fields["token_norm"] / root)
+    squares = torch.where(fields["deviations"].isposinf(), torch.inf, moments.deviations + moments.elements * moments.mean**2)
+    return moments._replace(squares=squares, tokens=moments.elements / features, token_rms=moments.token_norm / features.sqrt())
 
 
 _POWER_OF_SCALE = {"center": 1, "mean": 1, "deviations": 2, "third": 3, "fourth": 4, "magnitude": 1, "token_norm": 1}
 """The power of the elements' scale that a field is proportional to."""
 
 
-def _figures(x: Tensor, pieces: Tensor, needs: int, features: int) -> dict[str, Tensor]:
+def _figures(x: Tensor, pieces: Tensor, needs: int, features: int, counted: Tensor | None) -> dict[str, Tensor]:
     """Measure every piece.
 
     Args:
@@ -202,19 +197,25 @@ def _figures(x: Tensor, pieces: Tensor, needs: int, features: int) -> dict[str, 
         pieces: The same pieces in the dtype of the tensor, not scaled.
         needs: Bits of :class:`Need`.
         features: Size of a token, which divides ``elements``; only read for ``Need.TOKENS``.
+        counted: Which elements count, boolean, of the same shape; ``None`` for all. The others are zero in ``x``.
 
     Returns:
         Fields of the moments, each of shape ``(pieces,)``. Sums are about the field ``center``, as in :meth:`Moments.about`, or about
         zero without that field.
     """
-    figures: dict[str, Tensor] = {}
+
+    def kept(values: Tensor, instead: float) -> Tensor:
+        return values if counted is None else torch.where(counted, values, instead)
+
+    figures: dict[str, Tensor] = {} if counted is None else {"elements": counted.sum(-1)}
     if needs & Need.MAGNITUDE:
         figures["magnitude"] = x.abs().sum(-1)  # first, so that the copy's memory is reused below
     d = x
     if needs & _SPREAD:
         part = x if needs & Need.POWERS else x[..., : 1 + x.shape[-1] // CENTER_SHARE]
-        center = part.mean(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
-        d = x - center
+        mean = part.mean(-1, keepdim=True) if counted is None else x.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True)
+        center = mean.nan_to_num(0.0, 0.0, 0.0)
+        d = kept(x - center, 0.0)
         figures["center"] = center.squeeze(-1)
     if needs & (_SPREAD | Need.MEAN):
         figures["mean"] = d.sum(-1)
@@ -224,11 +225,11 @@ def _figures(x: Tensor, pieces: Tensor, needs: int, features: int) -> dict[str, 
         squares = d * d
         figures |= {"third": torch.linalg.vecdot(squares, d), "fourth": torch.linalg.vecdot(squares, squares)}
     if needs & Need.EXTREMES:
-        figures |= {"maximum": pieces.amax(-1), "minimum": pieces.amin(-1)}
+        figures |= {"maximum": kept(pieces, -torch.inf).amax(-1), "minimum": kept(pieces, torch.inf).amin(-1)}
     if needs & Need.ZEROS:
-        figures["zeros"] = (pieces == 0).sum(-1)
+        figures["zeros"] = kept(pieces == 0, False).sum(-1)
     if needs & Need.NONFINITE:
-        figures["nonfinite"] = (~pieces.isfinite()).sum(-1)
+        figures["nonfinite"] = kept(~pieces.isfinite(), False).sum(-1)
     if needs & Need.TOKENS:
         figures["token_norm"] = torch.linalg.vector_norm(x.unflatten(-1, (-1, features)), dim=-1).sum(-1)
     return figures

@@ -167,8 +167,7 @@ class UncopiedHook:
 class _NotCompiled(functools.partial[object]):
     """A hook by ``torch.compiler.disable``. Its call has no Python frame that torch could compile. A copy does nothing."""
 
-    def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
-        return _CopiedHook, ()
+    __reduce__ = UncopiedHook.__reduce__
 
 
 def not_compiled(hook: Callable[..., Result]) -> Callable[..., Result]:

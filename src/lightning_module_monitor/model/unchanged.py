@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,41 +23,30 @@ _WITHOUT_TENSORS = frozenset((type(None), bool, int, float, str))
 """Types of most attributes, which hold no tensor."""
 
 
-@dataclass(frozen=True)
 class RandomStates:
-    """States of the random generators that a model may use: Python's, numpy's, torch's on the CPU and on a device."""
+    """Current states of the random generators that a model may use: Python's, numpy's, torch's on the CPU and on a device.
 
-    python_state: tuple[Any, ...] | None
-    numpy_state: dict[str, Any] | None
-    cpu_state: Tensor
-    device: torch.device
-    device_state: Tensor | None
+    With ``torch_only`` those of torch, as those of Python and numpy take ten times as long to read.
+    """
 
-    @classmethod
-    def now(cls, device: torch.device, *, torch_only: bool = False) -> RandomStates:
-        """The current states; those of Python and numpy take ten times as long to read as torch's."""
-        return cls(
-            python_state=None if torch_only else random.getstate(),
-            numpy_state=None if torch_only else np.random.get_state(legacy=False),
-            cpu_state=torch.get_rng_state(),
-            device=device,
-            device_state=None if device.type == "cpu" else getattr(torch, device.type).get_rng_state(device),
-        )
+    def __init__(self, device: torch.device, *, torch_only: bool = False) -> None:
+        self._states: list[tuple[Callable[[Any], object], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+        if not torch_only:
+            self._states += [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state(legacy=False))]
+        if device.type != "cpu":
+            module = getattr(torch, device.type)
+            self._states.append((functools.partial(module.set_rng_state, device=device), module.get_rng_state(device)))
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        if self.python_state is not None and self.numpy_state is not None:
-            random.setstate(self.python_state)
-            np.random.set_state(self.numpy_state)
-        torch.set_rng_state(self.cpu_state)
-        if self.device_state is not None:
-            getattr(torch, self.device.type).set_rng_state(self.device_state, self.device)
+        for restore, state in self._states:
+            restore(state)
 
 
 @contextmanager
 def unchanged_random_states(device: torch.device) -> Iterator[None]:
     """Restore the states of all random generators after the block."""
-    states = RandomStates.now(device)
+    states = RandomStates(device)
     try:
         yield
     finally:
@@ -71,14 +60,8 @@ def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[Non
     Each pair is a module of the model, and the module with the same parameters that gets its flags.
     """
     pairs = list(pairs)
-    before = [
-        (
-            sibling,
-            sibling.training,
-            [(parameter, parameter.requires_grad) for parameter in sibling._parameters.values() if parameter is not None],
-        )
-        for _live, sibling in pairs
-    ]
+    flags = [[(tensor, tensor.requires_grad) for tensor in sibling.parameters(recurse=False)] for _live, sibling in pairs]
+    before = [(sibling, sibling.training, members) for (_live, sibling), members in zip(pairs, flags, strict=True)]
     try:
         for live, sibling in pairs:
             if sibling.training != live.training:
@@ -89,10 +72,10 @@ def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[Non
                     _set_flag(parameter, other.requires_grad)
         yield
     finally:
-        for sibling, is_training, flags in before:
+        for sibling, is_training, members in before:
             if sibling.training != is_training:
                 sibling.training = is_training
-            for tensor, flag in flags:
+            for tensor, flag in members:
                 if tensor.grad_fn is not None:
                     tensor.detach_()
                 _set_flag(tensor, flag)

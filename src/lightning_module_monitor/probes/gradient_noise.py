@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.elements import strided
-from lightning_module_monitor.kernels.torch_kernel import has_float64
+from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.model.hooks import HookSet, is_tracing, register_gradient_hook, requires_gradient
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import Among, Probe, StepTools
@@ -310,7 +310,7 @@ class GradientNoiseProbe(Probe):
     def _buffer(self, buffers: dict[torch.device, Tensor], device: torch.device) -> Tensor:
         """The norms of a device, in float64 where it has it."""
         if device not in buffers:
-            buffers[device] = torch.zeros(len(self._parameters), dtype=_wide(device), device=device)
+            buffers[device] = torch.zeros(len(self._parameters), dtype=widest(device), device=device)
         return buffers[device]
 
     def _pairs_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -335,14 +335,10 @@ def norm_of(gradient: Tensor) -> Tensor:
     if gradient.layout is torch.sparse_coo:
         gradient = gradient.detach().coalesce().values()  # entries of the same index add up
     values = strided(gradient).detach()
-    norm: Tensor = torch.linalg.vector_norm(values.abs() if values.is_complex() else values, dtype=_wide(values.device))
+    norm: Tensor = torch.linalg.vector_norm(values.abs() if values.is_complex() else values, dtype=widest(values.device))
     return norm
 
 
 def zero_or_nan(norm: Tensor) -> Tensor:
     """0 where a norm is 0, else NaN."""
     return torch.where(norm == 0, 0.0, math.nan)
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float64 if has_float64(device) else torch.float32

@@ -22,7 +22,7 @@ from lightning_module_monitor.distributed.shards import (
     whole,
     whole_of_flat,
 )
-from lightning_module_monitor.kernels.elements import in_memory
+from lightning_module_monitor.kernels.elements import WIDE, in_memory, widened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.capture import CaptureProbe
@@ -30,7 +30,7 @@ from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
 from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.precision import WIDE, unscaled, widened
+from lightning_module_monitor.statistics.precision import unscaled
 from lightning_module_monitor.statistics.stream import Stream
 
 

@@ -20,8 +20,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_module_monitor.distributed.shards import whole
-from lightning_module_monitor.kernels.elements import in_memory, plain
-from lightning_module_monitor.statistics.precision import widened
+from lightning_module_monitor.kernels.elements import in_memory, plain, widened
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
 OUTPUT, REFERENCE_OUTPUT = "rcc_output", "rcc_reference_output"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -18,25 +17,24 @@ from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins
-from lightning_module_monitor.kernels.elements import in_words, parts_of, strided, to_host
-from lightning_module_monitor.kernels.moments import Array, Need, merged, moments_of_rows
+from lightning_module_monitor.kernels.elements import in_words, strided, to_host
+from lightning_module_monitor.kernels.moments import Array, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSums, channel_sums, in_both, outlier_channels, padded
+from lightning_module_monitor.kernels.torch_kernel import widest
+from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelSums, in_both, outlier_channels
 from lightning_module_monitor.statistics.functions import (
     Aggregate,
     Results,
     aggregated,
     by_part,
     computed,
-    copy_of,
-    is_metric,
+    metric_of,
     synchronized,
     undisturbed,
-    wide_of,
 )
-from lightning_module_monitor.statistics.layout import ABSENT, NO_MOMENTS, Numbers, Observed, SeriesState
+from lightning_module_monitor.statistics.layout import NO_MOMENTS, Numbers, Observed, SeriesState
 from lightning_module_monitor.statistics.precision import Difference
-from lightning_module_monitor.statistics.registry import dead_fraction, in_either, is_alive
+from lightning_module_monitor.statistics.registry import dead_fraction
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream
 
 OnError = Callable[[Stream, str, str, Exception], None]
@@ -55,9 +53,7 @@ class StepAccumulator:
         self._num_rows = 0
         self._results: dict[str, tuple[Stream, str, Results]] = {}
         self._metrics: dict[str, tuple[Stream, str, Metric]] = {}
-        self._units: dict[Stream, Tensor] = {}
-        """Which units of a site were alive, on their device."""
-        self._channels: dict[Stream, Tensor] = {}
+        self._sums: dict[tuple[Stream, ChannelSums], Tensor] = {}
         """Sums of a site's channels, on their device."""
         self.parts: set[Stream] = set()
         """Streams of which this rank holds its own shard."""
@@ -85,12 +81,10 @@ class StepAccumulator:
         try:
             if stream.needs:
                 self._table.add((self._row(stream),), tensor, stream.needs)
-            if stream.units and tensor.numel():
-                units = is_alive(strided(tensor).detach())
-                self._units[stream] = in_either(self._units[stream], units) if stream in self._units else units
-            if stream.channels and tensor.numel():
-                sums = channel_sums(strided(tensor).detach())
-                self._channels[stream] = in_both(self._channels[stream], sums) if stream in self._channels else sums
+            if stream.channel_sums and tensor.numel():
+                for sort in stream.channel_sums:
+                    sums = sort.measure(strided(tensor).detach())
+                    self._sums[stream, sort] = in_both(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
             if stream.functions:
                 self.call_functions(stream, tensor)
         except MonitorError:
@@ -187,16 +181,12 @@ class StepAccumulator:
             counts: Which elements count, of the same shape. A function gets NaN in place of those that do not.
         """
         values = strided(values)
-        measured = [index for index, stream in enumerate(streams) if stream.needs & Need.EVERYTHING]
-        if measured:
-            needs = functools.reduce(operator.or_, (streams[index].needs for index in measured))
-            moments = moments_of_rows(values, counts, needs)
-            if len(measured) < len(streams):
-                moments = moments.rows(torch.tensor(measured, device=values.device))
-            self._table.add_moments([self._row(streams[index]) for index in measured], moments)
+        indices = [index for index, stream in enumerate(streams) if stream.needs]
+        if indices:
+            measured, counted = (torch.stack([matrix[index] for index in indices]) for matrix in (values, counts))
+            rows, needs = [self._row(streams[index]) for index in indices], [streams[index].needs for index in indices]
+            self._table.add_rows(rows, measured, counted, needs)
         for stream, row, is_counted in zip(streams, values, counts, strict=True):
-            if stream.counted_bins:
-                self._table.add_counts(self._row(stream), row, is_counted, stream.needs)
             if stream.functions:
                 self.call_functions(stream, torch.where(is_counted, row, torch.nan))
 
@@ -263,7 +253,13 @@ class StepAccumulator:
         """
         layout = self._state.layout
         try:
-            observed, numbers, copied, self.differing = self._alone() if ranks is None else self._of_all(ranks)
+            if ranks is None:
+                alone = self._observed(is_alone=True)
+                layout.add(alone.streams)
+                reduced = Reduced(alone, alone.numbers(layout))
+            else:
+                reduced = reduce_step(functools.partial(self._observed, is_alone=False), layout, ranks, self._cannot_send)
+            observed, numbers, copied, self.differing = reduced
         except Exception:
             self.is_lost = True
             raise
@@ -273,7 +269,7 @@ class StepAccumulator:
             return {}
         layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
-            self._failed.update(stream.moment_keys)
+            self._failed.update(stream.keys[name] for name in stream.outputs if name not in stream.values)
         self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
         # Further collectives come before everything that may fail: an error must not keep this rank from a collective.
         results = self._finished_once(observed, numbers, copied, ranks)
@@ -282,8 +278,9 @@ class StepAccumulator:
         merged_values = zip(layout.values, numbers.merged([value.aggregate for _stream, _name, value in layout.values]), strict=True)
         observed_values = itertools.compress(merged_values, numbers.called)
         values |= {stream.keys[name]: result for (stream, name, value), result in observed_values if value.is_number} | results
-        for stream, units in zip(layout.with_units, numbers.units, strict=True):
-            alive = units[units != ABSENT] > 0
+        for stream, row in sums[UNIT_SUMS].items():
+            num_alive, is_unit = row.reshape(2, -1)
+            alive = num_alive[is_unit > 0] > 0
             for key in (stream.keys[name] for name in stream.units) if len(alive) else ():
                 self._state.units[key].append(alive)
                 values[key] = dead_fraction(self._state.units[key])
@@ -293,17 +290,6 @@ class StepAccumulator:
         by_key = {key: Histogram(sums[HISTOGRAM][stream].astype(np.int64)) for stream in counted for key in stream.histogram_keys}
         self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
         return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
-
-    def _alone(self) -> Reduced:
-        """The numbers of a step in a single process."""
-        observed = self._observed(is_alone=True)
-        self._state.layout.add(observed.streams)
-        return Reduced(observed, observed.numbers(self._state.layout))
-
-    def _of_all(self, ranks: Ranks) -> Reduced:
-        """The numbers of a step on several ranks, by two collectives."""
-        observe = functools.partial(self._observed, is_alone=False)
-        return reduce_step(observe, self._state.layout, ranks, self._cannot_send)
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
@@ -325,33 +311,33 @@ class StepAccumulator:
             for share in self._table.collect_counts(bins, [self._rows[stream] for stream in streams])
         ]
         scalars = [value for results in named.values() for value in results.values]
-        measured = [*(share for _bins, _streams, share in counted_shares), *self._units.values(), *self._channels.values()]
-        others = [*measured, *scalars, *final.values(), *(wide_of(values) for _aggregate, values in whole.values())]
-        shares, arrived = to_host(self._table.collect(self._num_rows), others)
-        parts = parts_of(arrived.numpy() if others else np.empty(0))  # each operation of torch counts at the end of a step
+        measured = [*(share for _bins, _streams, share in counted_shares), *self._sums.values()]
+        others = [*measured, *scalars, *final.values(), *(values.to(widest(values.device)) for _aggregate, values in whole.values())]
+        shares = self._table.collect(self._num_rows)
+        arrived = iter(to_host([*shares, *others]))
+        moments = merged([next(arrived) for _share in shares], self._num_rows)
         counts: dict[tuple[Identity, Bins | ChannelSums], Array] = {}
-        for bins, streams, share in counted_shares:
-            for stream, row in zip(streams, parts(share.numel()).reshape(-1, bins.num_counts), strict=True):
+        for bins, streams, _share in counted_shares:
+            for stream, row in zip(streams, next(arrived), strict=True):
                 counted_as = stream.identity, bins
                 counts[counted_as] = counts[counted_as] + row if counted_as in counts else row
-        moments = merged(shares, self._num_rows).numpy()
-        units = {stream.identity: parts(len(alive)) for stream, alive in self._units.items()}
-        counts |= {(stream.identity, CHANNEL_SUMS): padded(parts(sums.numel())) for stream, sums in self._channels.items()}
+        counts |= {(stream.identity, sort): sort.row(next(arrived)) for stream, sort in self._sums}
         return Observed(
             streams=[
                 *self._rows,
                 *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())),
-                *self._units,
-                *self._channels,
+                *(stream for stream, _sort in self._sums),
                 *self.totals,
             ],
             rows=self._rows,
             moments=np.concatenate([moments, NO_MOMENTS], 1),
             counts=counts,
-            units=units,
-            results={key: (str(result.aggregate), parts(len(result.values)).tolist(), result.weights) for key, result in named.items()},
-            final={key: float(parts(1)[0]) for key in final},
-            whole_results={key: (how, torch.from_numpy(parts(len(result))).to(result.dtype)) for key, (how, result) in whole.items()},
+            results={
+                key: (str(result.aggregate), [float(next(arrived)) for _value in result.values], result.weights)
+                for key, result in named.items()
+            },
+            final={key: float(next(arrived)) for key in final},
+            whole_results={key: (how, torch.from_numpy(next(arrived)).to(result.dtype)) for key, (how, result) in whole.items()},
             metrics={key: metric for key, (_stream, _name, metric) in self._metrics.items()},
             parts=frozenset(stream.identity for stream in self.parts),
             failed=frozenset(self._failed),
@@ -373,17 +359,18 @@ class StepAccumulator:
         results_here, gathered = {key: results for key, (_aggregate, results) in observed.whole_results.items()}, []
         if ranks is None:
             gathered = [results_here]
-        elif any(not is_metric(value) for _stream, _name, value in due):
+        elif any(metric_of(value) is None for _stream, _name, value in due):
             ours = [stream.keys[name] for stream, name, _value in due if ranks.sharing_index == 0 or stream.identity not in copied]
             gathered = ranks.gather({key: results_here[key] for key in ours if key in results_here})
         values = dict(observed.final)
         for stream, name, value in due:
             key = stream.keys[name]
-            if not is_metric(value):
+            metric = metric_of(value)
+            if metric is None:
                 aggregate = observed.whole_results[key][0] if key in results_here else value.aggregate
                 compute = functools.partial(aggregated, aggregate, [results[key] for results in gathered if key in results])
             elif ranks is not None:
-                compute = functools.partial(synchronized, self._metrics[key][2] if key in self._metrics else copy_of(value), ranks)
+                compute = functools.partial(synchronized, self._metrics[key][2] if key in self._metrics else metric.clone(), ranks)
             else:
                 continue  # it is in `observed.final`
             values |= {part: float(result) for part, result in self._parts(stream, name, compute).items()}

@@ -107,7 +107,8 @@ def attention_figures(
     for queries in _slices(num_queries, min(max_logits // num_keys, math.ceil(num_queries / parts))):
         measured = positions[queries]
         end = min(num_keys, measured[-1] + 1) if is_causal else num_keys
-        causal = [_causal_mask(measured, end, query.device)] if is_causal else []
+        rows = torch.arange(measured.start, measured.stop, measured.step, device=query.device).unsqueeze(1)
+        causal = [(torch.arange(end, device=query.device) <= rows)[None, None]] if is_causal else []
         per_head = len(measured) * num_keys
         for block in itertools.product(_slices(batch, max_logits // (heads * per_head)), _slices(heads, max_logits // per_head), [queries]):
             query_block, key_block = query[block], key[block[:2]][..., :end]
@@ -128,11 +129,6 @@ def attention_figures(
     # Rounding can give more than 1.
     relative = (entropy / visible.log()).clamp(max=1.0)
     return AttentionFigures(entropy, relative, max_logit, F.threshold(first, NO_WEIGHT, 0.0) / total, visible)
-
-
-def _causal_mask(queries: range, num_keys: int, device: torch.device) -> Tensor:
-    rows = torch.arange(queries.start, queries.stop, queries.step, device=device).unsqueeze(1)
-    return (torch.arange(num_keys, device=device) <= rows)[None, None]
 
 
 def _hidden(mask: Tensor) -> Tensor:

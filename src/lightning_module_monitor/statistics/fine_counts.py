@@ -14,14 +14,10 @@ from lightning_module_monitor.kernels.moments import Array
 EDGES: Array = np.array([edge.magnitude for edge in FINE.edges])
 
 
-def _middles() -> Array:
-    """For each magnitude of a bin the number that no other number of the bin differs from by more than 4.4 %."""
-    lower, upper = EDGES, np.append(EDGES[1:], 2.0**128)
-    # Below the first edge there is no float32 but the edge itself.
-    return np.append(EDGES[0], 2 * lower * upper / (lower + upper))
-
-
-MIDDLES: Array = _middles()
+_UPPER_EDGES = np.append(EDGES[1:], 2.0**128)
+MIDDLES: Array = np.append(EDGES[0], 2 * EDGES * _UPPER_EDGES / (EDGES + _UPPER_EDGES))
+"""For each magnitude of a bin the number that no other number of the bin differs from by more than 4.4 %. Below the first edge there is no
+float32 but the edge itself."""
 _VALUES: Array = np.concatenate([[-np.inf], -MIDDLES[::-1], [0.0], MIDDLES, [np.inf]])
 """The middle of each bin, in the order of a row of counts, which also has a count of NaN."""
 
@@ -38,18 +34,10 @@ class FineCounts:
         # A tensor fills few of the bins.
         self._columns = np.flatnonzero(whole.any(0))
         self._counts = whole[:, self._columns]
-
-    @functools.cached_property
-    def finite(self) -> Array:
-        """Number of finite elements, shape ``(tensors,)``, as all that follow."""
-        total: Array = self._counts[:, (self._columns > 0) & (self._columns < FINE.num_counts - 2)].sum(1)
-        return total
-
-    @functools.cached_property
-    def zeros(self) -> Array:
-        """Number of zeros."""
-        total: Array = self._counts[:, self._columns == FINE.zero_bin].sum(1)
-        return total
+        self.zeros: Array = whole[:, FINE.zero_bin]
+        """Number of zeros, shape ``(tensors,)``."""
+        self.finite: Array = whole[:, 1:-2].sum(1)
+        """Number of finite elements."""
 
     @functools.cached_property
     def _by_magnitude(self) -> tuple[NDArray[np.int64], Array]:

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.elements import own_elements, plain
-from lightning_module_monitor.kernels.torch_kernel import has_float64
+from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.model.unchanged import unchanged_random_states
 
 Aggregate = str | Callable[[Tensor], Any]
@@ -32,8 +32,11 @@ class Value:
 
     @property
     def is_number(self) -> bool:
-        """Whether it gives one number, merged by a named aggregate; else it is finished once, from everything, and may be a dict."""
-        return isinstance(self.aggregate, str)
+        """Whether it gives one number, merged by a named aggregate; else it is finished once, from everything, and may be a dict.
+
+        A torchmetrics object is finished once.
+        """
+        return isinstance(self.aggregate, str) and metric_of(self) is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +44,6 @@ class Function(Value):
     """A function of a tensor, or a torchmetrics object, and how its results are joined."""
 
     function: Metric | Callable[..., Any] = field(kw_only=True)
-
-    @property
-    def is_number(self) -> bool:
-        """As for :class:`Value`, but false for a torchmetrics object, which is finished once."""
-        return super().is_number and not isinstance(self.function, Metric)
 
     def __eq__(self, other: object) -> bool:
         """Whether it is the same function. Torchmetrics objects are compared by class, as their ``==`` returns a third object."""
@@ -112,13 +110,8 @@ def as_tensor(result: object) -> Tensor:
 
 def joined(tensor: Tensor, aggregate: str) -> Tensor:
     """The elements of a tensor joined to a scalar, shape ``()``, in float64 if the device has it."""
-    wide = wide_of(tensor)
+    wide = tensor.to(widest(tensor.device))
     return wide if wide.dim() == 0 else AGGREGATES[aggregate](wide)
-
-
-def wide_of(tensor: Tensor) -> Tensor:
-    """A tensor in float64, or in float32 where its device has no other."""
-    return tensor.to(torch.float64 if has_float64(tensor.device) else torch.float32)
 
 
 def by_part(result: object) -> dict[str, Tensor]:
@@ -127,16 +120,9 @@ def by_part(result: object) -> dict[str, Tensor]:
     return {str(part): joined(as_tensor(value), "mean") for part, value in parts.items()}
 
 
-def is_metric(value: Value) -> bool:
-    """Whether it is a torchmetrics object."""
-    return isinstance(value, Function) and isinstance(value.function, Metric)
-
-
-def copy_of(value: Value) -> Metric:
-    """A copy of a torchmetrics object."""
-    assert isinstance(value, Function)
-    assert isinstance(value.function, Metric)
-    return value.function.clone()
+def metric_of(value: Value) -> Metric | None:
+    """The torchmetrics object that computes a value; ``None`` if there is none."""
+    return value.function if isinstance(value, Function) and isinstance(value.function, Metric) else None
 
 
 def aggregated(aggregate: Aggregate, results: Sequence[Tensor]) -> object:

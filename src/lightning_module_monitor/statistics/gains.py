@@ -18,22 +18,19 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lightning_module_monitor.kernels.moments import Array, Moments, Need
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.statistics.casts import largest_magnitude
 from lightning_module_monitor.statistics.registry import Statistic
 
 EPS = 1e-30
 """A norm below this has vanished."""
 
 
-def _linf(moments: Moments) -> Array:
-    # An empty gradient has no extremes: its norm is 0.
-    return np.where(moments.elements > 0, np.maximum(moments.maximum, -moments.minimum), 0.0)
-
-
 NORMS = {
     "l2": Statistic(Need.SQUARES, lambda moments: np.sqrt(moments.squares)),
     "l1": Statistic(Need.MAGNITUDE, lambda moments: moments.magnitude),
-    "linf": Statistic(Need.EXTREMES, _linf),
+    # An empty gradient has no extremes: its norm is 0.
+    "linf": Statistic(Need.EXTREMES, lambda moments: np.where(moments.elements > 0, largest_magnitude(moments), 0.0)),
     "mean": Statistic(Need.MAGNITUDE, lambda moments: moments.magnitude / np.maximum(moments.elements, 1.0)),
 }
 """Measures of a gradient's size: Euclidean norm, sum of magnitudes, largest magnitude, and mean magnitude, which is not a norm and does

@@ -18,14 +18,11 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, Bins
 from lightning_module_monitor.kernels.moments import Array, Moments, Need, merged_groups
-from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSums
+from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelSums
 from lightning_module_monitor.statistics.fine_counts import FineCounts
 from lightning_module_monitor.statistics.functions import Aggregate, Value
-from lightning_module_monitor.statistics.registry import MAX_UNITS, Recent, memory
+from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OWN, Identity, Stream
-
-ABSENT = -1.0
-"""Stands for a unit that a rank does not have: less than 0, dead, and 1, alive."""
 
 Flags: TypeAlias = NDArray[np.float64]
 """0 or 1 for each item."""
@@ -46,7 +43,7 @@ class Layout:
         first_rows: The first row of each stream in the table of moments.
         num_rows: Number of rows.
         summed: Streams whose counts or sums are added over ranks, each with the sort of its row.
-        with_units: Streams with statistics of units.
+        slices: Where these rows are in ``Numbers.counts``, which has ``num_counts`` elements.
         replicated: Streams whose tensors are expected to be equal on every rank.
         values: Functions and values, each with its stream and name.
         totals: Streams with members; they are merged after the reduction over ranks.
@@ -58,7 +55,8 @@ class Layout:
         self.first_rows: list[int] = []
         self.num_rows = 0
         self.summed: list[tuple[Stream, Bins | ChannelSums]] = []
-        self.with_units: list[Stream] = []
+        self.slices: dict[tuple[Identity, Bins | ChannelSums], slice] = {}
+        self.num_counts = 0
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
         self.totals: list[Stream] = []
@@ -74,20 +72,20 @@ class Layout:
             self.streams.append(stream)
             self.first_rows.append(self.num_rows)
             self.num_rows += stream.num_rows
-            self.summed += [(stream, sort) for sort in stream.rows_of_sums]
+            for sort in stream.rows_of_sums:
+                self.summed.append((stream, sort))
+                self.slices[stream.identity, sort] = slice(self.num_counts, self.num_counts + sort.num_counts)
+                self.num_counts += sort.num_counts
             self.totals += [stream] if stream.members else []
             self.__dict__.pop("_merged", None)  # computed again
-            self.with_units += [stream] if stream.units else []
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
 
     def rows_of_sums(self, numbers: Numbers) -> dict[Bins | ChannelSums, dict[Stream, Array]]:
         """The rows of each stream, by their sort."""
-        rows: dict[Bins | ChannelSums, dict[Stream, Array]] = {sort: {} for sort in (*ALL_BINS, CHANNEL_SUMS)}
-        start = 0
+        rows: dict[Bins | ChannelSums, dict[Stream, Array]] = {sort: {} for sort in (*ALL_BINS, CHANNEL_SUMS, UNIT_SUMS)}
         for stream, sort in self.summed:
-            rows[sort][stream] = numbers.counts[start : start + sort.num_counts]
-            start += sort.num_counts
+            rows[sort][stream] = numbers.counts[self.slices[stream.identity, sort]]
         return rows
 
     def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
@@ -111,9 +109,9 @@ class Layout:
         if not self.totals:
             return
         merged = self._merged
-        numbers.moments[:, merged.rows] = merged_groups(numbers.moments[:, merged.sources], merged.first_sources)
+        numbers.moments[:, merged.rows] = merged_groups(numbers.moments[:, merged.sources], merged.first)
         flags = np.stack([numbers.observed, numbers.failed])
-        flags[:, merged.positions] = np.maximum.reduceat(flags[:, merged.members], merged.first_members, axis=1)
+        flags[:, merged.positions] = np.maximum.reduceat(flags[:, merged.members], merged.first, axis=1)
         numbers.observed, numbers.failed = flags
         for total, members in merged.counted:
             numbers.counts[total] = sum(numbers.counts[member] for member in members)
@@ -123,46 +121,37 @@ class Layout:
         # The layout lacks states of optimizers that no rank has observed.
         present = [(total, [member for member in total.members if member.identity in self.positions]) for total in self.totals]
         totals = [(total, members) for total, members in present if members]
-        parts = [(total, members, part) for total, members in totals for part in range(total.num_rows)]
-        positions = [[self.positions[member.identity] for member in members] for _total, members in totals]
-        ends = [*itertools.accumulate(sort.num_counts for _stream, sort in self.summed)]
-        counts = {(stream.identity, sort): slice(end - sort.num_counts, end) for (stream, sort), end in zip(self.summed, ends, strict=True)}
+        groups = [
+            (part, self.positions[total.identity], [self.positions[member.identity] for member in members])
+            for total, members in totals
+            for part in range(total.num_rows)
+        ]
         return _Merged(
-            rows=np.array([self.first_rows[self.positions[total.identity]] + part for total, _members, part in parts]),
-            sources=np.array(
-                [self.first_rows[self.positions[member.identity]] + part for _total, members, part in parts for member in members]
-            ),
-            first_sources=_starts([len(members) for _total, members, _part in parts]),
-            positions=np.array([self.positions[total.identity] for total, _members in totals]),
-            members=np.concatenate(positions),
-            first_members=_starts([*map(len, positions)]),
+            rows=np.array([self.first_rows[position] + part for part, position, _members in groups]),
+            positions=np.array([position for _part, position, _members in groups]),
+            sources=np.array([self.first_rows[member] + part for part, _position, members in groups for member in members]),
+            members=np.array([member for _part, _position, members in groups for member in members]),
+            first=np.cumsum([0, *(len(members) for _part, _position, members in groups[:-1])]),
             counted=[
-                (counts[total.identity, bins], [counts[member.identity, bins] for member in members])
+                (self.slices[total.identity, bins], [self.slices[member.identity, bins] for member in members])
                 for total, members in totals
                 for bins in total.counted_bins
             ],
         )
 
 
-def _starts(sizes: Sequence[int]) -> Rows:
-    """The first index of each group, in groups of these sizes one after the other."""
-    return np.cumsum([0, *sizes[:-1]])
-
-
 class _Merged(NamedTuple):
-    """The indices that totals are merged by."""
+    """The indices that totals are merged by: a group of rows for each row of a total."""
 
     rows: Rows
     """Rows of totals."""
-    sources: Rows
-    """Rows of the members of each total, one total after the other."""
-    first_sources: Rows
-    """Where each group begins."""
     positions: Rows
-    """Positions of totals."""
+    """Positions of the totals of these rows."""
+    sources: Rows
+    """Rows of the members, one group after the other."""
     members: Rows
-    """Positions of the members of each total, one total after the other."""
-    first_members: Rows
+    """Positions of the members of these rows."""
+    first: Rows
     """Where each group begins."""
     counted: Sequence[tuple[slice, Sequence[slice]]]
     """Rows of counts of totals and of their members."""
@@ -189,8 +178,6 @@ class Numbers:
     """The largest result; where the aggregate is ``min``, minus the least. Shape ``(values,)``."""
     has_nan: Flags
     """Whether a result is NaN."""
-    units: Array
-    """Which units were alive, 1 or 0, or ``ABSENT``; shape ``(streams with units, MAX_UNITS)``."""
     is_lost: Flags
     """Whether an error has ended the monitoring of the step, shape ``(1,)``."""
     has_more: Flags
@@ -215,7 +202,7 @@ class Numbers:
         return [float(by_name[aggregate][index]) if isinstance(aggregate, str) else math.nan for index, aggregate in enumerate(aggregates)]
 
 
-LARGEST = ("observed", "failed", "called", "raised", "extremes", "has_nan", "units", "is_lost", "has_more")
+LARGEST = ("observed", "failed", "called", "raised", "extremes", "has_nan", "is_lost", "has_more")
 SUMMED = ("counts", "totals", "weights", "num_results", "num_errors")
 
 
@@ -231,8 +218,6 @@ class Observed:
     """Shape ``(fields, rows + 1)``; the last row is that of an empty tensor."""
     counts: Mapping[tuple[Identity, Bins | ChannelSums], Array] = field(default_factory=dict)
     """Rows of counts, by stream and set of bins, and of sums of channels."""
-    units: Mapping[Identity, Array] = field(default_factory=dict)
-    """Which units were alive, 0 or 1, as :func:`~lightning_module_monitor.statistics.registry.is_alive` returns it."""
     results: Mapping[str, tuple[str, Sequence[float], Sequence[float]]] = field(default_factory=dict)
     """Aggregate, results, and their weights, by key, where the aggregate has a name."""
     whole_results: Mapping[str, tuple[Aggregate, Tensor]] = field(default_factory=dict)
@@ -253,10 +238,6 @@ class Observed:
     def numbers(self, layout: Layout, *, has_more: bool = False) -> Numbers:
         """All numbers in the order of a layout; what the layout lacks is left out."""
         observed, rows = layout.order_of(self.rows)
-        units = np.full((len(layout.with_units), MAX_UNITS), ABSENT)
-        for row, stream in zip(units, layout.with_units, strict=True):
-            alive = self.units.get(stream.identity, ())
-            row[: len(alive)] = alive
         summed = [self.counts.get((stream.identity, sort), np.zeros(sort.num_counts)) for stream, sort in layout.summed]
         keys = [stream.keys[name] for stream, name, _value in layout.values]
         return Numbers(
@@ -265,7 +246,6 @@ class Observed:
             failed=_flags(stream.identity in self.failed_streams for stream in layout.streams),
             called=_flags(key in self.results or key in self.whole_results or key in self.metrics for key in keys),
             raised=_flags(key in self.failed for key in keys),
-            units=units,
             is_lost=_flags([self.is_lost]),
             has_more=_flags([has_more]),
             counts=np.concatenate(summed) if summed else np.zeros(0),

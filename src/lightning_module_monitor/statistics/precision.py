@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from lightning_module_monitor.kernels.elements import in_memory
-
-WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-"""Dtypes that need no conversion before a computation."""
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """A tensor of a narrower dtype in float32 or complex64; any other tensor unchanged."""
-    if tensor.dtype in WIDE:
-        return tensor
-    return tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)
+from lightning_module_monitor.kernels.elements import in_memory, widened
 
 
 def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.kernels.number_formats import NUMBER_FORMATS
 from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.statistics import casts
-from lightning_module_monitor.statistics.channels import channel_dimension
 from lightning_module_monitor.statistics.fine_counts import FineCounts
 
 
@@ -257,41 +255,15 @@ rules, add an entry: a function ``Tensor -> Tensor``, or a :class:`Statistic`.""
 
 # Dead units, and saturated outputs of squashing functions
 
-MAX_UNITS = 1024
-"""Limit of observed units. In larger layers evenly spaced units are observed."""
-
 Recent: TypeAlias = deque[NDArray[np.bool_]]
-"""For each of the last steps, whether each unit was alive."""
+"""For each of the last steps, whether each unit was alive: had an element that was not zero, or NaN."""
 
 NUM_STEPS = 10
 """Number of monitored steps throughout which a dead unit was zero."""
 
 
-def is_alive(tensor: Tensor) -> Tensor:
-    """Whether each unit of a tensor has an element that is not zero.
-
-    Args:
-        tensor: Any shape, with at least one element. A unit is a channel (dimension 1) of four or five dimensions, else an index along
-            the last dimension.
-
-    Returns:
-        Bool, shape ``(units,)``, at most ``MAX_UNITS``, on the same device. NaN is alive.
-    """
-    dimension = channel_dimension(tensor)
-    others = [axis for axis in range(tensor.dim()) if axis != dimension]
-    # Two reductions of numbers take a tenth of the time of one reduction of booleans.
-    alive = torch.logical_or(tensor.amax(others), tensor.amin(others)) if others else tensor.reshape(-1) != 0
-    return alive[:: -(-len(alive) // MAX_UNITS)]
-
-
-def in_either(alive: Tensor, other: Tensor) -> Tensor:
-    """Whether each unit is alive in either of two tensors, whose numbers of units may differ; bool, shape ``(most units,)``."""
-    longer, shorter = (alive, other) if len(alive) >= len(other) else (other, alive)
-    return longer | nn.functional.pad(shorter, (0, len(longer) - len(shorter)))
-
-
 def dead_fraction(recent: Recent) -> float:
-    """The fraction of units, 0 to 1, that were dead in every step, from :func:`is_alive` of each step; NaN without units."""
+    """The fraction of units, 0 to 1, that were dead in every step; NaN without units."""
     alive = np.zeros(max(map(len, recent)), bool)
     for alive_in_step in recent:
         alive[: len(alive_in_step)] |= alive_in_step

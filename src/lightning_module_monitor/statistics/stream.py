@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from lightning_module_monitor.kernels.bins_of_floats import Bins, needed_bins
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
-from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelSums
+from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelSums
 from lightning_module_monitor.statistics.functions import Function, Value
 from lightning_module_monitor.statistics.registry import ChannelStatistic, HistogramStatistic, Statistic, UnitStatistic
 
@@ -55,6 +55,7 @@ class Stream:
     origin: Stream | None = None
     members: tuple[Stream, ...] = ()
     shared: Mapping[str, Output] = field(default_factory=dict)
+    _derived: dict[object, Stream] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def identity(self) -> Identity:
@@ -97,7 +98,8 @@ class Stream:
         needs = functools.reduce(operator.or_, (output.needs for output in self._finished()), Need.NOTHING)
         # Parts of a tensor that differ may have equal histograms or results; these moments tell them apart.
         compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
-        return needs | (Need.HISTOGRAM if self.is_counted else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
+        is_counted = any(isinstance(output, HistogramStatistic) for output in (*self.outputs.values(), *self.shared.values()))
+        return needs | (Need.HISTOGRAM if is_counted else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
 
     @functools.cached_property
     def counted_bins(self) -> tuple[Bins, ...]:
@@ -105,9 +107,14 @@ class Stream:
         return needed_bins(self.needs)
 
     @functools.cached_property
+    def channel_sums(self) -> tuple[ChannelSums, ...]:
+        """What the statistics of units and of channels are computed from."""
+        return (*([UNIT_SUMS] if self.units else []), *([CHANNEL_SUMS] if self.channels else []))
+
+    @functools.cached_property
     def rows_of_sums(self) -> tuple[Bins | ChannelSums, ...]:
         """The rows of its numbers that are added over calls, devices and ranks: counts, and sums of channels."""
-        return (*self.counted_bins, CHANNEL_SUMS) if self.channels else self.counted_bins
+        return (*self.counted_bins, *self.channel_sums)
 
     @functools.cached_property
     def base_needs(self) -> int:
@@ -120,11 +127,6 @@ class Stream:
         """The names of the tensors that statistics compare with."""
         return frozenset(output.compared_with for output in self._finished() if output.compared_with)
 
-    @functools.cached_property
-    def is_counted(self) -> bool:
-        """Whether the elements of its tensors are counted by bins."""
-        return any(isinstance(output, HistogramStatistic) for output in (*self.outputs.values(), *self.shared.values()))
-
     def _finished(self) -> Iterator[Statistic]:
         """The statistics that are computed from its moments."""
         return (output for output in (*self.outputs.values(), *self.shared.values()) if isinstance(output, Statistic))
@@ -132,7 +134,7 @@ class Stream:
     @functools.cached_property
     def looks_at_features(self) -> bool:
         """Whether an output depends on the dimension of the features: norms of tokens, units, channels, the user's functions."""
-        return bool(self.needs & Need.TOKENS or self.functions or self.units or self.channels)
+        return bool(self.needs & Need.TOKENS or self.functions or self.channel_sums)
 
     @functools.cached_property
     def num_rows(self) -> int:
@@ -155,11 +157,6 @@ class Stream:
     def number_keys(self) -> list[str]:
         """Keys of the numbers: of statistics, functions, values, units and channels, in this order."""
         return [self.keys[name] for name in (*self.statistics, *self.values, *self.units, *self.channels)]
-
-    @functools.cached_property
-    def moment_keys(self) -> list[str]:
-        """Keys of the outputs that are made of tensors: all but functions and values."""
-        return [self.keys[name] for name in (*self.statistics, *self.histograms, *self.units, *self.channels)]
 
     @functools.cached_property
     def planned_keys(self) -> list[str]:
@@ -187,7 +184,3 @@ class Stream:
         if stream is None:
             stream = self._derived[name] = replace(self, **changes)
         return stream
-
-    @functools.cached_property
-    def _derived(self) -> dict[object, Stream]:
-        return {}

@@ -69,7 +69,7 @@ class StepRerun:
 
     def keep(self, batch: object, batch_idx: int) -> None:
         """A micro-batch is about to be run."""
-        random_states = RandomStates.now(self._model.device, torch_only=not self._is_whole)
+        random_states = RandomStates(self._model.device, torch_only=not self._is_whole)
         self._kept.append(_Kept(batch, batch_idx, random_states, is_whole=self._is_whole))
         if len(self._kept) > 1:
             self._make_room()
