@@ -37,8 +37,8 @@ from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.statistics.registry import QUANTILES
 
 SCRIPTS = (
-    *("inflate.js", "data.js", "charts.js", "controls.js", "heat.js", "profiles.js"),
-    *("heads.js", "histograms.js", "quantiles.js", "glance.js", "noise.js", "page.js"),
+    *("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js"),
+    *("histograms.js", "quantiles.js", "glance.js", "noise.js", "page.js"),
 )
 """In this order: each uses the scripts before it."""
 SECTIONS = {
