@@ -294,6 +294,21 @@ def test_printing_draws_every_figure(browser: Browser, page: Path, tmp_path: Pat
     visit.page.close()
 
 
+def test_tables_fit_on_paper(browser: Browser, tmp_path: Path) -> None:
+    """Also with keys that are longer than a line: no column is cut at the edge of the page."""
+    long = f"context/{'validation_accuracy_of_' * 5}all_languages"
+    store = write_store(tmp_path / "m.h5", {**everything(), long: [1.23456e-7, 2.0, 3.0, 4.0]}, modules=MODULES)
+    visit = Visit(browser, write_report(store))
+    visit.page.emulate_media(media="print")
+    visit.page.evaluate("document.documentElement.dataset.print = 'yes'")
+    right, edge = visit.page.evaluate(
+        "() => [Math.max(...[...document.querySelectorAll('table')].map(item => item.getBoundingClientRect().right)),"
+        " document.querySelector('main').getBoundingClientRect().right]"
+    )
+    assert right <= edge
+    visit.page.close()
+
+
 def test_charts_fit_when_the_window_changes(visit: Visit) -> None:
     """A chart is as wide as its place, in a window that became narrower, and in one that became wider again."""
     visit.show("heat")
