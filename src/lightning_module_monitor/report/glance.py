@@ -70,6 +70,17 @@ def at_a_glance(runs: Sequence[StoredRun]) -> list[Group]:
     return [group for group in groups if group.rows]
 
 
+def as_lines(run: StoredRun) -> list[str]:
+    """For a terminal the title of each group, and a line for each of its series."""
+    lines = []
+    for title, extreme, rows in at_a_glance([run]):
+        lines += [title]
+        for name, [course] in rows[:MAX_ROWS]:
+            if course is not None:
+                lines += [f"   {name}: {course.first:.4g} to {course.last:.4g}, {extreme} {course.extreme:.4g} at step {course.step}"]
+    return lines
+
+
 def _group(title: str, extreme: str, courses: Sequence[Mapping[str, Course]]) -> Group:
     names = dict.fromkeys(name for courses_of_run in courses for name in courses_of_run)
     return Group(title, extreme, [Row(name, [courses_of_run.get(name) for courses_of_run in courses]) for name in names])
@@ -95,9 +106,9 @@ def _norms(run: StoredRun) -> dict[str, Course]:
 
 def _noise(run: StoredRun) -> dict[str, Course]:
     """The noise scale of the whole gradient, and the batch size to compare it with; a run without gradient noise has none."""
-    scales = {"noise scale": table for table in noise_scales_of(run) if table.sites[0] == ROOT_SITE}
-    sizes = {"batch size": table for table in run.context if table.statistic == BATCH_SIZE} if scales else {}
-    return {name: _course(table) for name, table in {**scales, **sizes}.items()}
+    scales = [("noise scale", table) for table in noise_scales_of(run) if table.sites[0] == ROOT_SITE]
+    sizes = [("batch size", table) for table in run.context if table.statistic == BATCH_SIZE] if scales else []
+    return {name: _course(table) for name, table in scales + sizes}
 
 
 def _group_note(facts: Facts, number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -77,30 +76,12 @@ class WidthCheck(Described):
         return Description(f"{counted(len(self.rows), 'row')}, {self.summary}", COLUMNS, [_cells(row) for row in self.rows])
 
     def __str__(self) -> str:
-        """The table as plain text."""
-        cells = [COLUMNS, *(_cells(row) for row in self.rows)]
+        """The table as plain text; without a note the columns fit into 80 characters."""
+        num_columns = len(COLUMNS) if any(row.note for row in self.rows) else len(COLUMNS) - 1
+        cells = [line[:num_columns] for line in (COLUMNS, *map(_cells, self.rows))]
         sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
         return "\n".join([self.title, "", *lines, "", self.summary])
-
-    def show(self) -> None:
-        """Print the table: in colours where rich is installed, else as plain text."""
-        try:
-            box, console, table = (importlib.import_module(f"rich.{name}") for name in ("box", "console", "table"))
-        except ImportError:
-            print(self)
-            return
-        columns = COLUMNS if any(row.note for row in self.rows) else COLUMNS[:-1]
-        # The narrowest borders: the columns fit into 80 characters.
-        grid = table.Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
-        for column in columns:
-            grid.add_column(column, no_wrap=column not in ("module", "note"), overflow="fold")
-        for row in self.rows:
-            grid.add_row(*_cells(row)[: len(columns)], style="bold red" if row.is_offending else None)
-        out = console.Console(highlight=False, markup=False)
-        out.print(self.title, "", sep="\n", soft_wrap=True)
-        out.print(grid)
-        out.print("", self.summary, sep="\n", soft_wrap=True)
 
     def to_frame(self) -> pd.DataFrame:
         """The rows as a pandas frame.
