@@ -327,7 +327,7 @@ function lineOverSteps(name, loaded, row, line) {
   const values = rowOf(loaded, row);
   const steps = loaded.steps;
   const text = steps.map((step, column) => `${escapeText(name)}<br>step ${step}: ${format(values[column])}`);
-  const finite = [...values].map((value) => (Number.isFinite(value) ? value : null));
+  const finite = [...values].map(finiteOrNull);
   const traces = [{ x: steps, y: finite, name: escapeText(name), text, hoverinfo: "text", line, mode: steps.length > 60 ? "lines" : "lines+markers", marker: { size: 4 } }];
   const bad = steps.map((_, column) => column).filter((column) => isRecorded(loaded, row, column) && !Number.isFinite(values[column]));
   if (bad.length) {
