@@ -116,7 +116,7 @@ def test_a_callback_says_what_it_did(tmp_path: Path) -> None:
     ]
     ((name, words),) = rows[4:]
     assert name == "finding"
-    assert words.startswith("step 0, <large>: model.0.weight: ")
+    assert words.startswith("step 0, <large>: parameter/model.0.weight/norm: ")
     assert repr(ModuleMonitorCallback("sometimes")).startswith("ModuleMonitorCallback(refused: every_n_steps is 'sometimes'")  # type: ignore[arg-type]
 
 
@@ -225,5 +225,5 @@ def test_a_width_check_is_its_table(module: str) -> None:
     check = WidthCheck([row], settings)
     assert repr(check) == f"WidthCheck(1 row, offending: {module})"
     cells = shown(check)
-    assert cells.rows[1] == [module, "hidden", "effective_update", "+0.98", "+0.91 .. +1.05", "+0.00", "grows", ""]
+    assert cells.rows[1] == [module, "hidden", "effective_update", "+0.98", "+0.91 .. +1.05", "+0.00", "grows"]
     assert cells.rows[0] == str(check).splitlines()[2].split()

@@ -73,12 +73,14 @@ class WidthCheck(Described):
         return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + unclear
 
     def _describe(self) -> Description:
-        return Description(f"{counted(len(self.rows), 'row')}, {self.summary}", COLUMNS, [_cells(row) for row in self.rows])
+        num_columns = len(COLUMNS) if any(row.note for row in self.rows) else len(COLUMNS) - 1
+        rows = [_cells(row)[:num_columns] for row in self.rows]
+        return Description(f"{counted(len(self.rows), 'row')}, {self.summary}", COLUMNS[:num_columns], rows)
 
     def __str__(self) -> str:
         """The table as plain text; without a note the columns fit into 80 characters."""
-        num_columns = len(COLUMNS) if any(row.note for row in self.rows) else len(COLUMNS) - 1
-        cells = [line[:num_columns] for line in (COLUMNS, *map(_cells, self.rows))]
+        _title, columns, rows = self._describe()
+        cells = [columns, *rows]
         sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
         return "\n".join([self.title, "", *lines, "", self.summary])
