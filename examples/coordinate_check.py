@@ -87,7 +87,7 @@ def check(parametrization: Literal["sp", "mup"], widths: Sequence[int], seeds: i
         else f"\n{parametrization}: Adam, learning rates by layer"
     )
     result = coordinate_check(lambda width: DigitsMlp(width, parametrization), widths, seeds=seeds, steps=steps)
-    result.show()
+    print(result)
     return result
 
 

@@ -143,9 +143,12 @@ def test_summary_prints_the_verdict(store: Path, capsys: pytest.CaptureFixture[s
     assert lines[-1] == "sick: a value that is not finite in fc at step 20"
     write_store(Path("healthy.h5"), HEALTHY)
     assert printed(capsys, "summary", "healthy.h5").splitlines()[-1].startswith("unknown: too few losses ")
-    falling = {"gradient/w/norm": [1.0] * 12, "context/loss": [1.0 / (step + 1) for step in range(12)]}
+    falling = {"gradient/w/norm": [1.0] * 12, "context/loss": [1.0 / (step + 1) for step in range(12)], "context/lr": [0.1, 0.2]}
     write_store(Path("falling.h5"), falling)
-    assert printed(capsys, "summary", "falling.h5").splitlines()[-1].startswith("healthy: loss 1 to 0.106; no fault in gradients")
+    lines = printed(capsys, "summary", "falling.h5").splitlines()
+    loss, rate = "   loss: 1 to 0.08333, best 0.08333 at step 110", "   lr: 0.1 to 0.2, largest 0.2 at step 10"
+    assert lines[1:5] == ["Loss", loss, "Learning rate", rate]
+    assert lines[-1].startswith("healthy: loss 1 to 0.106; no fault in gradients")
     write_store(Path("many.h5"), {f"activation/[bold]{number}/rms": [0.0] * 10 for number in range(40)})
     out = printed(capsys, "summary", "many.h5")
     assert "and 35 more" in out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from lightning_module_monitor.record import Finding, ModuleInfo
 
@@ -54,25 +54,14 @@ class Findings(Described, list[Finding]):
         return "[" + ",\n ".join(map(repr, self)) + "]"
 
 
-RowT = TypeVar("RowT", bound="tuple[Any, ...]")
-
-
-class Rows(Described, list[RowT]):
-    """Named tuples in their order."""
-
-    NOUN = "row"
+class Modules(Described, list[ModuleInfo]):
+    """The modules of a model, in its order."""
 
     def _describe(self) -> Description:
-        columns = [name.replace("_", " ") for name in (getattr(self[0], "_fields", ()) if self else ())]
-        return Description(counted(len(self), self.NOUN), columns, [["" if cell is None else str(cell) for cell in row] for row in self])
+        rows = [["" if cell is None else str(cell) for cell in module] for module in self]
+        return Description(counted(len(self), "module"), [name.replace("_", " ") for name in ModuleInfo._fields], rows)
 
     __repr__ = list.__repr__
-
-
-class Modules(Rows[ModuleInfo]):
-    """The modules of a model."""
-
-    NOUN = "module"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

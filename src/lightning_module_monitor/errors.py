@@ -46,6 +46,7 @@ SYNONYMS = {
     "zero_fraction": ("sparsity", "zeros"),
     "dead_fraction": ("dead_neurons", "dead_units"),
     "nonfinite_count": ("inf", "nan", "nans"),
+    "nonfinite": ("anomaly", "detect_anomaly", "inf", "nan", "nans"),
     "hist": ("distribution", "histogram"),
     "ratio": ("update_ratio",),
     # options and their values

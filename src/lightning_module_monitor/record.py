@@ -361,7 +361,7 @@ class Finding:
         return Key.parse(self.key).statistic
 
     def __repr__(self) -> str:
-        return f"Finding(step {self.step}, {self.severity}, {self.name}{' at ' if self.site else ''}{self.site}: {self.words})"
+        return f"Finding(step {self.step}, {self.severity}, {self.name}: {self.words})"
 
 
 Training = Literal["trained", "untrained", "frozen"]

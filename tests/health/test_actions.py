@@ -250,14 +250,14 @@ def test_a_store_without_findings_can_be_read(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nonfinite": ({"health": Health(nonfinite="Always")}, r"health.nonfinite is 'Always'; expected warn, .*nearest: 'always'"),
-    "watch": ({"health": Health(watch="dead")}, r"health.watch 'dead' is not a watch; .*nearest: 'dead_units'"),
+    "watch": ({"health": Health(watch="dead")}, r"health.watch 'dead' is not a detector; .*nearest: 'dead_units'"),
     "health": ({"health": "off"}, r"health is 'off'; expected options, e.g. \{nonfinite: always\}"),
     "no option of health": (
         {"health": {"nonfinit": "warn"}},
         r"health has no option 'nonfinit'; expected nonfinite, .*nearest: 'nonfinite'",
     ),
     "nonfinite off": ({"health": {"nonfinite": False}}, r"health.nonfinite is False; expected warn, always, stop, ignore\."),
-    "all in capitals": ({"health": {"watch": ["All"]}}, r"health.watch 'All' is not a watch; expected all, .*nearest: 'all'"),
+    "all in capitals": ({"health": {"watch": ["All"]}}, r"health.watch 'All' is not a detector; expected all, .*nearest: 'all'"),
     "no option of an alert": ({"alerts": [{"keys": ".*", "for_step": 1}]}, r"alerts\[0\] has no option 'for_step'; .*nearest: 'for_steps'"),
     "no alert": ({"alerts": "gradient"}, r"alerts\[0\] is 'gradient'; expected options, e.g. \{keys: "),
     "no keys": ({"alerts": {"above": 1}}, r"alerts\[0\].keys is empty; expected at least one pattern"),

@@ -104,6 +104,19 @@ def test_it_is_on_the_page_beside_the_verdict(tmp_path: Path, monkeypatch: pytes
     assert html.index('id="verdict"') < html.index('id="glance"') < html.index('id="heat"')
 
 
+def test_it_has_the_noise_scale_beside_the_batch_size(tmp_path: Path) -> None:
+    """The first value of a scale may be unknown; a run without gradient noise shows no batch size either."""
+    noise = {"gradient_noise/_root_/scale": [None, 80.0, 120.0], "gradient_noise/net.a/scale": [1.0] * 3, "context/batch_size": [32.0] * 3}
+    group = at_a_glance([store_with(tmp_path / "m.h5", SERIES | noise)])[-1]
+    assert group == (
+        "Gradient noise",
+        "largest",
+        [Row("noise scale", [Course(80.0, 120.0, 120.0, 100)]), Row("batch size", [Course(32.0, 32.0, 32.0, 0)])],
+    )
+    without = SERIES | {"context/batch_size": [32.0] * 3}
+    assert at_a_glance([store_with(tmp_path / "n.h5", without)])[-1].title == "Norm"
+
+
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
     """The last value is shown as it is; the best is the best of the finite ones, if there is one."""
     broken = {"context/loss": [3.0, 2.0, math.nan], "context/lr": [math.inf] * 3}

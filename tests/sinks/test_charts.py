@@ -137,11 +137,13 @@ def test_tensorboard_has_a_chart_for_each_kind_and_statistic(max_logged_keys: in
     for tag in scalars:
         key = Key.parse(tag.removeprefix("my+run-"))
         kind = key._replace(site="", statistic="").format()
-        if key.site not in ("", "_summary_") and key.statistic != "nonfinite_count":
-            category = "totals" if key.site == "_root_" and key.kind in ("gradient", "parameter") else kind
+        if key.kind == "context":
+            expected["at a glance", {"loss": "loss", "lr": "learning rate"}[key.statistic]] = [tag]
+        elif key.site not in ("", "_summary_") and key.statistic != "nonfinite_count":
+            category = "at a glance" if key.site == "_root_" and key.kind in ("gradient", "parameter") else kind
             expected.setdefault((category, f"{kind}: {key.statistic}"), []).append(tag)
     assert found == {chart: sorted(tags) for chart, tags in expected.items()}
-    assert {kind for kind, _title in found} == {"totals"} | {
+    assert {kind for kind, _title in found} == {"at a glance"} | {
         f"a.b/{kind}" for kind in ("activation", "parameter", "gradient", "gradient_flow", "validation/activation")
     }
 
@@ -259,19 +261,29 @@ def test_wandb_gets_charts_and_heat_maps(tmp_path: Path, wandb_logger: Logger) -
             assert image.size == (640, 320)
 
 
-def test_the_first_charts_are_of_the_whole_model(tmp_path: Path) -> None:
-    """Totals have a category of their own in front, and are no lines of the charts of single parameters, nor rows of a heat map."""
+def test_the_first_charts_are_those_that_are_looked_at_first(tmp_path: Path) -> None:
+    """Loss, learning rates and totals, the gradient first. Totals are no lines of other charts, nor rows of a heat map."""
     rules = [
         Rule(kinds=["activation", "gradient"], statistics="rms"),
-        Rule(kinds="gradient", statistics="rms", per_module=["_root_", r"model\.\d"]),
+        Rule(kinds=["parameter", "gradient"], statistics="rms", per_module=["_root_", r"model\.\d"]),
     ]
     with_tensorboard(tmp_path, rules=rules)
     layout = layout_of(tmp_path)
-    assert [*layout] == ["totals", "activation", "gradient"]
-    [whole], [each] = layout["totals"]["gradient: rms"], layout["gradient"]["gradient: rms"]
-    tags = [tag.removeprefix("my+run-") for tag in events_of(tmp_path).Tags()["scalars"] if "gradient/" in tag]
-    matched = [{Key.parse(tag).site for tag in tags if re.match(pattern, f"my+run-{tag}")} for pattern in (whole, each)]
-    assert matched == [{"_root_", "model.0", "model.2"}, {f"model.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}]
+    assert [*layout] == ["at a glance", "activation", "gradient"]
+    first = {title: [pattern.replace("\\", "") for pattern in patterns] for title, patterns in layout["at a glance"].items()}
+    by_module = [f"^my+run-gradient/model.{layer}/rms$" for layer in (0, 2)]
+    assert [*first.items()] == [
+        ("loss", ["^my+run-context/loss$"]),
+        ("learning rate", ["^my+run-context/lr$"]),
+        ("gradient: rms", ["^my+run-gradient/_root_/rms$"]),
+        ("parameter: rms", ["^my+run-parameter/_root_/rms$"]),
+        ("gradient: rms by module", by_module),
+        ("parameter: rms by module", [pattern.replace("gradient", "parameter") for pattern in by_module]),
+    ]
+    [each] = layout["gradient"]["gradient: rms"]
+    tags = [tag for tag in events_of(tmp_path).Tags()["scalars"] if "gradient/" in tag]
+    matched = {Key.parse(tag.removeprefix("my+run-")).site for tag in tags if re.match(each, tag)}
+    assert matched == {f"model.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
     assert re.match(layout["activation"]["activation: rms"][0], "my+run-activation/_root_/rms")
     modules = {"model.0", "model.2"}
     assert loggers.charts_of(["gradient/_root_/rms", "gradient/model.0/rms", "gradient/model.0.weight/rms"], modules).total() == 1

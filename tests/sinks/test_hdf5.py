@@ -205,9 +205,7 @@ def test_late_keys_are_added_and_reported_once(tmp_path: Path, caplog: pytest.Lo
     assert reader.series(RMS)[1].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert reader.series(STD)[0].tolist() == [2, 3]
     opened.close()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"Step 2 brought 2 new keys ({STD}, ...): the store gets columns for them."
-    ]
+    assert [record.getMessage() for record in caplog.records] == [f"Step 2 brought 2 new keys ({STD}, update/model.fc/ratio)."]
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
 
 

@@ -130,7 +130,7 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
     check_choice(health.nonfinite, NONFINITE, f"health.nonfinite is {health.nonfinite!r}")
     watches = as_tuple(health.watch)
     for watch in watches:
-        check_choice(watch, WATCH, f"health.watch {watch!r} is not a watch")
+        check_choice(watch, WATCH, f"health.watch {watch!r} is not a detector")
     named = tuple(BUILT_IN) if ALL in watches else watches
     is_off = health.watch is not None and not watches
     recorded = () if is_off else tuple(dict.fromkeys((*(CHEAP if has_default_rules else ()), *named)))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_module_monitor.display import counted
-from lightning_module_monitor.record import LOSS, ROOT_SITE, TRAIN, Facts, name_of_rate
+from lightning_module_monitor.record import BATCH_SIZE, LOSS, ROOT_SITE, TRAIN, Facts, name_of_rate
 from lightning_module_monitor.report.stored_run import StoredRun
 from lightning_module_monitor.sinks.store.matrices import Table
 
@@ -65,8 +65,20 @@ def at_a_glance(runs: Sequence[StoredRun]) -> list[Group]:
         _group("Loss", "best", [_losses(run) for run in runs]),
         _group("Learning rate", "largest", [_rates(run) for run in runs]),
         _group("Norm", "largest", [_norms(run) for run in runs]),
+        _group("Gradient noise", "largest", [_noise(run) for run in runs]),
     )
     return [group for group in groups if group.rows]
+
+
+def as_lines(run: StoredRun) -> list[str]:
+    """For a terminal the title of each group, and a line for each of its series."""
+    lines = []
+    for title, extreme, rows in at_a_glance([run]):
+        lines += [title]
+        for name, [course] in rows[:MAX_ROWS]:
+            if course is not None:
+                lines += [f"   {name}: {course.first:.4g} to {course.last:.4g}, {extreme} {course.extreme:.4g} at step {course.step}"]
+    return lines
 
 
 def _group(title: str, extreme: str, courses: Sequence[Mapping[str, Course]]) -> Group:
@@ -90,6 +102,13 @@ def _rates(run: StoredRun) -> dict[str, Course]:
 def _norms(run: StoredRun) -> dict[str, Course]:
     """The norms of the whole model; a store of an earlier version has none."""
     return {TOTALS[table.name.kind]: _course(table) for table in norms_of(run) if table.sites[0] == ROOT_SITE}
+
+
+def _noise(run: StoredRun) -> dict[str, Course]:
+    """The noise scale of the whole gradient, and the batch size to compare it with; a run without gradient noise has none."""
+    scales = [("noise scale", table) for table in noise_scales_of(run) if table.sites[0] == ROOT_SITE]
+    sizes = [("batch size", table) for table in run.context if table.statistic == BATCH_SIZE] if scales else []
+    return {name: _course(table) for name, table in scales + sizes}
 
 
 def _group_note(facts: Facts, number: int) -> str:
@@ -118,6 +137,11 @@ def norms_of(run: StoredRun) -> list[Table]:
     """The norms of gradients and parameters of the whole model, and of modules of which they were recorded."""
     norms = [table for table in run.totals if table.statistic == "norm" and table.name.stage == TRAIN and table.name.kind in TOTALS]
     return sorted(norms, key=lambda table: [*TOTALS].index(table.name.kind))
+
+
+def noise_scales_of(run: StoredRun) -> list[Table]:
+    """The noise scales of all modules, those of the whole model first."""
+    return [table for table in run.totals if (table.name.kind, table.statistic) == ("gradient_noise", "scale")]
 
 
 def _course(table: Table, extreme: Callable[[Any], Any] = np.argmax) -> Course:

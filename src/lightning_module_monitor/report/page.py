@@ -28,7 +28,7 @@ from lightning_module_monitor.health.judgement import (
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.formats import HEADINGS, as_rows, format_fits, in_words
-from lightning_module_monitor.report.glance import MAX_ROWS, at_a_glance, length_of, names_of_groups, norms_of
+from lightning_module_monitor.report.glance import MAX_ROWS, at_a_glance, length_of, names_of_groups, noise_scales_of, norms_of
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
 from lightning_module_monitor.sinks.files import whole_file
@@ -37,8 +37,8 @@ from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.statistics.registry import QUANTILES
 
 SCRIPTS = (
-    *("inflate.js", "data.js", "charts.js", "controls.js", "heat.js", "profiles.js"),
-    *("heads.js", "histograms.js", "quantiles.js", "glance.js", "noise.js", "page.js"),
+    *("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js"),
+    *("histograms.js", "quantiles.js", "glance.js", "noise.js", "page.js"),
 )
 """In this order: each uses the scripts before it."""
 SECTIONS = {
@@ -129,7 +129,7 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[StoredRun]) -> dict[s
             "tables": [payload.table(table) for table in run.tables],
             "context": [payload.table(table) for table in run.context],
             "norms": [payload.table(table) for table in norms_of(run)],
-            "noise": [payload.table(table) for table in _noise_scales(run)],
+            "noise": [payload.table(table) for table in noise_scales_of(run)],
             "groups": names_of_groups(run),
             "modules": {module.name: _type_and_output(module) for module in run.modules},
             "histograms": [table for kind in store.histogram_kinds() for table in payload.histograms(store, kind)],
@@ -137,11 +137,6 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[StoredRun]) -> dict[s
         for name, store, run in zip(distinct_names([run.path for run in runs]), stores, runs, strict=True)
     ]
     return {"runs": content, "lists": payload.lists()}
-
-
-def _noise_scales(run: StoredRun) -> list[Table]:
-    """The noise scales of all modules, those of the whole model first."""
-    return [table for table in run.totals if (table.name.kind, table.statistic) == ("gradient_noise", "scale")]
 
 
 def _type_and_output(module: ModuleInfo) -> str:
@@ -208,7 +203,7 @@ def _filled_sections(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> s
         "heat": any(run.tables for run in runs),
         "profiles": any(statistic in sizes for _kind, statistic in in_training) or ("gradient_flow", "gain") in in_training,
         "updates": ("update", "ratio") in in_training,
-        "noise": any(_noise_scales(run) for run in runs),
+        "noise": any(noise_scales_of(run) for run in runs),
         "rcc": bool(kinds & {"rcc_effective_update", "rcc_propagating_update", "rcc_alignment"}),
         "attention": any(table.name.kind.startswith("attention_") for run in runs for table in run.tables),
         "histograms": any(run["histograms"] for run in payload["runs"]),

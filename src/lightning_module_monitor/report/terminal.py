@@ -15,6 +15,7 @@ from lightning_module_monitor.health.judgement import (
     WITHOUT_ANSWER,
     Verdict,
 )
+from lightning_module_monitor.report.glance import as_lines
 from lightning_module_monitor.report.stored_run import StoredRun
 
 MAX_KEYS = 5
@@ -23,7 +24,7 @@ STYLES = {"sick": "bold red", "watch": "yellow", "healthy": "green", "unknown": 
 
 
 def print_verdict(run: StoredRun, verdict: Verdict) -> None:
-    """Print causes, findings with their keys, and checks by status; the verdict is the last line."""
+    """Print the run at a glance, causes, findings with their keys, and checks by status; the verdict is the last line."""
     console = Console()
 
     def show(text: str) -> None:
@@ -36,6 +37,8 @@ def print_verdict(run: StoredRun, verdict: Verdict) -> None:
             show(escape(line))
 
     show(f"[bold]{_text(run.path)}[/bold]: {run.extent}")
+    for line in as_lines(run):
+        show(_text(line))
     for number, cause in enumerate(verdict.diagnoses, 1):
         show(f"[bold]{number}. {_text(cause.title)}[/bold]")
         follows = [f"Consequences: {', '.join(dict.fromkeys(cause.consequences))}."] if cause.consequences else []

@@ -21,13 +21,16 @@ from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.lightning_packages import LightningModule, Logger, is_a, is_overridden
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
+    LOSS,
     OWN_KIND,
+    ROOT_SITE,
     SUMMARY_SITE,
     TRAIN,
     Finding,
     Key,
     Record,
     is_context,
+    is_rate,
     is_total,
 )
 from lightning_module_monitor.sinks.roll_ups import NONFINITE_COUNT, RollUps, ZeroCounts, logged_values, summed
@@ -36,7 +39,7 @@ from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 FINDINGS, DIAGNOSES = f"{OWN_KIND}/findings", f"{OWN_KIND}/diagnoses"
 """Tags of findings and of their causes in loggers that log texts."""
 
-TOTALS = "totals"
+GLANCE = "at a glance"
 """TensorBoard's first category of charts."""
 
 
@@ -191,10 +194,9 @@ class Chart(NamedTuple):
     """With prefix and stage."""
     statistic: str
 
-    def pattern(self, prefix: str, sites: Collection[str] = (), *, without: Collection[str] = ()) -> str:
-        """A regular expression for the keys, after the prefix of a logger: of some sites, or of all but some."""
-        names, others = ("|".join(map(re.escape, group)) for group in (sites, without))
-        site = f"({names})" if sites else f"(?!({others})/)[^/]+" if without else "[^/]+"
+    def pattern(self, prefix: str, without: Collection[str] = ()) -> str:
+        """A regular expression for the keys, after the prefix of a logger, of all sites but some."""
+        site = f"(?!({'|'.join(map(re.escape, without))})/)[^/]+" if without else "[^/]+"
         return f"^{re.escape(f'{prefix}{self.kind}')}/{site}/{re.escape(self.statistic)}$"
 
 
@@ -209,20 +211,32 @@ def _drawn(keys: Iterable[str]) -> list[Key]:
 
 
 def lay_out(logger: object, keys: Collection[str], modules: Collection[str] = ()) -> None:
-    """Add a chart for each kind and statistic to TensorBoard's tab CUSTOM SCALARS: first those of totals, then those of sites."""
-    drawn = _drawn(keys)
-    if not _is_tensorboard(logger) or not drawn:
+    """Add charts to TensorBoard's tab CUSTOM SCALARS: those to look at first, then one for each kind and statistic."""
+    if not _is_tensorboard(logger) or not keys:
         return
-    prefix, layout = _key_prefix(logger), defaultdict[str, dict[str, list[Any]]](dict)
-    totals: defaultdict[Chart, dict[str, None]] = defaultdict(dict)
-    for key in drawn:
-        if is_total(key, modules):
-            totals[Chart(key.full_kind, key.statistic)][key.site] = None
-    for chart, sites in totals.items():
-        layout[TOTALS][f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix, sites)]]
+    prefix = _key_prefix(logger)
+    glance, layout = defaultdict[tuple[int, str], list[str]](list), defaultdict[str, dict[str, list[Any]]](dict)
+    for text in dict.fromkeys(keys):
+        place = _place_at_a_glance(Key.parse(text), modules)
+        if place is not None:
+            glance[place].append(f"^{re.escape(prefix + text)}$")
+    for place, patterns in sorted(glance.items()):
+        layout[GLANCE][place[1]] = ["Multiline", patterns]
+    totals = [key for key in _drawn(keys) if is_total(key, modules)]
     for chart in charts_of(keys, modules):
-        layout[chart.kind][f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix, without=totals[chart])]]
+        without = dict.fromkeys(key.site for key in totals if (key.full_kind, key.statistic) == chart)
+        layout[chart.kind][f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix, without)]]
     logger.experiment.add_custom_scalars(dict(layout))
+
+
+def _place_at_a_glance(key: Key, modules: Collection[str]) -> tuple[int, str] | None:
+    """Rank and title of the chart of a key among those to look at first; ``None`` if it is not in one of them."""
+    if key.kind == CONTEXT_KIND:
+        return (0, "loss") if key.statistic == LOSS else (1, "learning rate") if is_rate(key.statistic) else None
+    if not is_total(key, modules) or key.statistic == NONFINITE_COUNT:
+        return None
+    title = f"{key.full_kind}: {key.statistic}"
+    return (2 if key.kind == "gradient" else 3, title) if key.site == ROOT_SITE else (4, f"{title} by module")
 
 
 def log_findings(logger: object, findings: Sequence[Finding]) -> None:

@@ -110,7 +110,7 @@ def described(options: Options, monitor: ModuleMonitor, results: RunResults) -> 
         ("health", _health_in_words(options.health)),
         ("last record", last),
         ("store", store or "none"),
-        *(("finding", f"step {finding.step}, {finding.name} {finding.site}: {finding.words}") for finding in findings),
+        *(("finding", f"step {finding.step}, {finding.name}: {finding.words}") for finding in findings),
     ]
     rule_count = "default rules" if is_default else counted(len(as_tuple(options.arguments["rules"])), "rule")
     title = f"{options.every_n_steps}, {rule_count}, store: {store or 'none'}, {counted(len(findings), 'finding')}"

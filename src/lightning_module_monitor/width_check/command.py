@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     make_module = _factory(config["model"], config["width_argument"])
     data = None if config.get("data") is None else _constructor("LightningDataModule", config["data"], "data")()
     check = coordinate_check(make_module, data=data, **{name: config[name] for name in CHECK_OPTIONS if name in config})
-    check.show()
+    print(check)
     if arguments.table is not None:
         check.to_frame().to_csv(arguments.table, index=False)
     if arguments.figure is not None:

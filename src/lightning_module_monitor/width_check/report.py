@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -74,33 +73,17 @@ class WidthCheck(Described):
         return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + unclear
 
     def _describe(self) -> Description:
-        return Description(f"{counted(len(self.rows), 'row')}, {self.summary}", COLUMNS, [_cells(row) for row in self.rows])
+        num_columns = len(COLUMNS) if any(row.note for row in self.rows) else len(COLUMNS) - 1
+        rows = [_cells(row)[:num_columns] for row in self.rows]
+        return Description(f"{counted(len(self.rows), 'row')}, {self.summary}", COLUMNS[:num_columns], rows)
 
     def __str__(self) -> str:
-        """The table as plain text."""
-        cells = [COLUMNS, *(_cells(row) for row in self.rows)]
+        """The table as plain text; without a note the columns fit into 80 characters."""
+        _title, columns, rows = self._describe()
+        cells = [columns, *rows]
         sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
         return "\n".join([self.title, "", *lines, "", self.summary])
-
-    def show(self) -> None:
-        """Print the table: in colours where rich is installed, else as plain text."""
-        try:
-            box, console, table = (importlib.import_module(f"rich.{name}") for name in ("box", "console", "table"))
-        except ImportError:
-            print(self)
-            return
-        columns = COLUMNS if any(row.note for row in self.rows) else COLUMNS[:-1]
-        # The narrowest borders: the columns fit into 80 characters.
-        grid = table.Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, collapse_padding=True)
-        for column in columns:
-            grid.add_column(column, no_wrap=column not in ("module", "note"), overflow="fold")
-        for row in self.rows:
-            grid.add_row(*_cells(row)[: len(columns)], style="bold red" if row.is_offending else None)
-        out = console.Console(highlight=False, markup=False)
-        out.print(self.title, "", sep="\n", soft_wrap=True)
-        out.print(grid)
-        out.print("", self.summary, sep="\n", soft_wrap=True)
 
     def to_frame(self) -> pd.DataFrame:
         """The rows as a pandas frame.

@@ -272,10 +272,12 @@ function lines(div, { traces, title, xaxis, yaxis, label, height, shapes, annota
   plot(div, drawn.map((trace) => ({ type: "scatter", mode: "lines", ...trace, line: { width: 1.8, ...trace.line } })), layout);
 }
 
-/** Approximate number of rows of a legend. */
+/** Approximate number of rows of a legend: one if all names fit side by side, else of columns as wide as the longest name. */
 function rowsOfLegend(traces, width) {
-  const widths = traces.filter((trace) => trace.showlegend !== false).map((trace) => 55 + 7 * String(trace.name).length);
-  return Math.max(1, Math.ceil((widths.length * Math.max(0, ...widths)) / Math.max(200, width - 90)));
+  const widths = traces.filter((trace) => trace.showlegend !== false).map((trace) => 50 + 6.5 * String(trace.name).length);
+  const room = Math.max(200, width - 80);
+  if (widths.reduce((sum, width) => sum + width, 0) <= room) return 1;
+  return Math.ceil(widths.length / Math.max(1, Math.floor(room / Math.max(...widths))));
 }
 
 /** A trace, and its zeros as marks at the bottom of a logarithmic axis. */
@@ -325,7 +327,7 @@ function lineOverSteps(name, loaded, row, line) {
   const values = rowOf(loaded, row);
   const steps = loaded.steps;
   const text = steps.map((step, column) => `${escapeText(name)}<br>step ${step}: ${format(values[column])}`);
-  const finite = [...values].map((value) => (Number.isFinite(value) ? value : null));
+  const finite = [...values].map(finiteOrNull);
   const traces = [{ x: steps, y: finite, name: escapeText(name), text, hoverinfo: "text", line, mode: steps.length > 60 ? "lines" : "lines+markers", marker: { size: 4 } }];
   const bad = steps.map((_, column) => column).filter((column) => isRecorded(loaded, row, column) && !Number.isFinite(values[column]));
   if (bad.length) {

@@ -1,35 +1,24 @@
 // The numbers of the page: decoded at first use, and kept.
 "use strict";
 
-const ABSENT_BITS = 0x7fc00001;
+const ABSENT_BITS = 0x7fc00100;
 
 const page = JSON.parse(document.getElementById("payload").textContent);
 
-/** The numbers of a packed array: base64, deflated, byte planes of float32. */
+/** The numbers of a packed array: base64 of the three upper bytes of each float32. */
 function unpack(text) {
-  const planes = inflate(Uint8Array.from(atob(text), (character) => character.charCodeAt(0)));
-  const count = planes.length / 4;
-  const bytes = new Uint8Array(planes.length);
-  for (let plane = 0; plane < 4; plane++) {
-    for (let index = 0; index < count; index++) bytes[4 * index + plane] = planes[plane * count + index];
-  }
+  const packed = atob(text);
+  const bytes = new Uint8Array((4 * packed.length) / 3);
+  for (let index = 0; index < packed.length; index++) bytes[Math.floor(index / 3) + index + 1] = packed.charCodeAt(index);
   return new Float32Array(bytes.buffer);
 }
 
 /** A table's numbers with its sites and steps. Rows are sites, columns are steps. */
 function load(table) {
   if (!table.loaded) {
-    const values = unpack(table.data);
-    const first = page.lists[table.first];
-    table.loaded = {
-      values,
-      bits: new Uint32Array(values.buffer),
-      sites: page.lists[table.sites],
-      steps: first,
-      lastSteps: page.lists[table.last],
-      rowOf: new Map(page.lists[table.sites].map((site, row) => [site, row])),
-      columns: first.length,
-    };
+    const [values, sites, steps] = [unpack(table.data), page.lists[table.sites], page.lists[table.first]];
+    const rowOf = new Map(sites.map((site, row) => [site, row]));
+    table.loaded = { values, bits: new Uint32Array(values.buffer), sites, steps, lastSteps: page.lists[table.last], rowOf, columns: steps.length };
     table.data = null; // the text is not needed any more
   }
   return table.loaded;

@@ -62,20 +62,15 @@ const finiteOrNull = (value) => (Number.isFinite(value) ? value : null);
 
 const MOST_TICKS = 16;
 
-/** Names of transitions between blocks without their common modules: 0 → 1. */
+/** Names of transitions between blocks without their common modules: 0 → 1. The dash in the middle is between both names. */
 function transitions(names) {
   const pairs = names.map((name) => {
-    const cuts = [...name].map((_, index) => index).filter((index) => name[index] === "-");
-    const alike = (cut) => {
-      const length = [...name.slice(0, cut)].findIndex((letter, index) => letter !== name[cut + 1 + index]);
-      return length === -1 ? Infinity : length;
-    };
-    const cut = cuts.sort((a, b) => alike(b) - alike(a))[0];
-    return [name.slice(0, cut), name.slice(cut + 1)];
+    const parts = name.split("-");
+    return [parts.slice(0, parts.length / 2), parts.slice(parts.length / 2)].map((half) => half.join("-"));
   });
-  const { short } = shortNames([...new Set(pairs.flat())]);
-  const shortOf = new Map([...new Set(pairs.flat())].map((name, index) => [name, short[index]]));
-  return pairs.map(([from, to]) => `${shortOf.get(from)} → ${shortOf.get(to)}`);
+  const all = [...new Set(pairs.flat())];
+  const { short } = shortNames(all);
+  return pairs.map((pair) => pair.map((name) => short[all.indexOf(name)]).join(" → "));
 }
 
 /** The axis of sites: with the names of sites where there is room, else of the modules that contain them. */

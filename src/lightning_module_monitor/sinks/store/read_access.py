@@ -39,6 +39,8 @@ class ForeignFileError(ConfigError):
 class AbsentKeyError(KeyError):
     """A file has no such name; it is not damaged."""
 
+    __str__ = Exception.__str__  # a KeyError shows its message in quotes
+
 
 def find_store(path: Path) -> Path:
     """The file of a run: ``path`` itself, or the newest file below a folder, with a warning that lists the others; or an error."""

@@ -16,7 +16,8 @@ import h5py
 import numpy as np
 from filelock import BaseFileLock
 
-from lightning_module_monitor.errors import Log, package_version
+from lightning_module_monitor.display import counted
+from lightning_module_monitor.errors import Log, package_version, shortened
 from lightning_module_monitor.record import ModuleInfo, Record
 from lightning_module_monitor.sinks import files
 from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
@@ -282,7 +283,7 @@ class Store(Writer):
         assert self._open_file is not None
         late, late_histograms = self._open_file.numbers.missing(record.values), self._open_file.histograms.missing(record.histograms)
         if new := late + late_histograms:
-            self._logger.info("Step %d brought %d new keys (%s, ...): the store gets columns for them.", record.step, len(new), new[0])
+            self._logger.info("Step %d brought %s (%s).", record.step, counted(len(new), "new key"), shortened(new))
         if new or self._open_file.lacks(record.modules):
             temporary = files.temporary_path(self.path)
             columns = schema.columns_by_group(late, late_histograms)
