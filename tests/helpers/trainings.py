@@ -48,6 +48,14 @@ def tabular(scale: float = 1.0, shift: float = 0.0, inputs: float = 1.0) -> Data
     return batches(x * inputs, y * scale + shift)
 
 
+def ratings() -> DataLoader[Any]:
+    """Whether users like items, by three tastes."""
+    generator = torch.Generator().manual_seed(0)
+    users, items = (torch.randn(num, 3, generator=generator) for num in (60, 90))
+    pairs = torch.stack([torch.randint(len(table), (4000,), generator=generator) for table in (users, items)], 1)
+    return batches(pairs, ((users[pairs[:, 0]] * items[pairs[:, 1]]).sum(1) > 0).float(), 64)
+
+
 @cache
 def _characters() -> Tensor:
     text = inspect.getsource(pathlib)[:60_000] + inspect.getsource(inspect)[:60_000]
@@ -300,6 +308,23 @@ class Gan(LightningModule):
         return [kind(one.parameters(), lr=rate) for one in (self.generator, self.critic)]
 
 
+class Factors(LightningModule):
+    """Factors of users and items, small at first, with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = (nn.Embedding(num, 8, sparse=True) for num in (60, 90))
+        for table in (self.users, self.items):
+            nn.init.normal_(table.weight, std=0.1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        users, items = batch[0].T
+        return F.binary_cross_entropy_with_logits((self.users(users) * self.items(items)).sum(1), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(list(self.parameters()), lr=2e-2)
+
+
 class LargeLogits(nn.Module):
     """A softmax of logits without the scale of 1 / sqrt(d), and with large weights."""
 
@@ -454,6 +479,12 @@ def _mse(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
+def _dropout() -> nn.Module:
+    """A network of which dropout leaves next to nothing."""
+    layers = [[nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.95)] for _ in range(3)]
+    return nn.Sequential(*itertools.chain.from_iterable(layers), nn.Linear(64, 10))
+
+
 def _heavy_tailed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x, torch.tanh(x[:, 10:11]) + torch.randn(len(x), 1) * torch.randn(len(x), 1) ** 2
 
@@ -570,6 +601,12 @@ SICK: dict[str, Case] = {
     "an RNN that explodes from the start": Case(
         lambda: Module(Recurrent(nn.RNN, 1, 4.0, nonlinearity="relu"), adam(1e-3)), ("explodes_from_start",)
     ),
+    "Adam with a large eps": Case(lambda: Module(mlp(), adam(1e-3, eps=1e4)), ("small_rate",)),
+    "a rate that ends too soon": Case(lambda: Module(cnn(), scheduled(1e-3, lambda step: 1.0 if step < 10 else 1e-5)), ("decayed_rate",)),
+    "pixels of thousands": Case(
+        lambda: Module(mlp(), sgd(0.1)), ("unscaled_input",), data=lambda: digits(change=lambda x, y: (16 * (6 * x + 4.9), y))
+    ),
+    "dropout of 0.95": Case(lambda: Module(_dropout()), (), UNKNOWN, steps=200),
     "a GPT whose loss stalls": Case(
         lambda: Module(Gpt(), adam(0.1, torch.optim.AdamW)), (), UNKNOWN, data=lambda: characters(size=32), steps=300
     ),
@@ -652,6 +689,7 @@ HEALTHY: dict[str, Case] = {
         lambda: Module(mlp(), scheduled(5e-3, lambda step: 0.5 * (1 + math.cos(math.pi * (step % 60) / 60)) + 1e-3)), steps=501, every=50
     ),
     "weight averaging": Case(lambda: Averaged(mlp()), steps=-1, every=50, options={"max_epochs": 9}),
+    "sparse embeddings": Case(Factors, data=ratings, steps=300),
     "a group at 0 by schedule": Case(lambda: Module(mlp(), scheduled(3e-3, lambda step: float(step >= 60))), steps=200),
 }
 

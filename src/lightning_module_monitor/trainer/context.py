@@ -120,7 +120,7 @@ class MonitoredStep:
         # Under automatic optimization the trainer has divided the loss by its number of micro-batches.
         value = value if num_batches == 1 else value * num_batches
         self._add(LOSS, value if scale is None else value / scale)
-        self._loss_facts = self._loss_facts.joined(loss)
+        self._loss_facts = self._loss_facts.joined(loss, is_scaled=scale is not None)
         for optimizer in self._optimizers:
             gradient = first_gradient(optimizer)
             is_stale = 0.0 if gradient is None else (gradient != 0).any().float()

@@ -29,13 +29,19 @@ class LossFacts(NamedTuple):
 
     is_classification: bool = False
     softmax_twice: bool = False
+    num_classes: int = 0
 
-    def joined(self, loss: Tensor) -> LossFacts:
-        """These facts, together with the facts of a further loss."""
-        names = [*_names(loss)]
+    def joined(self, loss: Tensor, *, is_scaled: bool) -> LossFacts:
+        """These facts, together with the facts of a further loss, which may be scaled by a ``GradScaler``."""
+        nodes = [*_nodes(loss)]
+        names = [(_name(node), _name(before)) for node, before in nodes]
         is_classification = any(name in _CLASSIFICATION_LOSSES or name.startswith("NllLoss") for name, _before in names)
         softmax_twice = any(before in _CROSS_ENTROPIES.get(name, ()) for name, before in names)
-        return LossFacts(self.is_classification or is_classification, self.softmax_twice or softmax_twice)
+        # Lightning divides the loss by the number of micro-batches, also by 1.
+        factors = ["Mul", "Div"] if is_scaled else ["Div"]
+        is_by_trainer = [name for name, _before in names[: len(factors)]] == factors
+        num_classes = _num_classes(*nodes[len(factors)]) if is_by_trainer and len(nodes) > len(factors) else 0
+        return LossFacts(self.is_classification or is_classification, self.softmax_twice or softmax_twice, num_classes)
 
 
 def facts_of(run: Run, optimizers: Sequence[Optimizer], loss_facts: LossFacts) -> Facts:
@@ -51,13 +57,19 @@ def facts_of(run: Run, optimizers: Sequence[Optimizer], loss_facts: LossFacts) -
         not run.module.automatic_optimization,
         float(run.trainer.gradient_clip_val or 0.0),
         run.trainer.gradient_clip_algorithm == "value",
+        loss_facts.num_classes,
     )
 
 
 def _group(optimizer: str, group: Mapping[str, Any]) -> GroupFacts:
     name = group.get("name")
-    momentum, weight_decay = (float(group.get(option) or 0.0) for option in ("momentum", "weight_decay"))
-    return GroupFacts(optimizer, momentum, weight_decay, name if isinstance(name, str) else "")
+    momentum, weight_decay, eps = (_number(group.get(option)) for option in ("momentum", "weight_decay", "eps"))
+    return GroupFacts(optimizer, momentum, weight_decay, name if isinstance(name, str) else "", eps)
+
+
+def _number(option: object) -> float:
+    """An option of an optimizer; 0 if it is absent or no number, as the pair that Adafactor has for ``eps``."""
+    return float(option) if isinstance(option, int | float) else 0.0
 
 
 def _in_eval(run: Run, parameters: dict[str, ParameterFacts]) -> Iterable[str]:
@@ -94,8 +106,19 @@ def first_gradient(optimizer: Optimizer) -> Tensor | None:
     return next((grad for grad in gradients if grad is not None and grad.layout is torch.strided and grad.numel()), None)
 
 
-def _names(loss: Tensor) -> Iterable[tuple[str, str]]:
-    """Names of the nodes of a loss's graph, from the loss on, each with the name of the nearest earlier node that does not only reshape."""
+def _num_classes(node: Any, before: Any) -> int:  # noqa: ANN401  # nodes of autograd's graph
+    """The number of classes of a mean of cross-entropies; 0 for another node."""
+    # The shape of the saved result: reading the result itself would call hooks on saved tensors, and checkpointing computes again in them.
+    metadata = getattr(before, "_input_metadata", ())
+    is_mean = _name(node).startswith("NllLoss") and getattr(node, "_saved_reduction", 0) == 1
+    if not is_mean or _name(before) != "LogSoftmax" or not metadata:
+        return 0
+    shape, dim = metadata[0].shape, before._saved_dim
+    return int(shape[dim if dim < len(shape) else -1])  # -1 is stored as 2 ** 64 - 1
+
+
+def _nodes(loss: Tensor) -> Iterable[tuple[Any, Any]]:
+    """The nodes of a loss's graph, from the loss on, each with the nearest earlier node that does not only reshape."""
     waiting: deque[Any] = deque([as_torch_itself(lambda: loss.grad_fn)])
     known: set[Any] = set()
     while waiting and len(known) < MAX_NODES:
@@ -106,9 +129,9 @@ def _names(loss: Tensor) -> Iterable[tuple[str, str]]:
         before = node.next_functions[0][0] if node.next_functions else None
         while before is not None and _name(before) in _RESHAPING:
             before = before.next_functions[0][0]
-        yield _name(node), "" if before is None else _name(before)
+        yield node, before
         waiting.extend(function for function, _index in node.next_functions)
 
 
-def _name(node: Any) -> str:  # noqa: ANN401  # a node of autograd's graph
-    return str(node.name()).partition("Backward")[0]
+def _name(node: Any) -> str:  # noqa: ANN401  # a node of autograd's graph, or None
+    return "" if node is None else str(node.name()).partition("Backward")[0]
