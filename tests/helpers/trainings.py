@@ -611,7 +611,10 @@ SICK: dict[str, Case] = {
         lambda: Module(Gpt(), adam(0.1, torch.optim.AdamW)), (), UNKNOWN, data=lambda: characters(size=32), steps=300
     ),
     "SGD at 50, BatchNorm": Case(lambda: Module(cnn(), sgd(50.0)), ("learning_rate",), first_step=50, steps=101, every=50),
-    "a GPT at 0.3": Case(lambda: Module(Gpt(), adam(0.3)), ("growth",), data=characters, first_step=50, steps=101, every=50),
+    "a GPT at 0.3, three records": Case(lambda: Module(Gpt(), adam(0.3)), (), UNKNOWN, data=characters, steps=101, every=50),
+    "a GPT at 0.3": Case(
+        lambda: Module(Gpt(), adam(0.3)), ("growth", "learning_rate"), ("sick", "watch", "unknown"), data=characters, steps=200
+    ),
     "dead by the first updates": Case(
         lambda: Module(mlp(), scheduled(1.0, lambda step: 1.0 if step < 5 else 1e-4)),
         ("learning_rate",),

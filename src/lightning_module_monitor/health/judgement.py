@@ -86,15 +86,10 @@ class Verdict:
     history: History
 
     @property
-    def is_sick(self) -> bool:
-        """Whether any finding is sick."""
-        return any(finding.severity == "error" for finding in self.findings)
-
-    @property
     def level(self) -> str:
         """The verdict in a word: ``sick``, ``watch``, ``healthy``, or ``unknown`` where not enough was recorded to say so."""
         if self.findings:
-            return "sick" if self.is_sick else "watch"
+            return "sick" if any(finding.severity == "error" for finding in self.findings) else "watch"
         return "unknown" if self._doubts else "healthy"
 
     @property
