@@ -146,13 +146,13 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
 
 def test_what_follows_from_a_diagnosis_is_folded_under_it(tmp_path: Path) -> None:
     """Each check stands once, with one definition and its sites, the worst first; advice stands once for a diagnosis."""
-    grown = [1.0, 1.0, *[1e3] * 14]
+    grown = [1.0, 1.0, 1.0, *[1e3] * 13]
     series = {
-        "context/loss": [1.0, 1.1, *[9.0] * 14],
+        "context/loss": [1.0, 1.1, 1.0, *[9.0] * 13],
         "gradient/fc.weight/norm": grown,
         "parameter/fc.weight/norm": grown,
-        **{f"activation/{name}/rms": [1.0, 1.0, *[size] * 14] for name, size in (("fc", 1e3), ("act", 1e6), ("head", 1e4))},
-        "activation/relu/rms": [1.0, 1.0, *[0.0] * 14],
+        **{f"activation/{name}/rms": [1.0, 1.0, 1.0, *[size] * 13] for name, size in (("fc", 1e3), ("act", 1e6), ("head", 1e4))},
+        "activation/relu/rms": [1.0, 1.0, 1.0, *[0.0] * 13],
     }
     html = page_of(tmp_path / "m.html", write_store(tmp_path / "m.h5", series))
     section = html.partition('<section id="verdict"')[2].partition("</section>")[0]

@@ -13,7 +13,7 @@ from lightning_module_monitor.cli import main
 def test_eighty_columns_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The evidence is under the name of the check, indented, and keys stay whole; the verdict is the last line."""
     monkeypatch.setenv("COLUMNS", "80")
-    site = "model.encoder.layers.{}.feed_forward.activation_function_after_projection"
+    site = "model.encoder.layers.{}.feed_forward.activation_after_it"
     zeros = {f"activation/{site.format(number)}/rms": [1.0, *[0.0] * 12] for number in range(3)}
     store = write_store(tmp_path / "m.h5", {**zeros, "context/loss": [1.0] * 13})
     assert main(["summary", str(store)]) == 0

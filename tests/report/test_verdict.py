@@ -373,6 +373,13 @@ def test_what_begins_at_zero_is_not_judged_by_a_ratio() -> None:
     assert verdict_on([sizes, ratios]).findings == []
 
 
+def test_a_small_output_has_not_grown_with_the_others() -> None:
+    """Also if all others are 1000 times their start."""
+    sizes = {name: [1.0] * 3 + [size] * 13 for name, size in (("a", 1e3), ("b", 1e3), ("c", 1e3), ("dead", 0.0), ("same", 1.0))}
+    [grown] = [one for one in verdict_on([table("activation/rms", sizes)]).checks if one.name == "growing_activations"]
+    assert [Key.parse(figure.key).site for figure in grown.fired] == ["a", "b", "c"]
+
+
 def test_a_spike_is_found_unless_the_loss_falls() -> None:
     """One record with a gradient of many times the median."""
     spiked = table("gradient/norm", {"w": [10.0, 10.0, 10.0, *FLAT[3:12], 500.0, *FLAT[13:]]})
