@@ -314,7 +314,7 @@ def _print_summary(arguments: argparse.Namespace) -> int:
         from lightning_module_monitor.report.terminal import print_verdict
 
         print_verdict(run, verdict)
-    return 1 if verdict.is_sick else 0
+    return 1 if verdict.level == "sick" else 0
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:

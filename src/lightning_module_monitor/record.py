@@ -386,6 +386,8 @@ class GroupFacts(NamedTuple):
     weight_decay: float
     name: str = ""
     """The group's own ``name``; empty without one, and in stores of earlier versions."""
+    eps: float = 0.0
+    """What Adam and its relatives add to the root of the second moment; 0 in stores of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -407,6 +409,8 @@ class Facts:
     """The Trainer's ``gradient_clip_val``; 0 where it clips nothing."""
     clips_values: bool = False
     """Whether it clips every element, and not the norm."""
+    num_classes: int = 0
+    """The number of classes, where the loss is the mean of a cross-entropy and nothing else; else 0."""
 
     def as_values(self) -> dict[str, float]:
         """The conditions among them, as values of a record."""

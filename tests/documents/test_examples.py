@@ -69,7 +69,7 @@ def test_digits_trains_and_sums_up_its_store(tmp_path: Path) -> None:
     assert "store: demo_output/digits/version_0/monitor.h5" in printed
     assert "TensorBoard logs: demo_output/digits/version_0" in printed
     assert "report, to open in a browser: demo_output/digits/version_0/monitor.html" in printed
-    assert "Healthy" in store_path.with_suffix(".html").read_text()
+    assert "<strong>healthy</strong>" in store_path.with_suffix(".html").read_text()
     plot, tensorboard = (shlex.split(line) for line in printed.partition("Look further:")[2].strip().splitlines())
     assert plot[1].endswith("examples/plot_store.py")
     assert "activation/rms" in run(plot, tmp_path)

@@ -24,7 +24,7 @@ RISEN.losses, RISEN.steps = [1.0, 9.0], [0, 10]
 
 def names(*findings: tuple[str, int] | tuple[str, int, int] | tuple[str, int, int, str]) -> list[tuple[str, int, int]]:
     """Name, first step and number of consequences of every diagnosis."""
-    return [(one.name, one.first_step, one.num_consequences) for one in diagnose([finding(*one) for one in findings], RISEN)]
+    return [(one.name, one.first_step, len(one.consequences)) for one in diagnose([finding(*one) for one in findings], RISEN)]
 
 
 def test_nothing_is_wrong() -> None:
@@ -70,6 +70,14 @@ def test_targets_that_are_too_large_come_before_the_rate() -> None:
     house = History()
     house.losses, house.steps, house.first = [4e10, 5e10], [0, 10], {"output": 0.1}
     assert [one.name for one in diagnose([finding("growing_weights", 20)], house)] == ["unscaled_targets"]
+
+
+@pytest.mark.parametrize(("first_step", "expected"), [(10, "unscaled_input"), (0, "zero")])
+def test_units_that_an_input_of_thousands_kills(first_step: int, expected: str) -> None:
+    """Zeros that begin in training are of units that died; a module that is zero before any update is not used."""
+    history = History()
+    history.first = {"input_abs_max": 1600.0}
+    assert [one.name for one in diagnose([finding("zero_outputs", 100, 100 - first_step)], history)] == [expected]
 
 
 def test_what_is_certain_comes_first() -> None:

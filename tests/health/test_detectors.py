@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Rows, int]] = {
         50,
     ),
     "exploding": ({"gradient/a/norm": FINE, "gradient/b/norm": [1, 2, 1, 40, 400, 900, 1, 1]}, 40),
-    "growing_weights": ({"parameter/a/norm": FINE, "parameter/b/norm": [1, 2, 6, 1, 7, 8, 1, 1]}, 50),
+    "growing_weights": ({"parameter/a/norm": FINE, "parameter/b/norm": [1, 2, 12, 1, 13, 14, 1, 1]}, 50),
     "frozen_updates": (
         {
             "parameter/a/norm": FINE,

@@ -98,8 +98,8 @@ def test_records_that_have_only_one_of_both_are_not_mixed() -> None:
 def test_frozen_weights_do_not_hide_that_trained_ones_grow() -> None:
     """The norm of all parameters counts where all are trained; else those of the trained ones are put together."""
     series = {
-        "parameter/_root_/norm": [100.0, 100.05, 100.05, 100.05],
-        "parameter/fc.weight/norm": [1.0, 4.0, 4.0, 4.0],
+        "parameter/_root_/norm": [100.0, 100.18, 100.18, 100.18],
+        "parameter/fc.weight/norm": [1.0, 6.0, 6.0, 6.0],
         "parameter/head.weight/norm": [100.0] * 4,
     }
     frozen = Facts({**FACTS.parameters, "head.weight": ParameterFacts("frozen", -1, 4)})

@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 from helpers.lightning_package import LightningModule
+from helpers.small_data import digits
 from helpers.training import trainer
-from helpers.trainings import HEALTHY, SICK, Case, digits, run_seed
+from helpers.trainings import HEALTHY, SICK, Case, run_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -61,7 +61,7 @@ def test_the_page_has_the_diagnoses_and_what_supports_them(tmp_path: Path, capsy
     assert verdict.diagnoses
     diagnoses = section(page, "Diagnoses")
     for diagnosis in verdict.diagnoses:
-        assert f"**{diagnosis.headline}**, {diagnosis.begin}" in diagnoses
+        assert f"**{diagnosis.title}**." in diagnoses
         assert all(sentence in diagnoses for sentence in diagnosis.evidence)
         assert f"Try: {diagnosis.advice}." in diagnoses
     assert {row[1] for row in rows(section(page, "Findings"))} == {finding.name for finding in verdict.findings}

@@ -133,7 +133,7 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
     store = write_store(tmp_path / "m.h5", {"activation/relu/zero_fraction": [0.5, *[1.0] * 10], "monitor/errors": [0.0]})
     html = page_of(tmp_path / "m.html", store)
     for expected in (
-        "<strong>To watch</strong>",
+        "<strong>watch</strong>",
         "A part of the model outputs nothing but zeros, from step 10 at the latest, first at relu",
         ">relu</button>",
         "relu: 100% of the output is zero, since step 10 at the latest.",
@@ -142,6 +142,28 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
         "monitor/errors",
     ):
         assert expected in html
+
+
+def test_what_follows_from_a_diagnosis_is_folded_under_it(tmp_path: Path) -> None:
+    """Each check stands once, with one definition and its sites, the worst first; advice stands once for a diagnosis."""
+    grown = [1.0, 1.0, 1.0, *[1e3] * 13]
+    series = {
+        "context/loss": [1.0, 1.1, 1.0, *[9.0] * 13],
+        "gradient/fc.weight/norm": grown,
+        "parameter/fc.weight/norm": grown,
+        **{f"activation/{name}/rms": [1.0, 1.0, 1.0, *[size] * 13] for name, size in (("fc", 1e3), ("act", 1e6), ("head", 1e4))},
+        "activation/relu/rms": [1.0, 1.0, 1.0, *[0.0] * 13],
+    }
+    html = page_of(tmp_path / "m.html", write_store(tmp_path / "m.h5", series))
+    section = html.partition('<section id="verdict"')[2].partition("</section>")[0]
+    assert section.count("<p>Try ") == 1
+    shown, _, folded = section.partition('<details class="consequences">')
+    names = [re.findall(r"</span> <b>(\w+)</b>", part) for part in (shown, folded.partition("</details>")[0])]
+    assert "exploding" in names[0]
+    assert "zero_outputs" in names[1]
+    assert len({*names[0], *names[1]}) == len([*names[0], *names[1]])
+    [grown_sites] = re.findall(r"<b>growing_activations</b>.*?</li>", section, re.DOTALL)
+    assert re.findall(r'data-site="(\w+)"', grown_sites) == ["act", "head", "fc"]
 
 
 def test_findings_of_training_stand_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

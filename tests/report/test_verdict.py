@@ -91,6 +91,8 @@ def test_a_loss_that_does_not_fall_is_no_health() -> None:
     assert learned([5, 4, 3, 2, 1, 4.5, 0.9, 0.8, 0.5, 0.4]) == "unknown"
     assert learned([2.8, *(0.8 + noise)]) == "healthy"  # it fell at once, and stayed
     assert learned([*FALLING[:-1], -0.1]) == "unknown"
+    assert learned([*FALLING[:-1], 0.0]) == "healthy"  # as a hinge loss is now and then
+    assert learned([0.0] * 30) == "unknown"
     assert learned([*FALLING], Facts(is_manual=True)) == "unknown"
 
 
@@ -145,6 +147,19 @@ def test_a_cross_entropy_below_chance_may_stay_there() -> None:
     assert learned([one + 2 for one in flat], Facts(is_classification=True)) == "watch"
 
 
+@pytest.mark.parametrize("num_classes", [0, 10, 12])
+def test_a_cross_entropy_that_comes_down_to_chance_has_learned_nothing(num_classes: int) -> None:
+    """A new network may begin above the logarithm of the number of classes: log 10 is 2.30, and log 12 is 2.48."""
+    losses = [*np.linspace(2.9, 2.2, 30)]
+    verdict = verdict_on(healthy_tables(30), [loss(losses)], facts=[(0, Facts(is_classification=True, num_classes=num_classes))])
+    if num_classes == 10:
+        reason = "loss 2.9 to 2.31, which is that of guessing among 10 classes"
+        assert verdict.sentence.startswith(f"unknown: {reason}; no fault in ")
+        assert status_of(verdict, "not_learning") == ("unclear", reason)
+    else:
+        assert verdict.level == "healthy"
+
+
 def test_a_check_that_waits_while_the_loss_falls_says_so() -> None:
     """It found nothing because it did not look."""
     verdict = verdict_on([*healthy_tables(), table("activation/dead_fraction", {"relu": [0.6] * STEPS})], [loss([2.0, *[0.5] * 15])])
@@ -156,7 +171,7 @@ def test_a_check_that_waits_while_the_loss_falls_says_so() -> None:
 def test_a_loss_that_is_not_judged_has_its_reason(facts: Facts, losses: list[float]) -> None:
     """Which is not that there is none."""
     verdict = verdict_on(healthy_tables(), [loss(losses)], facts=[(0, facts)])
-    reason = "a loss is not judged under manual optimization" if facts.is_manual else "a loss at or below 0 is not judged"
+    reason = "a loss is not judged under manual optimization" if facts.is_manual else "a loss below 0 is not judged"
     assert status_of(verdict, "diverging") == status_of(verdict, "not_learning") == ("does not apply", reason)
 
 
@@ -170,8 +185,8 @@ def test_the_rank_test_is_that_of_the_textbook() -> None:
 
 
 def parameter_facts(**options: float) -> Facts:
-    """One weight in one group."""
-    return Facts({"fc.weight": ParameterFacts("trained", 0, 100)}, (GroupFacts("Adam", 0.0, options.get("weight_decay", 0.0)),))
+    """One weight of 100 elements in one group."""
+    return Facts({"fc.weight": ParameterFacts("trained", 0, 100)}, (GroupFacts("Adam", 0.0, 0.0, **options),))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("losses", [[2.31] * STEPS, [*np.linspace(2.31, 2.30, STEPS)], [-1.0] * STEPS])
@@ -192,6 +207,17 @@ def test_why_the_loss_does_not_fall(rate: float, name: str) -> None:
     verdict = verdict_on(healthy_tables(), figures, facts=[(0, parameter_facts())])
     assert [one.name for one in verdict.diagnoses] == [name]
     assert verdict.level == ("sick" if name == "zero_rate" else "watch")
+
+
+@pytest.mark.parametrize(("eps", "name"), [(1e-8, "not_learning"), (1.0, "not_learning"), (1e3, "small_rate")])
+def test_a_large_eps_makes_adam_s_steps_small(eps: float, name: str) -> None:
+    """The elements of a gradient of norm 1 have a size of 0.1: an eps of 1 divides the steps by 11, and one of 1000 by 10,001."""
+    figures = [loss([2.3, 2.31] * 8), table("context/lr", {"": [0.01] * STEPS})]
+    verdict = verdict_on(healthy_tables(), figures, facts=[(0, parameter_facts(eps=eps))])
+    assert [one.name for one in verdict.diagnoses] == [name]
+    assert ("eps, which is 1e+03" in str(verdict.diagnoses[0])) == (name == "small_rate")
+    # 151 steps of 0.01 * 10 / (1 + 10 eps), the weight's norm is 1 to 1.1.
+    assert verdict.history.reach == pytest.approx(15.1 / (1 + 10 * eps), rel=0.1)
 
 
 def test_a_rate_of_zero_by_schedule_is_no_fault() -> None:
@@ -230,6 +256,17 @@ def test_a_rate_that_a_schedule_has_brought_to_nothing() -> None:
     for last, name in ((1e-12, "decayed_rate"), (1e-3, "frozen")):
         rates = table("context/lr", {"": [1e-2] * 4 + [last] * 12})
         assert [one.name for one in verdict_on(tables, [loss(FALLING), rates], facts=[(0, parameter_facts())]).diagnoses] == [name]
+
+
+@pytest.mark.parametrize(("low", "last", "level"), [(1e-7, 3.0, "watch"), (1e-3, 3.0, "unknown"), (1e-7, 1.0, "healthy")])
+def test_a_loss_that_stalls_where_a_schedule_ends_has_a_cause(low: float, last: float, level: str) -> None:
+    """If the steps since then can move no weight by 2 %: 200 of 1e-6 cannot, those of 0.01 can. A loss below a third has converged."""
+    losses = [5.0, *np.linspace(4.5, last + 0.1, 9), *(last + 0.01 * np.random.default_rng(0).normal(0, 1, 20))]
+    rates = table("context/lr", {"": [1e-2] * 10 + [low] * 20})
+    verdict = verdict_on(healthy_tables(30), [loss(losses), rates], facts=[(0, parameter_facts())])
+    assert verdict.level == level
+    assert [(one.name, one.first_step) for one in verdict.diagnoses] == ([("decayed_rate", 100)] if level == "watch" else [])
+    assert level != "watch" or "The largest learning rate was 0.01, and 1e-07 at the end." in verdict.diagnoses[0].evidence
 
 
 @pytest.mark.parametrize("last", [0.5, 1.9])
@@ -334,6 +371,13 @@ def test_what_begins_at_zero_is_not_judged_by_a_ratio() -> None:
     sizes = table("activation/rms", {"good": [0.4] * STEPS, "adapter": [0.0, 1e-6, *[2.0] * (STEPS - 2)]})
     ratios = table("update/ratio", {"fc.bias": [0.9] * STEPS, "lora.weight": [1 / (step + 1) for step in range(STEPS)]})
     assert verdict_on([sizes, ratios]).findings == []
+
+
+def test_a_small_output_has_not_grown_with_the_others() -> None:
+    """Also if all others are 1000 times their start."""
+    sizes = {name: [1.0] * 3 + [size] * 13 for name, size in (("a", 1e3), ("b", 1e3), ("c", 1e3), ("dead", 0.0), ("same", 1.0))}
+    [grown] = [one for one in verdict_on([table("activation/rms", sizes)]).checks if one.name == "growing_activations"]
+    assert [Key.parse(figure.key).site for figure in grown.fired] == ["a", "b", "c"]
 
 
 def test_a_spike_is_found_unless_the_loss_falls() -> None:

@@ -50,6 +50,8 @@ class Figures(NamedTuple):
     """Which figures this record has; ``None``: all of them."""
     is_idle: NDArray[np.bool_] | None = None
     """Parameters without a gradient in this record; ``None``: none."""
+    first: NDArray[np.float64] | None = None
+    """What counts as the first values of the figures; ``None``: the values."""
 
 
 def nothing(_parts: Key, _key: str) -> bool:
@@ -184,7 +186,7 @@ class RuleState:
         after["recent"][:, -1] = value
         num_first = (~np.isnan(before["first"])).sum(axis=1)
         begins = np.flatnonzero(num_first < FIRST_RECORDS)
-        after["first"][begins, num_first[begins]] = value[begins]
+        after["first"][begins, num_first[begins]] = (value if figures.first is None else figures.first[judged])[begins]
         self._state[rows] = after
         fired = np.flatnonzero(fires).tolist()
         return [Fired(figures.keys[judged[index]], float(value[index]), float(base[index]), int(after["since"][index])) for index in fired]

@@ -40,19 +40,10 @@ class Diagnosis(Described):
     key: str = ""
 
     @property
-    def num_consequences(self) -> int:
-        """Number of other findings that it explains."""
-        return len(self.consequences)
-
-    @property
-    def begin(self) -> str:
-        """The first step in words: a condition that a record shows may have begun after the record before."""
-        return f"from step {self.first_step} {'at the latest' if self.key and self.first_step else 'on'}"
-
-    @property
     def title(self) -> str:
-        """The cause with its first step and site."""
-        return f"{self.headline}, {self.begin}{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
+        """The cause with its first step and site. A condition that a record shows may have begun after the record before."""
+        begin = f"from step {self.first_step} {'at the latest' if self.key and self.first_step else 'on'}"
+        return f"{self.headline}, {begin}{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
 
     def _describe(self) -> Description:
         rows = [("from step", str(self.first_step)), ("where", self.site), *(("evidence", words) for words in self.evidence)]
@@ -63,7 +54,7 @@ class Diagnosis(Described):
         return f"Diagnosis({self})"
 
     def __str__(self) -> str:
-        num = self.num_consequences
+        num = len(self.consequences)
         more = f" {counted(num, 'other finding')} follow{'s' if num == 1 else ''} from it." if num else ""
         return f"{self.title}. {' '.join(self.evidence)}{more} Try: {self.advice}."
 
@@ -106,6 +97,11 @@ def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
     return lambda finding, _history: finding.name != NONFINITE or finding.cause in names
 
 
+def _is_idle(finding: Finding) -> bool:
+    """Whether zeros were there before any update, as those of a module that is not used; later ones are of units that died."""
+    return finding.name in _ZERO and finding.first_step == 0
+
+
 def _reach_in_words(history: History) -> str:
     reach = history.reach
     times = f"{reach:.0f} times" if reach >= 10 else f"{reach:.2g} of"
@@ -116,7 +112,9 @@ def _rate_in_words(history: History) -> str:
     name, (_num, largest, first) = max(history.rates.items(), key=lambda item: item[1][1])
     rises = history.newest(name) == largest > 2 * first
     warm_up = ", and its warm-up is longer than the run (Lightning steps a scheduler once per epoch, unless its interval is step)"
-    return f"The learning rate is at most {largest:.2g}{warm_up if rises else ''}."
+    eps = max((group.eps for group in history.facts.groups), default=0.0)
+    damped = f" Its optimizer divides by at least eps, which is {eps:.2g}: a smaller one makes larger steps." if eps > 1e-3 else ""
+    return f"The learning rate is at most {largest:.2g}{warm_up if rises else ''}.{damped}"
 
 
 _ZERO = ("zero_outputs", "zero_gradients")
@@ -222,21 +220,23 @@ CAUSES = (
     Cause(
         "unscaled_targets",
         "The targets are far larger than the outputs of the model",
-        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation"),
+        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", *_ZERO),
         "scale the targets: subtract their mean and divide by their standard deviation",
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
         "a large first loss, with outputs much smaller than its square root",
-        is_shown=lambda _finding, history: history.has_small_outputs,
+        is_shown=lambda finding, history: history.has_small_outputs and not _is_idle(finding),
         remark=lambda history: f"The first loss was {history.first_loss:.3g}, with outputs of {history.first['output']:.2g} (rms).",
     ),
     Cause(
         "unscaled_input",
         "The input is far from a size of 1",
-        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", NONFINITE),
+        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", *_ZERO, NONFINITE),
         "scale the input: subtract its mean and divide by its standard deviation",
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
-        "the input's rms was above 20 in the first record",
-        is_shown=lambda finding, history: history.has_large_input and _cause_is("", "learning_rate", "update")(finding, history),
+        "the input had a value above 50 in the first record",
+        is_shown=lambda finding, history: (
+            history.has_large_input and not _is_idle(finding) and _cause_is("", "learning_rate", "update")(finding, history)
+        ),
     ),
     Cause(
         "explodes_from_start",
@@ -341,11 +341,18 @@ CAUSES = (
     Cause(
         "decayed_rate",
         "The schedule has brought the learning rate down to next to nothing",
-        _STILL,
+        (NOT_LEARNING, *_STILL),
         "a slower schedule; look whether it counts steps or epochs (interval of lr_scheduler)",
         (*_STILL, NOT_LEARNING),
-        "the newest rate is below a millionth of the largest one",
-        is_shown=lambda finding, history: history.has_decayed(finding.site),
+        "the newest rate is below a millionth of the largest one; or below a hundredth, and the last two thirds of the steps can move no "
+        "weight by more than 2 % of its norm",
+        is_shown=lambda finding, history: (
+            history.is_stopped_by_schedule if finding.name == NOT_LEARNING else history.has_decayed(finding.site)
+        ),
+        remark=lambda history: (
+            f"The largest learning rate was {max(largest for _num, largest, _first in history.rates.values()):.2g}, "
+            f"and {max(map(history.newest, history.rates)):.2g} at the end."
+        ),
     ),
     Cause(
         "frozen",
@@ -401,7 +408,9 @@ CAUSES = (
 
 def diagnose(findings: Iterable[Finding], history: History | None = None) -> Diagnoses:
     """The causes that findings show, the surest first; at most ``MAX_DIAGNOSES``. Each finding belongs to one of them."""
-    rest, history = sorted(findings, key=lambda finding: finding.first_step), History() if history is None else history
+    history = History() if history is None else history
+    # A finding on the whole run begins with the run, whenever its cause does.
+    rest = sorted(findings, key=lambda finding: (finding.name == NOT_LEARNING, finding.first_step))
     diagnoses = Diagnoses()
     for cause in CAUSES:
         evidence = [finding for finding in rest if finding.name in cause.evidence_for and cause.is_shown(finding, history)]

@@ -55,10 +55,11 @@ DETECTORS = {
             [([CONTEXT_KIND], [LOSS])],
             formula="a rank test (Mann-Whitney, one-sided) of the losses of the last third of the records against those of the first; "
             "of halves below 15 records. It also falls if it fell by 20 % within the first records, far more than it "
-            "varies. Losses at or below 0, and those of manual optimization, are not judged, nor is a cross-entropy that begins below 0.5, "
-            "as that of trained weights does",
+            "varies. Losses below 0, and those of manual optimization, are not judged, nor is a cross-entropy that begins below 0.5, "
+            "as that of trained weights does, or that falls no further than to the logarithm of the number of classes, which is guessing",
             limit="the last losses are not lower at the level of 5 %, and that they are lower by 20 % is excluded at 5 %; between the two "
-            "nothing is known. Or all steps together can move no weight by more than 2 % of its norm, and the loss is not 10 % lower",
+            "nothing is known. Or all steps together can move no weight by more than 2 % of its norm, and the loss is not 10 % lower; or "
+            "a schedule has brought the rate down so far that those of the last two thirds of the records cannot, and the loss has stalled",
             source='H. Mann, D. Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947',
             without=_NO_LOSS,
             min_records=10,
@@ -172,11 +173,11 @@ DETECTORS = {
             "growing_weights",
             _OF_PARAMETERS[:1],
             formula="the norm of all trained parameters together, over that of the first record",
-            limit="more than 3 times, in 2 records within 200 steps; later, gradients, outputs and the loss show it",
+            limit="more than 5 times, in 2 records within 200 steps; later, gradients, outputs and the loss show it",
             source=_HEURISTIC,
             rule=_rule(
                 figures=totals,
-                above=3.0,
+                above=5.0,
                 relative_to="first",
                 num_base=1,
                 for_steps=2,
@@ -235,7 +236,7 @@ DETECTORS = {
         Detector(
             DIVERGING,
             [([CONTEXT_KIND], [LOSS])],
-            formula="the training loss over the largest of its first 5 records, while all are above 0; only under automatic optimization",
+            formula="the training loss over the largest of its first 5 records, while none is below 0; only under automatic optimization",
             limit="in 3 records more than 3 times, and by more than its noise: twice the spread of its logarithm from record to record",
             source=_HEURISTIC,
             min_records=8,

@@ -140,10 +140,10 @@ def zeros_of_weights(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figu
 
 
 def at_least_typical(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """Every size, at least a tenth of the median of all sizes: an adapter whose output begins at zero has not exploded."""
+    """Every size; its first value counts as a tenth of the median of all sizes at least, as an adapter may begin at zero."""
     is_size = np.isfinite(values) & (values > 0)
     floor = 0.1 * float(np.median(values[is_size])) if is_size.any() else 0.0
-    return Figures(keys, np.maximum(values, floor), keys)
+    return Figures(keys, values, keys, first=np.maximum(values, floor))
 
 
 def weights_only(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
 from lightning_module_monitor.health.detector import Detector
-from lightning_module_monitor.health.detectors import DIVERGING, NOT_LEARNING, ZERO_RATE
+from lightning_module_monitor.health.detectors import DETECTORS, DIVERGING, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.run_history import NO_FACTS, History, is_kept
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
@@ -23,12 +23,19 @@ from lightning_module_monitor.record import (
     Key,
     ParameterFacts,
     Record,
-    Severity,
     is_total,
 )
 
 UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
 """Without facts every parameter counts as trained."""
+
+
+_NOT_LEARNING = {
+    "flat": "does not fall",
+    "still": "hardly changes, and the weights hardly move",
+    "stopped": "falls no more, and the weights hardly move",
+}
+"""What is wrong with the loss, by the result of :attr:`History.learning`."""
 
 
 class Alarm(NamedTuple):
@@ -38,6 +45,18 @@ class Alarm(NamedTuple):
     then: tuple[Action, ...] = ("warn",)
     fired: Sequence[Fired] = ()
     """The figures that met the condition."""
+
+
+class _Series(NamedTuple):
+    """What is known of a series beside its values."""
+
+    parts: Key
+    rank: int
+    """Position of the site in the order of the model."""
+    kept: Key | None
+    """The key without prefix, if the history keeps the values."""
+    rules: Sequence[int]
+    """Indices of the rules that judge it."""
 
 
 class Judge:
@@ -54,13 +73,8 @@ class Judge:
         self.history = History()
         self._order = {site: rank for rank, site in enumerate(dict.fromkeys(sites))}
         self._modules = frozenset(modules)
-        self._rank_by_key: dict[str, int] = {}
-        """Position of the key's site in the order of the model."""
-        self._parts: dict[str, Key] = {}
-        self._kept: dict[str, Key | None] = {}
-        """Keys without prefix of the values that the history keeps."""
-        self._rules_by_key: dict[str, list[int]] = {}
-        """Indices of the rules that judge a key."""
+        self._series: dict[str, _Series] = {}
+        """What is known of a series while the facts are the same, by key."""
         self._has_value: dict[str, bool] = {}
         """Whether any record had a value that is not NaN, by key."""
 
@@ -69,23 +83,22 @@ class Judge:
         history = self.history
         if record.facts is not None and record.facts != history.facts:
             history.facts = record.facts
-            self._rules_by_key.clear()
+            self._series.clear()
         values_by_rule: list[dict[str, float]] = [{} for _state in self.states]
         values: dict[Key, float] = {}
         for key, value in itertools.chain(record.values.items(), () if record.facts is None else record.facts.as_values().items()):
-            parts = self._parts.get(key)
-            if parts is None:
-                parts = self._parts[key] = Key.parse(key)
-                self._rank_by_key[key] = self._order.get(parts.site, -1)
-                self._kept[key] = parts._replace(prefix="") if is_kept(parts) and not self._is_of_part(parts) else None
-            if key not in self._rules_by_key:
-                self._rules_by_key[key] = self._rules_of(parts, key)
-            for rule in self._rules_by_key[key]:
+            series = self._series.get(key)
+            if series is None:
+                parts = Key.parse(key)
+                # Of all parameters inside a module together, the history keeps those of the whole model alone.
+                is_of_part = parts.site != ROOT_SITE and is_total(parts, self._modules)
+                kept = parts._replace(prefix="") if is_kept(parts) and not is_of_part else None
+                series = self._series[key] = _Series(parts, self._order.get(parts.site, -1), kept, self._rules_of(parts, key))
+            for rule in series.rules:
                 values_by_rule[rule][key] = value
             self._has_value[key] = self._has_value.get(key, False) or not math.isnan(value)
-            kept = self._kept[key]
-            if kept is not None:
-                values[kept] = value
+            if series.kept is not None:
+                values[series.kept] = value
         if values:
             history.add(record.step, values)
         was_skipped = values.get(Key(OWN_KIND, "", STEP_SKIPPED), 0.0) > 0
@@ -96,11 +109,11 @@ class Judge:
     def _judge(self, state: RuleState, step: int, values: Mapping[str, float], *, was_skipped: bool) -> Alarm | None:
         rule, history = state.rule, self.history
         if rule.needs_rate:
-            values = {key: value for key, value in values.items() if history.rate_of(self._parts[key].site) != 0}
+            values = {key: value for key, value in values.items() if history.rate_of(self._series[key].parts.site) != 0}
         state.num_records += not values and rule.is_of_facts and history.facts is not NO_FACTS
         if rule.name == DIVERGING:
             # A loss that crosses 0 has no factor by which it grows.
-            has_factor = not history.facts.is_manual and min(history.losses, default=1.0) > 0
+            has_factor = not history.facts.is_manual and min(history.losses, default=1.0) >= 0
             values = dict.fromkeys(values, history.rise) if has_factor else {}
         if not values or (rule.needs_step and was_skipped):
             return None
@@ -109,7 +122,7 @@ class Judge:
             state.num_records += 1
             state.num_passed_over += has_fallen_by_now
             return None
-        keys = tuple(sorted(values, key=self._rank_by_key.__getitem__))
+        keys = tuple(sorted(values, key=lambda key: self._series[key].rank))
         fired = state.observe(step, keys, np.array([values[key] for key in keys], dtype=float))
         if rule.needs_rate and history.facts.is_manual:
             fired = self._without_clamped(state, fired)
@@ -139,10 +152,6 @@ class Judge:
         accepted = (None, self._parameter(parts.site).training)
         return [index for index, rule in rules if rule.parameters in accepted and rule.concerns(parts, key)]
 
-    def _is_of_part(self, parts: Key) -> bool:
-        """Whether a key is of all parameters inside a module together, and the module is a part of what is monitored."""
-        return parts.site != ROOT_SITE and is_total(parts, self._modules)
-
     def finish(self) -> list[Alarm]:
         """The alarms that need the whole run."""
         return [*self._zero_rates(), *self._not_learning()]
@@ -151,7 +160,7 @@ class Judge:
         """The series of the records that a detector judges, without those of other kinds that it uses besides: whether each has a value."""
         series = []
         for key, has_value in self._has_value.items():
-            parts = self._parts[key]
+            parts = Key.parse(key)
             concerns = detector.concerns_total if is_total(parts, self._modules) else detector.concerns
             if concerns(parts) and parts.kind in detector.sources[0][0]:
                 series.append(has_value)
@@ -164,21 +173,23 @@ class Judge:
             if largest == 0 and num_records >= 3 and sites:
                 more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
                 words = f"{sites[0]}{more}: the learning rate is 0 in all {num_records} records, and the gradient is not."
-                alarms.append(self._alarm_of_run(ZERO_RATE, sites[0], name, words, "error"))
+                alarms.append(self._alarm_of_run(ZERO_RATE, sites[0], name, words))
         return alarms
 
     def _not_learning(self) -> list[Alarm]:
         history, (before, after) = self.history, self.history.ends
-        if history.learning not in ("flat", "still"):
+        what = _NOT_LEARNING.get(history.learning)
+        if what is None:
             return []
         medians = f"its median is {np.median(before):.4g} in the first {len(before)} records and {np.median(after):.4g} in the last"
-        what = "does not fall" if history.learning == "flat" else "hardly changes, and the weights hardly move"
         words = f"The loss {what}: {medians} {len(after)}."
-        return [self._alarm_of_run(NOT_LEARNING, "", LOSS, words, "warning")]
+        return [self._alarm_of_run(NOT_LEARNING, "", LOSS, words, history.stalled_since if history.learning == "stopped" else None)]
 
-    def _alarm_of_run(self, name: str, site: str, statistic: str, words: str, severity: Severity) -> Alarm:
-        first, last, key = self.history.steps[0], self.history.steps[-1], Key(CONTEXT_KIND, "", statistic).format()
-        return Alarm(Finding(last, name, site, key, words, severity, last - first), fired=[Fired(key, math.nan, 1.0, first)])
+    def _alarm_of_run(self, name: str, site: str, statistic: str, words: str, since: int | None = None) -> Alarm:
+        first = self.history.steps[0] if since is None else since
+        last, key = self.history.steps[-1], Key(CONTEXT_KIND, "", statistic).format()
+        finding = Finding(last, name, site, key, words, DETECTORS[name].severity, last - first)
+        return Alarm(finding, fired=[Fired(key, math.nan, 1.0, first)])
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, in plain numbers and texts: the state of every rule's figures, and the history."""

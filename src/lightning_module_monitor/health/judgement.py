@@ -25,23 +25,31 @@ PASSED_OVER = "not judged: the loss is below its start"
 NOT_RECORDED, NOT_COMPUTED, NOT_APPLICABLE = "not recorded", "not computed", "does not apply"
 WITHOUT_ANSWER = (TOO_FEW, UNCLEAR, NOT_COMPUTED, NOT_RECORDED)
 """Statuses of checks that could find nothing in this run, and might in another."""
+WITHOUT_FINDING = (NOT_FOUND, PASSED_OVER, *WITHOUT_ANSWER, NOT_APPLICABLE)
+"""Statuses of checks without a finding, in the order in which reports show them."""
 
 _LOSS_IN_WORDS = {
     "stalled": "loss {first:.3g} to {last:.3g}, without a clear fall since step {stalled_since}",
+    "chance": "loss {first:.3g} to {last:.3g}, which is that of guessing among {num_classes} classes",
     "unclear": "too noisy losses to tell whether they fall",
     "settled": "the loss hardly changes, as that of trained weights may",
     "too few": f"too few losses ({{num}} of {MIN_LOSSES}), use a smaller every_n_steps",
     "none": "no loss was recorded",
     "manual": "a loss is not judged under manual optimization",
-    "negative": "a loss at or below 0 is not judged",
+    "negative": "a loss below 0 is not judged",
 }
 
 
 def _doubt_about_loss(history: History) -> str:
     """Why it is not known whether the loss falls; empty where it is known."""
-    num, last = sum(map(math.isfinite, history.losses)), float(np.median(history.ends[1] or math.nan))
     words = _LOSS_IN_WORDS.get(history.learning, "")
-    return words.format(first=history.first_loss, last=last, stalled_since=history.stalled_since, num=num)
+    return words.format(
+        first=history.first_loss,
+        last=np.median(history.ends[1] or math.nan),
+        stalled_since=history.stalled_since,
+        num=sum(map(math.isfinite, history.losses)),
+        num_classes=history.facts.num_classes,
+    )
 
 
 @dataclass(frozen=True)
@@ -78,15 +86,10 @@ class Verdict:
     history: History
 
     @property
-    def is_sick(self) -> bool:
-        """Whether any finding is sick."""
-        return any(finding.severity == "error" for finding in self.findings)
-
-    @property
     def level(self) -> str:
         """The verdict in a word: ``sick``, ``watch``, ``healthy``, or ``unknown`` where not enough was recorded to say so."""
         if self.findings:
-            return "sick" if self.is_sick else "watch"
+            return "sick" if any(finding.severity == "error" for finding in self.findings) else "watch"
         return "unknown" if self._doubts else "healthy"
 
     @property

@@ -45,13 +45,17 @@ NUM_FIRST = 5
 """Number of losses that are the start of a loss that diverges."""
 CHANCE = 0.5
 """A cross-entropy below it begins better than chance, which is log 2 or more: the weights are trained."""
+NEAR_CHANCE = 0.98
+"""A cross-entropy above this part of the logarithm of the number of classes is not better than guessing."""
+SMALL_RATE = 0.01
+"""A learning rate below this part of its largest value has been brought down by a schedule."""
 _ADAM_LIKE = ("Adam", "Lion", "RMSprop", "Adagrad")
 """Parts of the names of optimizers that move an element by the learning rate at most."""
 
 NO_FACTS = Facts()
 """The facts of a run of which only numbers are known: none."""
 
-Learning = Literal["falls", "stalled", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
+Learning = Literal["falls", "chance", "stalled", "stopped", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
 
 
 def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
@@ -86,8 +90,8 @@ class History:
         self.losses: list[float] = []
         self.rates: dict[str, tuple[int, float, float]] = {}
         """Number of records, largest and first value of every learning rate, by its name."""
-        self._moved = 0, math.nan, math.nan
-        """The step of the last record with parameters, how far it can move a weight, and how far all steps up to it can."""
+        self._movements: list[tuple[int, float]] = []
+        """Steps, and the largest part of its norm by which each can move a weight, of the records of which it is known."""
         self.num_gradients, self.num_clipped = 0, 0
         """Number of records with gradients, and number of records whose gradients have the largest size that clipping allows."""
         self.first: dict[str, float] = {}
@@ -111,7 +115,8 @@ class History:
         norm = values.get(Key("gradient", ROOT_SITE, "norm"), math.hypot(*norms))
         if norms or norm > 0 or any(key.kind == "parameter" for key in values):
             self.last = {key: value for key, value in values.items() if not is_total(key)}
-            self._add_movement(step)
+            movement = float(np.fmax.reduce([math.nan, *itertools.starmap(self._movement, self.facts.parameters.items())]))
+            self._movements += [] if math.isnan(movement) else [(step, movement)]
             self.num_gradients += bool(norms) or norm > 0
             self.num_clipped += 0 < self._least_clipped() <= norm
             if not self.first:
@@ -156,7 +161,9 @@ class History:
             return unjudged
         before, after = self.ends
         if rank_test(before, after) > FALLS or self._fell_at_once(after):
-            return "falls" if self.stalled_since is None else "stalled"
+            if np.median(after) > NEAR_CHANCE * math.log(self.facts.num_classes or math.inf):
+                return "chance"
+            return "falls" if self.stalled_since is None else "stopped" if self.is_stopped_by_schedule else "stalled"
         if not excludes_fall(before, after, A_GOOD_PART):
             return "unclear"
         return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
@@ -183,7 +190,7 @@ class History:
             return "still"
         if self.facts.is_manual:
             return "manual"
-        if any(loss <= 0 for loss in self.losses):
+        if any(loss < 0 for loss in self.losses) or self.first_loss == 0:
             return "negative"
         return None if is_enough else "too few" if self.losses else "none"
 
@@ -269,7 +276,19 @@ class History:
     @property
     def reach(self) -> float:
         """The largest part of its norm by which all steps together can move a weight; NaN if not known."""
-        return self._moved[2]
+        return self._reach_since(0)
+
+    def _reach_since(self, begin: int) -> float:
+        movements = [(step, movement) for step, movement in self._movements if step >= begin]
+        between = ((step - before) * max(earlier, later) for (before, earlier), (step, later) in itertools.pairwise(movements))
+        return movements[0][1] + sum(between) if movements else math.nan
+
+    @property
+    def is_stopped_by_schedule(self) -> bool:
+        """Whether all learning rates have come down so far that the steps of the last two thirds of the records can move no weight."""
+        begin = self.steps[-2 * (len(self.steps) // 3)]
+        have_come_down = [self.newest(name) < SMALL_RATE * largest for name, (_num, largest, _first) in self.rates.items()]
+        return bool(have_come_down) and all(have_come_down) and self._reach_since(begin) < NO_REACH
 
     @property
     def is_clipped(self) -> bool:
@@ -282,14 +301,6 @@ class History:
         num = sum(facts.numel for facts in self.facts.parameters.values() if facts.training == "trained")
         return self.facts.clip * (0.5 * math.sqrt(num) if self.facts.clips_values else 0.99)
 
-    def _add_movement(self, step: int) -> None:
-        """Add the part of its norm by which the steps since the last record can move a weight."""
-        before, ratio_before, total = self._moved
-        ratio = float(np.fmax.reduce([math.nan, *itertools.starmap(self._movement, self.facts.parameters.items())]))
-        num_steps = 1 if math.isnan(ratio_before) else step - before
-        if not math.isnan(ratio):
-            self._moved = step, ratio, float(np.nansum([total, num_steps * np.fmax(ratio, ratio_before)]))
-
     def _movement(self, site: str, facts: ParameterFacts) -> float:
         """The part of its norm by which a step can move a weight; infinite if the optimizer is not known, NaN if the weight is fixed."""
         norm, gradient = (self.last.get(Key(kind, site, "norm"), math.nan) for kind in ("parameter", "gradient"))
@@ -301,8 +312,10 @@ class History:
             return ratio
         if group.optimizer == "SGD":
             return rate * gradient / (1 - min(group.momentum, 0.99)) / norm
-        is_known = any(kind in group.optimizer for kind in _ADAM_LIKE)
-        return rate * math.sqrt(facts.numel) / norm if is_known else math.inf
+        if any(kind in group.optimizer for kind in _ADAM_LIKE):
+            size = math.sqrt(facts.numel)
+            return rate * size / norm * gradient / (gradient + group.eps * size)
+        return math.inf
 
     # A checkpoint
 
@@ -313,7 +326,7 @@ class History:
             "losses": [*self.losses],
             "rates": dict(self.rates),
             "first": dict(self.first),
-            "moved": self._moved,
+            "movements": [*self._movements],
             "clipped": (self.num_gradients, self.num_clipped),
         }
 
@@ -321,5 +334,5 @@ class History:
         """Restore a result of :meth:`state`."""
         self.steps, self.losses = [*content.get("steps", ())], [*content.get("losses", ())]
         self.rates, self.first = dict(content.get("rates", {})), dict(content.get("first", {}))
-        self._moved = content.get("moved", self._moved)
+        self._movements = [*content.get("movements", ())]
         self.num_gradients, self.num_clipped = content.get("clipped", (0, 0))

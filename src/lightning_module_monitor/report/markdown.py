@@ -111,10 +111,9 @@ def as_markdown(run: StoredRun, verdict: Verdict) -> str:
 def _diagnoses(verdict: Verdict) -> list[str]:
     texts = []
     for number, diagnosis in enumerate(verdict.diagnoses, 1):
-        where = f", first at `{_text(diagnosis.site)}`" if diagnosis.site else ""
-        num = diagnosis.num_consequences
+        num = len(diagnosis.consequences)
         follows = f" {counted(num, 'other finding')} may follow from it." if num else ""
-        first = f"{number}. **{_text(diagnosis.headline)}**, {diagnosis.begin}{where}.{follows}"
+        first = f"{number}. **{_text(diagnosis.title)}**.{follows}"
         texts.append("\n   - ".join([first, *map(_text, diagnosis.evidence), f"Try: {_text(diagnosis.advice)}."]))
     return texts
 

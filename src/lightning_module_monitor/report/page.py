@@ -18,13 +18,7 @@ import numpy as np
 
 from lightning_module_monitor.errors import in_bytes, package_version, require
 from lightning_module_monitor.health.detectors import DETECTORS
-from lightning_module_monitor.health.judgement import (
-    NOT_APPLICABLE,
-    NOT_FOUND,
-    PASSED_OVER,
-    WITHOUT_ANSWER,
-    Verdict,
-)
+from lightning_module_monitor.health.judgement import WITHOUT_FINDING, Verdict
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
 from lightning_module_monitor.report.formats import HEADINGS, as_rows, format_fits, in_words
@@ -233,12 +227,7 @@ def _shown(run: StoredRun, name: str) -> dict[str, Any]:
         "first_series": _series(verdict.beginning) if verdict.beginning else "",
         "causes": causes,
         "others": [problem for name, problem in problems.items() if name not in explained],
-        "checks": [
-            ("found nothing", verdict.checks_with(NOT_FOUND)),
-            (PASSED_OVER, verdict.checks_with(PASSED_OVER)),
-            ("could not judge", verdict.checks_with(*WITHOUT_ANSWER)),
-            ("not applicable", verdict.checks_with(NOT_APPLICABLE)),
-        ],
+        "checks": [(status, verdict.checks_with(status)) for status in WITHOUT_FINDING],
         "facts": _facts(run),
         "length": length_of(run),
         "figures": [_figure_row(table) for table in run.figures],

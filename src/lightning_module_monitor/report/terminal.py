@@ -8,13 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.health.judgement import (
-    NOT_APPLICABLE,
-    NOT_FOUND,
-    PASSED_OVER,
-    WITHOUT_ANSWER,
-    Verdict,
-)
+from lightning_module_monitor.health.judgement import NOT_FOUND, WITHOUT_FINDING, Verdict
 from lightning_module_monitor.report.glance import as_lines
 from lightning_module_monitor.report.stored_run import StoredRun
 
@@ -54,17 +48,14 @@ def print_verdict(run: StoredRun, verdict: Verdict) -> None:
             show(f"   {_text(key)}")
         if len(keys) > MAX_KEYS:
             show(f"   and {len(keys) - MAX_KEYS} more")
-    for status, style in ((NOT_FOUND, "green"), (PASSED_OVER, "dim")):
-        names = ", ".join(check.name for check in verdict.checks_with(status))
-        if names:
-            show(f"[{style}]{status}[/]")
-            explain(names)
-    for status in (*WITHOUT_ANSWER, NOT_APPLICABLE):
+    for status in WITHOUT_FINDING:
         checks = verdict.checks_with(status)
         if checks:
-            show(f"[dim]{status}[/]")
+            show(f"[{'green' if status == NOT_FOUND else 'dim'}]{status}[/]")
+        explain(", ".join(check.name for check in checks if not check.reason))
         for check in checks:
-            explain(f"{check.name}: {check.reason}")
+            if check.reason:
+                explain(f"{check.name}: {check.reason}")
     word, _colon, rest = verdict.sentence.partition(":")
     show(f"[{STYLES[verdict.level]}]{word}[/]:{_text(rest)}")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,33 +12,13 @@ from torch.optim import Optimizer
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.lightning_packages import is_a
-from lightning_module_monitor.model.hooks import as_torch_itself
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.record import (
-    BATCH_SIZE,
-    KINDS,
-    LEARNING_RATE,
-    LOSS,
-    OWN_KIND,
-    Facts,
-    GroupFacts,
-    Key,
-    ParameterFacts,
-    Training,
-    name_of_rate,
-)
+from lightning_module_monitor.record import BATCH_SIZE, KINDS, LEARNING_RATE, LOSS, OWN_KIND, Facts, Key, name_of_rate
+from lightning_module_monitor.trainer.facts import LossFacts, facts_of, first_gradient
 from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.strategy import scaler_of
-
-MAX_NODES = 100
-"""Largest number of nodes of the loss's graph that are read."""
-_CROSS_ENTROPIES = {"LogSoftmax": ("Softmax",), "BinaryCrossEntropyWithLogits": ("Sigmoid", "Softmax")}
-"""Nodes of the graph that apply a softmax or sigmoid to logits, each with the nodes that must not precede it."""
-_CLASSIFICATION_LOSSES = (*_CROSS_ENTROPIES, "NllLoss", "BinaryCrossEntropy", "CtcLoss")
-_RESHAPING = {"View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute"}
-_RESHAPING |= {"ToCopy", "Clone", "Slice", "Select"}
 
 CONTEXT = {
     LOSS: "mean",
@@ -118,9 +96,9 @@ class MonitoredStep:
         # Under automatic optimization the trainer has divided the loss by its number of micro-batches.
         value = value if num_batches == 1 else value * num_batches
         self._add(LOSS, value if scale is None else value / scale)
-        self._loss_facts = self._loss_facts.joined(loss)
+        self._loss_facts = self._loss_facts.joined(loss, is_scaled=scale is not None)
         for optimizer in self._optimizers:
-            gradient = _first_gradient(optimizer)
+            gradient = first_gradient(optimizer)
             is_stale = 0.0 if gradient is None else (gradient != 0).any().float()
             self._stale[optimizer] = self._stale[optimizer] * is_stale if optimizer in self._stale else is_stale
 
@@ -139,7 +117,7 @@ class MonitoredStep:
         """The step is over. An optimizer that has not stepped in it has its present learning rates."""
         for optimizer in self.tracker.first_steps:
             # Gradients that were cleared since were accumulated on purpose.
-            self._add("stale_gradients", 0.0 if _first_gradient(optimizer) is None else self._stale.get(optimizer, 0.0))
+            self._add("stale_gradients", 0.0 if first_gradient(optimizer) is None else self._stale.get(optimizer, 0.0))
         self.tracker.finish()
         for optimizer in self._trainer.optimizers:
             self._observe_rates(optimizer)
@@ -156,18 +134,7 @@ class MonitoredStep:
 
     def facts(self) -> Facts:
         """The facts of the step beside its values, when it is over."""
-        run, optimizers, loss_facts = self._run, self._optimizers, self._loss_facts
-        parameters = _parameters(run, optimizers)
-        return Facts(
-            parameters,
-            tuple(_group(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups),
-            tuple(_in_eval(run, parameters)),
-            loss_facts.softmax_twice,
-            loss_facts.is_classification,
-            not run.module.automatic_optimization,
-            float(run.trainer.gradient_clip_val or 0.0),
-            run.trainer.gradient_clip_algorithm == "value",
-        )
+        return facts_of(self._run, self._optimizers, self._loss_facts)
 
     def _add(self, name: str, value: Tensor | float) -> None:
         self._run.monitor.monitor_context(name, value, CONTEXT[name])
@@ -177,80 +144,3 @@ def _is_ours(name: str) -> bool:
     """Whether a logged name is a key of a monitor, which ``callback_metrics`` passes to Lightning."""
     key = Key.parse(name)
     return key.kind == OWN_KIND or (key.kind in KINDS and key.site != "")
-
-
-# Facts of a step that detectors need beside its values: states of parameters and modules, and the graph of the loss
-
-
-class LossFacts(NamedTuple):
-    """Facts that the graph of a loss shows."""
-
-    is_classification: bool = False
-    softmax_twice: bool = False
-
-    def joined(self, loss: Tensor) -> LossFacts:
-        """These facts, together with the facts of a further loss."""
-        names = [*_names(loss)]
-        is_classification = any(name in _CLASSIFICATION_LOSSES or name.startswith("NllLoss") for name, _before in names)
-        softmax_twice = any(before in _CROSS_ENTROPIES.get(name, ()) for name, before in names)
-        return LossFacts(self.is_classification or is_classification, self.softmax_twice or softmax_twice)
-
-
-def _group(optimizer: Optimizer, group: Mapping[str, Any]) -> GroupFacts:
-    name = group.get("name")
-    momentum, weight_decay = (float(group.get(option) or 0.0) for option in ("momentum", "weight_decay"))
-    return GroupFacts(type(optimizer).__name__, momentum, weight_decay, name if isinstance(name, str) else "")
-
-
-def _in_eval(run: Run, parameters: dict[str, ParameterFacts]) -> Iterable[str]:
-    """Names of modules with running statistics that are in eval mode although their weight or bias is trained."""
-    for site in run.planner.index.modules:
-        if not site.module.training and getattr(site.module, "running_mean", None) is not None:
-            affine = (parameters.get(f"{site.name}.{name}") for name in ("weight", "bias"))
-            if any(parameter is not None and parameter.training == "trained" for parameter in affine):
-                yield site.name
-
-
-def _parameters(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, ParameterFacts]:
-    """Facts of each parameter, by the name of its site. Optimizers that hold none of the parameters hold copies: all are trained."""
-    optimized = parameter_ids(optimizers)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    group_by_id = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-    parameters = {site.name: site.tensor() for site in run.planner.index.parameters}
-    has_copies = not any(id(parameter) in optimized for parameter in parameters.values())
-
-    def training_of(parameter: Tensor | None) -> Training:
-        if parameter is None or not parameter.requires_grad or run.monitor.access.is_empty(parameter) or not optimizers:
-            return "frozen"
-        return "trained" if has_copies or id(parameter) in optimized else "untrained"
-
-    return {
-        name: ParameterFacts(training_of(parameter), group_by_id.get(id(parameter), -1), 0 if parameter is None else parameter.numel())
-        for name, parameter in parameters.items()
-    }
-
-
-def _first_gradient(optimizer: Optimizer) -> Tensor | None:
-    """The first gradient with elements of an optimizer's parameters."""
-    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    return next((grad for grad in gradients if grad is not None and grad.layout is torch.strided and grad.numel()), None)
-
-
-def _names(loss: Tensor) -> Iterable[tuple[str, str]]:
-    """Names of the nodes of a loss's graph, from the loss on, each with the name of the nearest earlier node that does not only reshape."""
-    waiting: deque[Any] = deque([as_torch_itself(lambda: loss.grad_fn)])
-    known: set[Any] = set()
-    while waiting and len(known) < MAX_NODES:
-        node = waiting.popleft()
-        if node is None or node in known:
-            continue
-        known.add(node)
-        before = node.next_functions[0][0] if node.next_functions else None
-        while before is not None and _name(before) in _RESHAPING:
-            before = before.next_functions[0][0]
-        yield _name(node), "" if before is None else _name(before)
-        waiting.extend(function for function, _index in node.next_functions)
-
-
-def _name(node: Any) -> str:  # noqa: ANN401  # a node of autograd's graph
-    return str(node.name()).partition("Backward")[0]

@@ -1,0 +1,25 @@
+"""The verdict in a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.stores import write_store
+
+from lightning_module_monitor.cli import main
+
+
+def test_eighty_columns_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The evidence is under the name of the check, indented, and keys stay whole; the verdict is the last line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    site = "model.encoder.layers.{}.feed_forward.activation_after_it"
+    zeros = {f"activation/{site.format(number)}/rms": [1.0, *[0.0] * 12] for number in range(3)}
+    store = write_store(tmp_path / "m.h5", {**zeros, "context/loss": [1.0] * 13})
+    assert main(["summary", str(store)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    name = lines.index("watch zero_outputs")
+    assert lines[name + 1].startswith("   step 100: ")
+    assert all(len(line) <= 80 or len(line.split()) == 1 or line in (lines[0], lines[1], lines[-1]) for line in lines), lines
+    assert [line.strip() for line in lines if line.strip() in zeros] == [*zeros]
+    assert lines[-1].startswith("watch: ")
