@@ -140,6 +140,24 @@ def test_an_odd_result_of_a_function_costs_its_own_value_only(device: str) -> No
     assert record.values["monitor/errors"] == (0 if device == "sparse" else 1)
 
 
+def test_a_function_may_call_the_model() -> None:
+    """It is called once for each output of the step itself: what runs within it is not observed, and calls it no further."""
+    model, calls = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)]), []
+
+    def again(_activation: Tensor) -> Tensor:
+        calls.append(1)
+        output: Tensor = model(torch.ones(2, 4))
+        return output.mean()
+
+    rules = [Rule(kinds="activation", statistics="rms"), Rule(kinds="activation", functions={"again": again})]
+    x = torch.randn(3, 4)
+    values = observe(model, x, rules=rules).values
+    assert len(calls) == 7
+    assert values["activation/3/again"] == pytest.approx(model(torch.ones(2, 4)).mean().item(), rel=1e-6)
+    assert values["activation/_root_/rms"] == pytest.approx(model(x).square().mean().sqrt().item(), rel=1e-6)
+    assert values["monitor/errors"] == 0
+
+
 def test_parameters_that_cannot_be_read_are_nan_and_not_zero() -> None:
     """One without data (on the meta device): no value of the kind is made up, activations are there, it is counted."""
     model = nn.Sequential(nn.Linear(4, 4))

@@ -49,7 +49,7 @@ class StepContext:
         plan, recipe = planner.plan(due, stage), planner.recipe
         captured = (planner.capture_plan(step) if is_training else None) or Plan([], [])
         self.model, self.plan, self.step, self.stage = model, plan, step, stage
-        accumulator = StepAccumulator(model.reporter.of_stream, model.state(due, stage))
+        accumulator = StepAccumulator(model.reporter.of_stream, model.state(due, stage), model.gate.closed)
         self.tools = tools = StepTools(accumulator, planner.index, model.reporter, model.gate)
         clock = recipe.schedule.by_clock if is_training else None
         self.clock = clock if clock is not None and clock(step) else None

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -42,10 +43,22 @@ OnError = Callable[[Stream, str, str, Exception], None]
 
 
 class StepAccumulator:
-    """Takes tensors while a step runs, without a host read, and returns their values at its end."""
+    """Takes tensors while a step runs, without a host read, and returns their values at its end.
 
-    def __init__(self, on_error: OnError, state: SeriesState | None = None) -> None:
+    Args:
+        on_error: Receives failures.
+        state: The state from step to step.
+        unobserved: Makes a context in which nothing is observed. Functions of the user run in it, as they may call the model.
+    """
+
+    def __init__(
+        self,
+        on_error: OnError,
+        state: SeriesState | None = None,
+        unobserved: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._on_error = on_error
+        self._unobserved = unobserved
         self._state = SeriesState() if state is None else state
         self._table = MomentTable()
         self._rows: dict[Stream, int] = {}
@@ -203,7 +216,7 @@ class StepAccumulator:
         """Give a tensor, or both of a pair, to the user's functions, and to nothing else."""
         for name, function in stream.functions.items():
             try:
-                with undisturbed(tensors[0].device):
+                with undisturbed(tensors[0].device), self._unobserved():
                     # Copies, without their graph: the function may write into them, and a torchmetrics object may keep them,
                     # while the layer after this one overwrites the original.
                     copies = [strided(tensor).detach().clone() for tensor in tensors]
