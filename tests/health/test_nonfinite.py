@@ -101,7 +101,7 @@ class InTheLoss(Classifier):
         (
             lambda: InTheLoss(nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)))),
             "_root_",
-            "The loss is finite, and its gradient that arrives at model.1.1 has NaN (the output before it, of model, has the largest ",
+            "The loss is finite, and its gradient that arrives at model.1.1 has NaN. The largest magnitude of the output before it, of ",
         ),
     ],
     ids=["between modules", "in the loss"],

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from lightning_module_monitor.model.names import ROOT
-from lightning_module_monitor.probes.nonfinite import NO_CALL, Observed
+from lightning_module_monitor.probes.nonfinite import NO_CALL, Call, Observed
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 
 
@@ -23,11 +23,9 @@ class Producer:
     position: int
     """Position of the call in the micro-batch. Among ranks, the earliest position is the cause."""
     words: str
-    """The evidence, in a sentence."""
-    is_known: bool = True
-    """Whether ``site`` is the source; else the words give the reason why the source is not known."""
+    """The evidence, in a sentence; or the reason why the source is not known."""
     value: str = ""
-    """``NaN`` or ``infinity``."""
+    """``NaN`` or ``infinity``; empty if the source is not known."""
     cause: str = ""
     """The name of the diagnosis that the evidence itself shows; empty where there is none."""
     location: str = ""
@@ -36,13 +34,6 @@ class Producer:
 
 HUGE = 1e5
 """A magnitude above this next to a non-finite value shows that values have grown there."""
-
-
-class _Evidence(NamedTuple):
-    """A part of the evidence: a phrase, and the magnitude in it."""
-
-    words: str = ""
-    magnitude: float = 0.0
 
 
 def producer(observed: Observed | None) -> Producer | None:
@@ -66,10 +57,12 @@ class _MicroBatchSearch:
 
     def __init__(self, observed: Observed, micro_batch: int) -> None:
         self._sites, self._values, self._weights = observed.sites, observed.values, observed.weights
-        self._is_bad = observed.is_bad
-        self._micro_batch = micro_batch
-        self._calls, self._gradients = observed.passes[micro_batch].calls, observed.passes[micro_batch].gradients
-        self._loss = observed.passes[micro_batch].loss
+        self._micro_batch, observed_pass = micro_batch, observed.passes[micro_batch]
+        self._calls, self._gradients, self._loss = observed_pass.calls, observed_pass.gradients, observed_pass.loss
+
+    def _is_bad(self, index: int) -> bool:
+        """Whether a tensor has non-finite elements."""
+        return not math.isfinite(self._values[index])
 
     # Forward
 
@@ -95,19 +88,14 @@ class _MicroBatchSearch:
             kind = kind_of(self._values[self._loss])
             outcome = f"All modules' outputs are finite, and the loss is {kind}"
             words = f"{outcome}: the LightningModule's own code computed it from them and the batch."
-            before = self._last_output(len(self._calls))
-            return suspect or self._producer(ROOT, len(self._calls), kind, f"{words.removesuffix('.')}{before.words}.", before)
+            return suspect or self._producer(ROOT, len(self._calls), kind, words, self._last_output(len(self._calls)))
         return None
 
     def _stays_within(self, index: int) -> bool:
         """Whether a call returned infinities, and the module that called it returned finite values."""
-        call, calls = self._calls[index], self._calls
-        if call.caller == NO_CALL or math.isnan(self._values[call.output]):
-            return False
-        starts = (number for number in reversed(range(index)) if calls[number].site == call.caller and calls[number].output == UNKNOWN)
-        start = next(starts, None)
-        returns = [returned for returned in calls if start is not None and returned.entered == start]
-        return bool(returns) and not any(self._is_bad(returned.output) for returned in returns)
+        call = self._calls[index]
+        is_nan = math.isnan(self._values[call.output])
+        return not (call.caller == NO_CALL or is_nan or self._is_passed_on(call.caller))
 
     def _is_masked(self, index: int) -> bool:
         """Whether a call returned infinities, and the next one with infinite inputs returned finite values."""
@@ -129,12 +117,12 @@ class _MicroBatchSearch:
         kind, name, before = kind_of(self._values[bad_input]), self._sites[call.site].name, self._last_output(index)
         if call.caller == NO_CALL:
             first = f"The first module of the pass, {name}, was given {kind}"
-            origin = f"{name} was given {kind}, and all outputs before it are finite{before.words}" if index else first
+            origin = f"{name} was given {kind}, and all outputs before it are finite" if index else first
             words = f"{origin}: the batch has it, or the LightningModule's own code before it."
             return self._producer(ROOT, index, kind, words, before)
-        where = self._sites[call.caller].name
+        where = self._caller(call)
         code = f"Code in the forward of {where}, between its modules"
-        words = f"{code}, has made {kind} of finite values{before.words}, and passes it to {name}."
+        words = f"{code}, has made {kind} of finite values, and passes it to {name}."
         return self._producer(where, index, kind, words, before)
 
     def _module(self, index: int) -> Producer:
@@ -142,17 +130,17 @@ class _MicroBatchSearch:
         call, name = self._calls[index], self._sites[self._calls[index].site].name
         kind = kind_of(self._values[call.output])
         bad = {key: value for key, value in self._weights_of(name).items() if not math.isfinite(value)}
-        evidence = _Evidence()
+        largest: dict[str, float] = {}
         if bad:
             listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
             words = f"Its weights are not finite ({listed}), so that its output has {kind}."
         elif call.entered != NO_CALL:
-            evidence = self._last_output(index)
-            words = f"Its own code, after its modules, has made {kind} of finite values{evidence.words}."
+            largest = self._last_output(index)
+            words = f"Its own code, after its modules, has made {kind} of finite values."
         else:
-            evidence = self._largest_magnitude(call.input, "") if call.input != UNKNOWN else evidence
-            words = f"Its input is finite{evidence.words}, and its output has {kind}."
-        return self._producer(name, index, kind, words, evidence, cause="update" if bad else self._recurrent(call.site))
+            largest = {"its input": self._values[call.input]} if call.input != UNKNOWN else {}
+            words = f"Its input is finite, and its output has {kind}."
+        return self._producer(name, index, kind, words, largest, cause="update" if bad else self._recurrent(call.site))
 
     # Backward
 
@@ -170,37 +158,39 @@ class _MicroBatchSearch:
         if behind is not None:
             site = self._calls[behind].site
             at_output = next((gradient for gradient in self._gradients if gradient.call == behind and not gradient.at_input), None)
-            arrived = _Evidence() if at_output is None else self._largest_magnitude(at_output.magnitude, " at the output")
-            words = f"The gradient that arrives at its output is finite, and that at its input has {kind}{arrived.words}."
+            arrived = {} if at_output is None else {"the gradient at its output": self._values[at_output.magnitude]}
+            words = f"The gradient that arrives at its output is finite, and that at its input has {kind}."
             return self._producer(self._sites[site].name, index, kind, words, arrived, is_forward=False, cause=self._recurrent(site))
         name = self._sites[call.site].name
         # A container that returns the output of its last module unchanged has no code there.
         following = self._calls[first.call + 1 :]
         after = next((later for later in following if later.is_new or (later.entered != NO_CALL and later.output != call.output)), None)
         if after is None:
-            before = self._last_output(len(self._calls))
-            words = f"The loss is finite, and its gradient that arrives at {name} has {kind}{before.words}."
-            source = self._producer(ROOT, index, kind, words, before, is_forward=False)
+            words = f"The loss is finite, and its gradient that arrives at {name} has {kind}."
+            source = self._producer(ROOT, index, kind, words, self._last_output(len(self._calls)), is_forward=False)
             return replace(source, location="the backward pass of the loss")
-        owner = after.site if after.entered != NO_CALL else after.caller
-        where = ROOT if owner == NO_CALL else self._sites[owner].name
+        where = self._caller(after) if after.entered == NO_CALL else self._sites[after.site].name
         words = f"Its own code between its modules receives a finite gradient, and passes {kind} back to {name}."
-        return self._producer(where, index, kind, words, is_forward=False)
+        return self._producer(where, index, kind, words, {}, is_forward=False)
 
     # Evidence
 
     def _producer(
-        self, site: str, index: int, kind: str, words: str, *evidence: _Evidence, is_forward: bool = True, cause: str = ""
+        self, site: str, index: int, kind: str, words: str, largest: Mapping[str, float], *, is_forward: bool = True, cause: str = ""
     ) -> Producer:
-        largest = max((value for value in self._weights_of(site).values() if math.isfinite(value)), default=None)
-        if largest is not None:
-            words += f" The largest magnitude of its weights is {largest:.4g}."
-        if any(part.magnitude > HUGE for part in evidence) or (largest or 0.0) > HUGE:
+        """The result; ``largest`` has largest magnitudes, by what they are of."""
+        weights = [value for value in self._weights_of(site).values() if math.isfinite(value)]
+        largest = {**largest, "its weights": max(weights)} if weights else largest
+        words = " ".join([words, *(f"The largest magnitude of {what} is {value:.4g}." for what, value in largest.items())])
+        if any(value > HUGE for value in largest.values()):
             cause = "learning_rate"
         elif not is_forward:
             cause = cause or "infinite_slope"
         in_words = "the batch or training_step" if site == ROOT else site
         return Producer(site, is_forward, self._micro_batch, index, words, value=kind, cause=cause, location=in_words)
+
+    def _caller(self, call: Call) -> str:
+        return ROOT if call.caller == NO_CALL else self._sites[self._calls[call.caller].site].name
 
     def _recurrent(self, site: int) -> str:
         """The cause that a recurrent module shows: it multiplies by one matrix for every token."""
@@ -210,13 +200,7 @@ class _MicroBatchSearch:
         """Largest magnitudes of the parameters of a module, and of those within it."""
         return {key: value for key, value in self._weights.items() if name != ROOT and key.startswith(f"{name}.")}
 
-    def _last_output(self, index: int) -> _Evidence:
+    def _last_output(self, index: int) -> dict[str, float]:
+        """The largest magnitude of the last output before a call, if there is one."""
         last = next((call for call in reversed(self._calls[:index]) if call.output != UNKNOWN), None)
-        if last is None:
-            return _Evidence()
-        magnitude = self._values[last.output]
-        return _Evidence(f" (the output before it, of {self._sites[last.site].name}, has the largest magnitude {magnitude:.4g})", magnitude)
-
-    def _largest_magnitude(self, index: int, where: str) -> _Evidence:
-        magnitude = self._values[index]
-        return _Evidence(f" (the largest magnitude{where} is {magnitude:.4g})", magnitude)
+        return {} if last is None else {f"the output before it, of {self._sites[last.site].name},": self._values[last.output]}

@@ -31,10 +31,11 @@ from lightning_module_monitor.model.hooks import (
 )
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors
+from lightning_module_monitor.probes.base import failing_alone
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
 NO_CALL = -1
-"""The caller of modules that the LightningModule itself calls."""
+"""No event; the caller of modules that the LightningModule itself calls."""
 
 MAX_VECTORS = 16
 """Limit of gradients that are observed lightly, evenly spaced: a non-finite gradient reaches all earlier layers."""
@@ -49,7 +50,7 @@ class Call(NamedTuple):
     site: int
     """Index of the module."""
     caller: int
-    """Index of the innermost running module, whose code called it."""
+    """The event in which the innermost running module was entered, whose code called it."""
     input: int
     """Index of the largest magnitude of its first tensor; likewise for the other tensors."""
     is_new: bool
@@ -94,10 +95,6 @@ class Observed:
     """The largest magnitudes by index, and a 0 at the end for the index ``UNKNOWN``."""
     weights: Mapping[str, float]
     """Largest magnitude of every parameter before the update, by name."""
-
-    def is_bad(self, index: int) -> bool:
-        """Whether a tensor has non-finite elements."""
-        return not math.isfinite(self.values[index])
 
 
 class FiniteStep:
@@ -188,11 +185,11 @@ class FiniteStep:
 class NonfiniteProbe:
     """Takes the largest magnitudes of every module's inputs and outputs, and of the gradients that arrive at them.
 
-    An input that is the last output, unchanged, is not read again. An error in a hook is raised or passed to ``report``, and ends the
-    observation of the micro-batch.
+    An input that is the last output, unchanged, is not read again. An error in a hook is passed to ``report``, and ends the observation
+    of the micro-batch.
     """
 
-    def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None] | None = None) -> None:
+    def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None]) -> None:
         self._report = report
         self._sites = [site for site in sites if site.name != ROOT]
         self._hooks, self._tensor_hooks = HookSet(), HookSet()
@@ -201,8 +198,8 @@ class NonfiniteProbe:
         """Whether a micro-batch is being observed."""
         self._is_in_backward = False
         """Whether gradients are those of the loss, and not of an inner ``autograd.grad``."""
-        self._running: list[tuple[int, int]] = []
-        """The running modules, each with the event in which it was entered; the innermost last."""
+        self._running: list[int] = []
+        """The events in which the running modules were entered; the innermost last."""
         self._passes: list[Pass] = []
         self._weights: dict[str, int] = {}
         self._last: tuple[Tensor | None, int, int] = None, 0, UNKNOWN
@@ -225,15 +222,14 @@ class NonfiniteProbe:
         def hook(_module: nn.Module, args: Args, kwargs: Kwargs, output: object = None) -> None:
             # A checkpointed module that is recomputed was observed before.
             if self._is_open and not is_in_backward():
-                try:
+                with failing_alone(self._fail):
                     observe(site, args, kwargs, output)
-                except Exception as error:
-                    self._is_open = False
-                    if self._report is None:
-                        raise
-                    self._report(error)
 
         return UncopiedHook(hook)
+
+    def _fail(self, error: Exception) -> None:
+        self._is_open = self._is_in_backward = False
+        self._report(error)
 
     def begin_micro_batch(self) -> None:
         """A micro-batch begins."""
@@ -285,42 +281,41 @@ class NonfiniteProbe:
 
     def _enter(self, site: int, args: Args, kwargs: Kwargs, _output: object) -> None:
         """A module with submodules was called."""
-        caller = self._caller()
-        values = [*args, *kwargs.values()]
-        value = next((argument for argument in values if isinstance(argument, Tensor)), None)
-        others = self._others(values, value, None)
-        index, is_new = self._index(value)
-        self._running.append((site, len(self._passes[-1].calls)))
-        self._add_call(Call(site, caller, index, is_new, UNKNOWN, NO_CALL, others), value, None)
+        value, index, is_new, others = self._inputs(args, kwargs, None)
+        call = Call(site, self._caller(), index, is_new, UNKNOWN, NO_CALL, others)
+        self._running.append(len(self._passes[-1].calls))
+        self._add_call(call, value, None)
 
     def _leave(self, site: int, _args: Args, _kwargs: Kwargs, output: object) -> None:
         """A module with submodules has returned."""
+        calls = self._passes[-1].calls
         while self._running:
-            running, entered = self._running.pop()
-            if running == site:
+            entered = self._running.pop()
+            if calls[entered].site == site:
                 break  # modules within it have ended by an exception that was caught
         else:
             return
-        for tensor, index in self._indices(output):
+        for tensor, index in self._outputs(output):
             self._add_call(Call(site, self._caller(), UNKNOWN, is_new=False, output=index, entered=entered), None, tensor)
 
     def _observe_call(self, site: int, args: Args, kwargs: Kwargs, output: object) -> None:
         """A module without submodules was called, and has returned."""
-        # An input that the module overwrote no longer exists; it was observed if it was an output.
-        value = args[0] if args and isinstance(args[0], Tensor) and args[0] is not output else None
-        index, is_new = self._index(value)
-        others = self._others([*args, *kwargs.values()], value, output) if len(args) > 1 or value is None or kwargs else ()
-        for tensor, output_index in self._indices(output):
+        value, index, is_new, others = self._inputs(args, kwargs, output)
+        for tensor, output_index in self._outputs(output):
             self._add_call(Call(site, self._caller(), index, is_new, output_index, NO_CALL, others), value, tensor)
             is_new = False  # several outputs are several calls, whose input has one gradient
 
-    def _others(self, values: Sequence[object], value: Tensor | None, output: object) -> tuple[int, ...]:
-        """Indices of a call's inputs other than its first tensor and its output."""
-        tensors = (tensor for _path, tensor in named_tensors(values) if tensor is not value and tensor is not output)
-        return tuple(self._numbers.add(_local_elements(tensor)) for tensor in map(plain, tensors) if tensor.is_floating_point())
+    def _inputs(self, args: Args, kwargs: Kwargs, output: object) -> tuple[Tensor | None, int, bool, tuple[int, ...]]:
+        """The first input that is a tensor, its index, and whether it is new; and the indices of all further tensors."""
+        # An input that the module overwrote no longer exists; it was observed if it was an output.
+        values = [value for value in (*args, *kwargs.values()) if value is not output]
+        first = next((value for value in values if isinstance(value, Tensor)), None)
+        tensors = (plain(tensor) for _path, tensor in named_tensors(values) if tensor is not first and tensor is not output)
+        others = tuple(self._numbers.add(_local_elements(tensor)) for tensor in tensors if tensor.is_floating_point())
+        return first, *self._index(first), others
 
     def _caller(self) -> int:
-        return self._running[-1][0] if self._running else NO_CALL
+        return self._running[-1] if self._running else NO_CALL
 
     def _add_call(self, call: Call, value: Tensor | None, output: Tensor | None) -> None:
         calls = self._passes[-1].calls
@@ -333,13 +328,8 @@ class NonfiniteProbe:
     def _observe_gradient(self, call: int, at_input: bool, gradient: Tensor | None) -> None:
         # It returns nothing, because a value returned by a tensor hook replaces the gradient.
         if gradient is not None and self._is_in_backward and not is_tracing():
-            try:
+            with failing_alone(self._fail):
                 self._passes[-1].gradients.append(Gradient(call, at_input, self._numbers.add(_local_elements(gradient))))
-            except Exception as error:
-                self._is_in_backward = False
-                if self._report is None:
-                    raise
-                self._report(error)
 
     def _index(self, value: Tensor | None) -> tuple[int, bool]:
         """The index of an input or output, and whether it is not the last output, unchanged."""
@@ -354,9 +344,9 @@ class NonfiniteProbe:
             self._last = value, elements._version, index
         return index, True
 
-    def _indices(self, output: object) -> Iterator[tuple[Tensor, int]]:
+    def _outputs(self, output: object) -> Iterator[tuple[Tensor, int]]:
         """The tensors of an output, each with its index."""
-        for tensor in (output,) if isinstance(output, Tensor) else (tensor for _path, tensor in named_tensors(output)):
+        for _path, tensor in named_tensors(output):
             if plain(tensor).is_floating_point():
                 yield tensor, self._index(tensor)[0]  # a container may return the output of its last part
 

@@ -191,8 +191,8 @@ class Tracker:
         self._outputs = WeakTensorKeyDictionary()
         """Version and number of each output: modules that return the same tensor share its number."""
         self._num_outputs = 0
-        self._index_by_output: dict[tuple[int, int], int] = {}
-        """Index of the first stash of a gradient, by backward pass and number of the output."""
+        self._first_by_output: dict[tuple[int, int], Stash] = {}
+        """The first stash of a gradient, by backward pass and number of the output."""
         self.stashes: list[Stash] = []
         """The stashes, in order."""
 
@@ -216,7 +216,7 @@ class Tracker:
             # A forward pass within a backward pass recomputes a checkpointed forward pass. Its outputs get hooks, too: under
             # reentrant checkpointing only they have a gradient.
             if not is_in_backward():
-                self._index_by_output.clear()
+                self._first_by_output.clear()
                 self.stashes.append(self._stashed(event))
             if grad:
                 self._await_gradient(event)
@@ -250,7 +250,7 @@ class Tracker:
     def clear(self) -> None:
         """Remove all stashes; hooks stay."""
         self.stashes.clear()
-        self._index_by_output.clear()
+        self._first_by_output.clear()
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -316,13 +316,11 @@ class Tracker:
             return
         value = map_leaves(awaited.value, lambda leaf: gradients[leaf] if isinstance(leaf, _GradientIndex) else leaf)
         stash = self._stashed(Event(awaited.name, awaited.type, True, value, (), {}))
-        task = backward_pass()
-        index_by_output = self._index_by_output
-        index = min((index_by_output.get((task, number), len(self.stashes)) for number in numbers), default=len(self.stashes))
-        self.stashes.insert(index, stash)
-        if index < len(self.stashes) - 1:
-            index_by_output.update((key, later + 1) for key, later in list(index_by_output.items()) if later >= index)
-        index_by_output.update(((task, number), index) for number in numbers)
+        outputs = [(backward_pass(), number) for number in numbers]
+        inner = {id(self._first_by_output[output]) for output in outputs if output in self._first_by_output}
+        is_inner = (index for index, earlier in enumerate(self.stashes) if id(earlier) in inner)
+        self.stashes.insert(next(is_inner, len(self.stashes)) if inner else len(self.stashes), stash)
+        self._first_by_output.update(dict.fromkeys(outputs, stash))
 
     def _number(self, tensor: Tensor) -> int:
         """The number of a tensor, until it is overwritten."""

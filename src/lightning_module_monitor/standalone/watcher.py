@@ -82,8 +82,6 @@ class TorchWatcher:
         """The expected number of the current or else the next training step; unknown before the first."""
         self._awaits_update = False
         """Whether the optimizer has not made the last logged step yet."""
-        self._is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        """Whether an optimizer has a parameter of the model."""
         self._reporter = ErrorReporter(logging.getLogger(__name__), "warn", lambda: True)
         self._hooks = HookSet()
         self._hooks.add(model.register_forward_pre_hook(UncopiedHook(_weak(self, TorchWatcher._begin_forward))))
@@ -160,10 +158,8 @@ class TorchWatcher:
 
     def _end_update(self, optimizer: Optimizer, *_call: object) -> None:
         """Called after an optimizer's step."""
-        if optimizer not in self._is_ours:
-            ours = {id(parameter) for parameter in self.model.parameters()}
-            self._is_ours[optimizer] = any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
-        if not self._is_ours[optimizer]:
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in updated for parameter in self.model.parameters()):
             return
         self._training.is_over = self._evaluation.is_over = True
         if self._next_step is not None and not self._awaits_update:

@@ -42,8 +42,6 @@ class _StepSearch:
     """Whether the probe observes the step itself."""
     rerun: StepRerun | None
     """Runs the first non-finite micro-batch again, with the probe; ``None`` if no second run is possible or needed."""
-    has_flag: bool
-    """Whether losses and gradients raise the flag."""
     batch_indices: list[int] = field(default_factory=list)
     """``batch_idx`` of each micro-batch."""
     was_finite: bool | None = None
@@ -90,6 +88,11 @@ class NonfiniteSearch:
         self.end_search()
         self._probe.close()
 
+    @property
+    def _raises_flag(self) -> bool:
+        """Whether losses and gradients raise the flag: not where the record shows them."""
+        return self._search is not None and (self._search.is_light or not self._marks_steps)
+
     def begin_step(self, step: int, *, is_monitored: bool) -> None:
         """A step begins. The record of a monitored step gets the flag of the steps before, and shares its transfer and reduction."""
         self.end_search()
@@ -98,7 +101,7 @@ class NonfiniteSearch:
         has_probe = not is_light and (self._marks_steps or not (self._runs_again and is_automatic))
         has_rerun = is_automatic and not (has_probe or self._marks_steps)
         rerun = StepRerun(self._run.module, self._all_sites, None if is_light else self._weights) if has_rerun else None
-        self._search = _StepSearch(is_light, has_probe, rerun, has_flag=is_light or not self._marks_steps)
+        self._search = _StepSearch(is_light, has_probe, rerun)
         if has_probe:
             self._probe.attach()
         steps_since = self._flag.steps_since(step) if is_monitored else None
@@ -119,7 +122,7 @@ class NonfiniteSearch:
 
     def begin_backward(self, loss: Tensor) -> None:
         """The loss of a backward pass exists."""
-        if self._search is not None and self._search.has_flag:
+        if self._raises_flag:
             self._flag.observe_loss(loss)
         self._probe.begin_backward(loss)
         if self._is_scaled:
@@ -127,7 +130,7 @@ class NonfiniteSearch:
 
     def end_backward(self) -> None:
         """The gradients exist."""
-        if self._search is not None and self._search.has_flag and not self._is_scaled:
+        if self._search is not None and self._raises_flag and not self._is_scaled:
             self._flag.observe_gradients(lightly=self._search.is_light)
         self._probe.end_backward()
 
@@ -200,7 +203,7 @@ class NonfiniteSearch:
                     reason += f" with torch's random states alone as they were. {ALWAYS_NAMES}"
                 # Every rank runs it: in tensor parallel training a rank cannot run it alone.
                 source = search.rerun.find(micro_batch)
-                source = source if source is None or source.is_known or is_here else None
+                source = source if source is None or source.value or is_here else None
         except Exception as error:
             reason = f"the step could not be run again ({type(error).__name__}: {error})"
         rank, first = _earliest(source, self._engine.model.ranks)
@@ -221,8 +224,10 @@ class NonfiniteSearch:
         batch_idx = indices[source.micro_batch] if 0 <= source.micro_batch < len(indices) else ""
         when = f"epoch {self._trainer.current_epoch}, batch_idx {batch_idx}"
         kind = "NaN" if source.value == "NaN" else "Infinity"
-        words = f"{kind} in {source.location}, {direction}{where} ({when}). " if source.value else ""
-        if not source.is_known:
+        words = ""  # nothing is known
+        if source.value:
+            words = f"{kind} in {source.location}, {direction}{where} ({when}). "
+        elif source.micro_batch != UNKNOWN:
             words = f"The first non-finite value occurred in {where}, and the module that made it is not known: "
         return Finding(step, "nonfinite", source.site, "", f"{words}{source.words}", "error", cause=source.cause)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,21 +106,21 @@ class StepRerun:
             words = f"{source.words} There, attention or a softmax has a row in which all keys are masked."
             source = replace(source, words=words, cause="masked_row")
         if source is not None and source.site == ROOT and source.is_forward:
-            kinds = _nonfinite_in(kept.batch)
-            batch = f"The batch has {' and '.join(kinds)}{_samples_in(kept.batch)}." if kinds else "The batch is finite."
-            location, cause = ("the batch", "data") if kinds else ("training_step", source.cause)
-            source = replace(source, words=f"{source.words} {batch}", cause=cause, location=location)
+            content = _nonfinite_content(kept.batch)
+            location, cause = ("the batch", "data") if content else ("training_step", source.cause)
+            words = f"{source.words} The batch {f'has {content}' if content else 'is finite'}."
+            source = replace(source, words=words, cause=cause, location=location)
         if not obstacle:
             return None if source is None else replace(source, micro_batch=number)
         prefix = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
         words = f"{obstacle}. {prefix}, {'all was finite.' if source is None else f'it was in {source.location}: {source.words}'}"
         # If two ranks have the same micro-batch, the rank that knows the module comes first.
-        return Producer(ROOT, False, micro_batch, sys.maxsize, words, is_known=False, cause="" if source is None else source.cause)
+        return Producer(ROOT, False, micro_batch, sys.maxsize, words, cause="" if source is None else source.cause)
 
     def _observed(self, kept: _Kept) -> Observed | None:
         """Run a micro-batch again with the probe, and return what it observed; ``None`` if all is finite."""
         sibling, same_sites = self._sibling()
-        probe = NonfiniteProbe(same_sites)
+        probe = NonfiniteProbe(same_sites, _raise)
         probe.attach()
         try:
             probe.begin_micro_batch()
@@ -182,28 +182,31 @@ def _release_gradient(weight: Tensor) -> None:
     weight.grad = None
 
 
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
 def _versions(batch: object) -> list[tuple[object, int, int]]:
     """The versions of a batch's tensors, which every write raises. A model that trains cannot write to tensors of inference mode."""
     return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in named_tensors(batch)]
 
 
-def _nonfinite_in(batch: object) -> list[str]:
-    """The kinds of non-finite values in a batch; if there are any, the batch is the cause, and not the LightningModule's code."""
+def _nonfinite_content(batch: object) -> str:
+    """The kinds of non-finite values in a batch, and the samples that have them, in words; empty if it is finite.
+
+    A sample is an index in the first dimension of the first tensor that has such values.
+    """
+    tensors = [local_part(tensor) for _path, tensor in named_tensors(batch) if tensor.is_floating_point() or tensor.is_complex()]
     numbers = Magnitudes()
-    for _path, tensor in named_tensors(batch):
-        if tensor.is_floating_point() or tensor.is_complex():
-            numbers.add(local_part(tensor))
-    return sorted({kind_of(value) for value in numbers.read() if not math.isfinite(value)})
-
-
-def _samples_in(batch: object) -> str:
-    """The samples of a batch that are not finite, in words: by their index in the first dimension of the first tensor that has any."""
-    tensors = [tensor for _path, tensor in named_tensors(batch) if tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())]
-    finite = [local_part(tensor).isfinite() for tensor in tensors]
-    rows = [(~mask).flatten(1).any(1) if mask.dim() > 1 else ~mask for mask in finite]
+    for tensor in tensors:
+        numbers.add(tensor)
+    kinds = sorted({kind_of(value) for value in numbers.read() if not math.isfinite(value)})
+    if not kinds:
+        return ""
+    rows = ((~tensor.isfinite()).reshape(len(tensor), -1).any(1) for tensor in tensors if tensor.dim() and tensor.numel())
     samples = next((indices for row in rows if (indices := row.nonzero().flatten().tolist())), [])
     more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""
-    return f", in sample {', '.join(map(str, samples[:3]))}{more}" if samples else ""
+    return " and ".join(kinds) + (f", in sample {', '.join(map(str, samples[:3]))}{more}" if samples else "")
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

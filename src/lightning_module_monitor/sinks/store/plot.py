@@ -15,12 +15,12 @@ from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, LOSS, OWN_KIND, Key, is_total
 from lightning_module_monitor.sinks.store.matrices import Table
-from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, open_store
-from lightning_module_monitor.sinks.store.schema import read_modules
-from lightning_module_monitor.sinks.store.series import StoredSeries
+from lightning_module_monitor.sinks.store.read_access import AbsentKeyError
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and is an extra
     from matplotlib.axes import Axes
+
+    from lightning_module_monitor.sinks.store.reader import StoreReader
 
 _HEAD = re.compile(r"(.*)\.head_(\d+)")
 
@@ -56,7 +56,7 @@ class StorePlots(Described):
     All methods raise ``KeyError`` for names that were not recorded, with the nearest name, and ``ImportError`` without matplotlib.
     """
 
-    def __init__(self, store: StoredSeries) -> None:
+    def __init__(self, store: StoreReader) -> None:
         self._store = store
 
     def _describe(self) -> Description:
@@ -68,7 +68,7 @@ class StorePlots(Described):
 
     def _calls(self) -> Iterator[str]:
         """Calls that draw what the store has."""
-        keys, modules = self._store.keys(), self._modules()
+        keys, modules = self._store.keys(), {module.name for module in self._store.modules()}
         sited = [parts for parts in map(Key.parse, keys) if parts.site and parts.kind != OWN_KIND and not is_total(parts, modules)]
         charts = Counter((parts.full_kind, parts.statistic) for parts in sited)
         statistics = {kind: statistic for (kind, statistic), _num_sites in reversed(charts.most_common())}  # the one with the most sites
@@ -93,9 +93,7 @@ class StorePlots(Described):
         """
         table = self._table(kind, statistic, sites)
         ax = ax or new_axes(len(table.sites))
-        draw_image(ax, table.values, table.is_recorded, label=label_of(kind, statistic))
-        label_rows(ax, table.sites)
-        label_columns(ax, table.steps.tolist(), "optimizer step")
+        draw_image(ax, table.values, table.is_recorded, rows=table.sites, columns=table.steps.tolist(), label=label_of(kind, statistic))
         ax.set_title(f"{kind}: {statistic}")
         return ax
 
@@ -176,9 +174,7 @@ class StorePlots(Described):
         filled = np.flatnonzero(counts.any(axis=0))[::-1] if counts.any() else [NUM_BINS // 2]  # the largest values on top
         image, bins = shares[:, filled].T, [LABELS[FINITE][index] for index in filled]
         ax = ax or new_axes(len(bins))
-        draw_image(ax, image, image > 0, label="share of the finite elements")
-        label_rows(ax, bins)
-        label_columns(ax, steps.tolist(), "optimizer step")
+        draw_image(ax, image, image > 0, rows=bins, columns=steps.tolist(), label="share of the finite elements")
         if (not_finite := self._store.nonfinite(key)[1].any(axis=1)).any():
             mark_not_finite(ax, np.flatnonzero(not_finite))
             ax.legend(fontsize=8, frameon=False)
@@ -208,9 +204,8 @@ class StorePlots(Described):
             cell = modules.index(module), head
             values[cell], is_recorded[cell] = table.values[row, column], table.is_recorded[row, column]
         ax = ax or new_axes(len(modules))
-        draw_image(ax, values, is_recorded, label=label_of(kind, statistic))
-        label_rows(ax, modules)
-        label_columns(ax, range(shape[1]), "head")
+        draw_image(ax, values, is_recorded, rows=modules, columns=range(shape[1]), label=label_of(kind, statistic))
+        ax.set_xlabel("head")
         ax.set_title(f"{kind}: {statistic} at step {table.steps[column]}")
         return ax
 
@@ -231,13 +226,8 @@ class StorePlots(Described):
             raise AbsentKeyError(
                 f"sites {sites!r} matches none of {len(known)} sites with {statistic!r} of {kind!r}{nearest(sites, known)}"
             )
-        modules = self._modules()
+        modules = {module.name for module in self._store.modules()}
         return matrix.table([column for column in columns if not is_total(matrix.keys[column], modules)] or columns)
-
-    def _modules(self) -> set[str]:
-        """The names of the modules of the model."""
-        with open_store(self._store.path) as file:
-            return {module.name for module in read_modules(file)}
 
     @staticmethod
     def _columns(table: Table, steps: int | Sequence[int] | None) -> list[int]:
@@ -277,11 +267,13 @@ def spans_decades(values: NDArray[np.float64]) -> bool:
     return bool(len(positive) and finite.min() >= 0 and positive.max() >= WIDE * positive.min())
 
 
-def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.bool_], *, label: str) -> None:
-    """Draw a matrix as an image with a colour bar.
+def draw_image(
+    axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.bool_], *, rows: Sequence[str], columns: Sequence[int], label: str
+) -> None:
+    """Draw a matrix as an image with a colour bar, and name as many rows and columns as are legible.
 
     A cell without a value is grey, a non-finite cell is red. On a scale for values of both signs, zero is white; on a logarithmic scale,
-    zero is black. Values and ``is_recorded`` have the shape ``(rows, columns)``.
+    zero is black. Values and ``is_recorded`` have the shape ``(rows, columns)``; columns are steps, unless the caller labels them.
     """
     colors = require("matplotlib.colors", "plot")
     finite = values[is_recorded & np.isfinite(values)]
@@ -305,6 +297,10 @@ def draw_image(axes: Axes, values: NDArray[np.float64], is_recorded: NDArray[np.
         label += " (red: not finite)"
     has_zeros = is_log and bool((finite == 0).any())
     axes.figure.colorbar(image, ax=axes, pad=0.01, label=label, extend="min" if has_zeros else "neither")
+    label_rows(axes, rows)
+    ticks = _ticks(len(columns), MAX_COLUMN_LABELS)
+    axes.set_xticks(ticks, [str(columns[tick]) for tick in ticks])
+    axes.set_xlabel("optimizer step")
 
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:
@@ -312,13 +308,6 @@ def label_rows(axes: Axes, names: Sequence[str]) -> None:
     points = axes.get_window_extent().height / axes.figure.dpi * 72
     ticks = _ticks(len(names), max(1, int(points / POINTS_PER_ROW)))
     axes.set_yticks(ticks, [names[tick] for tick in ticks], fontsize=8)
-
-
-def label_columns(axes: Axes, names: Sequence[object], axis_label: str) -> None:
-    """Name the columns of an image, as many as are legible."""
-    ticks = _ticks(len(names), MAX_COLUMN_LABELS)
-    axes.set_xticks(ticks, [str(names[tick]) for tick in ticks])
-    axes.set_xlabel(axis_label)
 
 
 def _ticks(num: int, most: int) -> range:

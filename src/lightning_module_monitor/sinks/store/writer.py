@@ -284,7 +284,7 @@ class Store(Writer):
         late, late_histograms = self._open_file.numbers.missing(record.values), self._open_file.histograms.missing(record.histograms)
         if new := late + late_histograms:
             self._logger.info("Step %d brought %s (%s).", record.step, counted(len(new), "new key"), shortened(new))
-        if new or self._open_file.lacks(record.modules):
+        if new or not self._open_file.update_modules(record.modules):
             temporary = files.temporary_path(self.path)
             columns = schema.columns_by_group(late, late_histograms)
             rewrite.rewrite(self._open_file.file, temporary, more=columns, modules=record.modules)
@@ -325,14 +325,24 @@ class _OpenFile:
         self._modules: Sequence[ModuleInfo] = schema.read_modules(file)
         self._last_modules: Sequence[ModuleInfo] = ()
 
-    def lacks(self, modules: Sequence[ModuleInfo]) -> bool:
-        """Whether the file has no row for one of these modules, as after the resume of a run with fewer."""
-        return modules is not self._last_modules and len(schema.merged_modules(self._modules, modules)) > len(self._modules)
+    def update_modules(self, modules: Sequence[ModuleInfo]) -> bool:
+        """Write shapes and dtypes of outputs in place, once they are known.
+
+        Returns:
+            Whether the file has a row for each module: not after the resume of a run with fewer. Without, nothing is written.
+        """
+        if modules is not self._last_modules:
+            merged = schema.merged_modules(self._modules, modules)
+            if len(merged) > len(self._modules):
+                return False
+            if merged != self._modules:
+                with space.room(self.file, 0):
+                    self.file[schema.MODULES][...] = schema.module_rows(merged)
+            self._modules, self._last_modules = merged, modules
+        return True
 
     def append(self, record: Record) -> None:
         """Append a record whose keys and modules are in the file."""
-        if record.modules is not self._last_modules:
-            self._update_modules(record.modules)
         rows = self.numbers.rows(record.values, np.fromiter(record.values.values(), np.float64, len(record.values)))
         if record.histograms:
             counts = np.concatenate([histogram.row for histogram in record.histograms.values()])
@@ -355,14 +365,6 @@ class _OpenFile:
             for table, _row in rows:
                 table.put_step(record.step)
             self._last_record[()] = _now().encode()
-
-    def _update_modules(self, modules: Sequence[ModuleInfo]) -> None:
-        """Write shapes and dtypes of outputs, once they are known, in place."""
-        merged = schema.merged_modules(self._modules, modules)
-        if merged != self._modules:
-            with space.room(self.file, 0):
-                self.file[schema.MODULES][...] = schema.module_rows(merged)
-        self._modules, self._last_modules = merged, modules
 
 
 class _Tables:
