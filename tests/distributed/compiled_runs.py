@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from helpers.compiling import CountingBackend, Net, Trained, compiled, plain_state
-from helpers.lightning_package import Callback, DDPStrategy, ModelParallelStrategy
+from helpers.lightning_package import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
 from helpers.training import KeepLosses, loader, seed, trainer
 from lightning.fabric import Fabric
 from torch import Tensor, distributed, nn
@@ -23,7 +23,9 @@ from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 OF_PARAMETERS = {"kinds": ["parameter", "gradient", "update"], "statistics": "norm"}
-OF_BLOCKS = {"kinds": ["activation", "activation_gradient"], "statistics": ["mean", "norm"], "sites": r"model\.(head|blocks\.\d)"}
+OF_OPTIMIZERS = {"kinds": ["optimizer_state", "update"], "statistics": ["norm", "cosine_to_gradient"]}
+OF_ALL = {"kinds": "gradient", "statistics": "norm", "per_module": "_root_"}
+OF_BLOCKS = {"kinds": ["activation", "activation_gradient"], "statistics": ["mean", "norm", "median"], "sites": r"model\.(head|blocks\.\d)"}
 
 
 class Sharded(Trained):
@@ -44,12 +46,14 @@ class Sharded(Trained):
         fully_shard(self.model, mesh=mesh)
 
 
-def fit(folder: Path, given: Any, options: dict[str, Any], monitored: bool) -> tuple[list[Tensor], ModuleMonitorCallback | None]:
+def fit(
+    folder: Path, given: Any, options: dict[str, Any], monitored: bool, *others: Callback
+) -> tuple[list[Tensor], ModuleMonitorCallback | None]:
     """Two epochs of three steps with loops of validation; gives the losses, and the callback."""
     losses = KeepLosses()
     rules = options.pop("rules")
     callback = ModuleMonitorCallback(2, rules=rules, store=False, on_error="raise") if monitored else None
-    callbacks: list[Callback] = [losses] if callback is None else [callback, losses]
+    callbacks: list[Callback] = [*others, losses] if callback is None else [*others, callback, losses]
     limits: dict[str, Any] = {
         "max_epochs": 2,
         "limit_train_batches": 3,
@@ -83,12 +87,31 @@ def ddp(how: str) -> Callable[[Path, bool], dict[str, Any]]:
     def run(folder: Path, monitored: bool) -> dict[str, Any]:
         backend = CountingBackend()
         module, given = compiled(how, backend, Trained(Net(dropout=0.0)))
-        rules = [OF_PARAMETERS, *([OF_BLOCKS] if how.startswith("blocks") else [])]
+        rules = [OF_PARAMETERS, OF_OPTIMIZERS, OF_ALL, *([OF_BLOCKS] if how.startswith("blocks") else [])]
         losses, callback = fit(folder, given, {"strategy": DDPStrategy(), "rules": rules}, monitored)
         record = None if callback is None else callback.last_record
         return outcome(backend, module, losses, None if record is None else dict(record.values.items()))
 
     return run
+
+
+class CompilesWrapper(Callback):
+    """Compiles what DDP has wrapped."""
+
+    def __init__(self, backend: CountingBackend) -> None:
+        self._backend = backend
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.model.compile(backend=self._backend)
+
+
+def ddp_compiled_after(folder: Path, monitored: bool) -> dict[str, Any]:
+    """DDP's wrapper is compiled in place."""
+    backend, module = CountingBackend(), Trained(Net(dropout=0.0))
+    options = {"strategy": DDPStrategy(), "rules": [OF_PARAMETERS, OF_OPTIMIZERS, OF_ALL]}
+    losses, callback = fit(folder, module, options, monitored, CompilesWrapper(backend))
+    record = None if callback is None else callback.last_record
+    return outcome(backend, module, losses, None if record is None else dict(record.values.items()))
 
 
 def fsdp2(first: str) -> Callable[[Path, bool], dict[str, Any]]:
@@ -97,7 +120,11 @@ def fsdp2(first: str) -> Callable[[Path, bool], dict[str, Any]]:
     def run(folder: Path, monitored: bool) -> dict[str, Any]:
         backend = CountingBackend()
         module = Sharded(backend, first)
-        options = {"strategy": ModelParallelStrategy(WORLD, 1), "rules": [OF_PARAMETERS, OF_BLOCKS], "use_distributed_sampler": False}
+        options = {
+            "strategy": ModelParallelStrategy(WORLD, 1),
+            "rules": [OF_PARAMETERS, OF_OPTIMIZERS, OF_ALL, OF_BLOCKS],
+            "use_distributed_sampler": False,
+        }
         losses, callback = fit(folder, module, options, monitored)
         record = None if callback is None else callback.last_record
         return outcome(backend, module, losses, None if record is None else dict(record.values.items()))
@@ -146,6 +173,7 @@ SCENARIOS = {
     "DDP, part": ddp("part"),
     "DDP, blocks": ddp("blocks"),
     "DDP, blocks in place": ddp("blocks, in place"),
+    "DDP, compiled after": ddp_compiled_after,
     "FSDP2, compiled before": fsdp2("compiled"),
     "FSDP2, compiled after": fsdp2("sharded"),
     "Fabric, compiled before": fabric_loop(False),

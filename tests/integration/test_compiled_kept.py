@@ -80,17 +80,36 @@ def run(how: str, folder: Path, options: dict[str, Any] | None, *, fullgraph: bo
 
 def everything(how: str) -> dict[str, Any]:
     """Every option that has something outside of the compiled code."""
-    rules = [{"kinds": OF_PARAMETERS, "statistics": ["norm", "hist"]}, {"kinds": "parameter_difference", "statistics": "ratio"}]
-    common = {"health": {"nonfinite": "always"}, "stages": ["train", "validate"], "reference": "init", "store": True}
+    rules = [
+        {"kinds": OF_PARAMETERS, "statistics": ["norm", "hist", "median", "underflow_bfloat16"]},
+        {"kinds": ["optimizer_state", "update"], "statistics": ["norm", "cosine_to_gradient"]},
+        {"kinds": "update", "statistics": "cosine_to_previous"},
+        {"kinds": "gradient", "statistics": "norm", "per_module": ["_root_", r"model\.blocks\.\d"]},
+        {"kinds": "parameter_difference", "statistics": "ratio"},
+    ]
+    # A mode of torch's is on in a module whose attention is recorded: here in the one that calls the function.
+    has_attention = how not in (*WITHOUT_OUTSIDE, "a function around the model")
+    common = {
+        "health": {"nonfinite": "always", "watch": "all" if has_attention else ["vanishing", "exploding"]},
+        "stages": ["train", "validate"],
+        "reference": "init",
+        "store": True,
+        "gradient_noise": True,
+        "alerts": [{"keys": "gradient/model.stem.weight/norm", "above": 0.0, "then": "capture"}],
+    }
     if how in WITHOUT_OUTSIDE:
         return {**common, "rules": rules}
     kinds = ["activation", "activation_gradient", "activation_difference"]
     flow = ["model.blocks.0", "model.blocks.1"] if how.startswith("blocks") else ["model.stem", "model.head"]
     return {
         **common,
-        "rules": [*rules, {"kinds": kinds, "statistics": ["mean", "hist"]}, {"kinds": "activation_difference", "statistics": "ratio"}],
-        # A mode of torch's is on in the module that calls the function.
-        "attention": how != "a function around the model",
+        "rules": [
+            *rules,
+            {"kinds": kinds, "statistics": ["mean", "hist", "median"]},
+            {"kinds": "activation", "statistics": ["dead_fraction", "outlier_channels"]},
+            {"kinds": "activation_difference", "statistics": "ratio"},
+        ],
+        "attention": has_attention,
         "rcc": True,
         "gradient_flow": {"blocks": flow},
         "capture": {"sites": "model.head", "steps": [0, 2], "kinds": ["activation", "gradient"]},
@@ -108,8 +127,9 @@ def test_as_many_compilations_and_runs_as_without_the_callback(how: str, which: 
         "parameters only": {"rules": [Rule(kinds=OF_PARAMETERS, statistics="norm")]},
         "everything": everything(how),
     }
-    plain = run(how, tmp_path, None, fullgraph=fullgraph)
-    monitored = run(how, tmp_path, options[which], fullgraph=fullgraph)
+    of_trainer = {"accumulate_grad_batches": 2, "limit_train_batches": 6} if which == "everything" else {}
+    plain = run(how, tmp_path, None, fullgraph=fullgraph, **of_trainer)
+    monitored = run(how, tmp_path, options[which], fullgraph=fullgraph, **of_trainer)
     assert plain.counts[0][0] >= 1
     assert monitored.counts == plain.counts
     assert all(torch.equal(first, other) for first, other in zip(plain.losses, monitored.losses, strict=True))
@@ -153,12 +173,31 @@ def in_place(module: nn.Module, backend: CountingBackend | str) -> nn.Module:
     return module
 
 
+class Calls(nn.Module):
+    """Calls a block, or a compiled function that it holds."""
+
+    def __init__(self, block: nn.Module, function: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.block, self.function = block, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.block(x))
+
+
+def sharing(backend: CountingBackend | str) -> nn.Module:
+    """A compiled block that a compiled module calls, and one that is not compiled."""
+    block = in_place(Block(), backend)
+    return type("Layers", (nn.Sequential,), {})(in_place(Calls(block), backend), Calls(block))
+
+
 BESIDE: dict[str, Callable[[CountingBackend | str], nn.Module | None]] = {
     "Sequential": lambda backend: in_place(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1)), backend),
     "LayerNorm": lambda backend: in_place(nn.LayerNorm(8), backend),
     "a layer with its own norm compiled": lambda backend: in_place(nn.TransformerEncoderLayer(8, 2, 8), backend),
     "a block within": lambda backend: in_place(nn.Sequential(Block(), nn.Linear(8, 8)), backend),
     "a block within a subclass": lambda backend: in_place(type("Layers", (nn.Sequential,), {})(Block(), nn.Linear(8, 8)), backend),
+    "a block that is shared": sharing,
+    "a function within": lambda backend: Calls(nn.Linear(8, 8), torch.compile(torch.sin, backend=backend)),
     "a function elsewhere": lambda _backend: None,
 }
 
@@ -185,12 +224,17 @@ def fit_beside(how: str, folder: Path, options: dict[str, Any] | None, *, induct
     )
 
 
-@pytest.mark.parametrize("options", [{"attention": True}, {"health": {"watch": "all"}}], ids=["attention", "watch"])
+IN_ONE_MODULE = [Rule(kinds="attention_relative_entropy", sites=r"model\.attention", statistics="mean")]
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention": True}, {"health": {"watch": "all"}}, {"rules": IN_ONE_MODULE}], ids=["attention", "watch", "in one module"]
+)
 @pytest.mark.parametrize("how", BESIDE)
 def test_attention_beside_compiled_code_compiles_nothing_more(how: str, options: dict[str, Any], tmp_path: Path) -> None:
     """In the module that calls attention: of torch's own compiled in place, which torch leaves out, and a function that nothing holds."""
     plain = fit_beside(how, tmp_path, None)
-    if how == "a function elsewhere" and "attention" in options:
+    if how == "a function elsewhere" and "health" not in options:
         with pytest.raises(
             ConfigError, match=r"attention.*compiled: keep observes nothing inside compiled code \(model\.attention\.scaled\(\)\)"
         ):

@@ -43,7 +43,8 @@ class CompiledParts:
     inside: frozenset[nn.Module] = frozenset()
     """Modules that compiled code calls."""
     callers: frozenset[nn.Module] = frozenset()
-    """Modules that hold another compiled function, or name it in their code, and call it."""
+    """Modules outside of compiled code that call some: they hold a compiled function or name it in their code, or a child of theirs is
+    also called by other compiled code, so that it is no outermost module."""
     unhooked: frozenset[nn.Module] = frozenset()
     """The modules of ``inside`` that themselves run the outermost compiled code, and that torch would compile differently with a hook."""
     names: tuple[str, ...] = ()
@@ -78,10 +79,12 @@ def compiled_parts(root: nn.Module, wrapper: nn.Module | None = None) -> Compile
                 callers.add(module)
                 inside.update(part for callee in _modules_of(function, module) for part in callee.modules())
                 functions.append(f"{name}.{attribute}".strip("."))
-    unhooked = frozenset(in_place - inside)
+    unhooked, shared = frozenset(in_place - inside), inside.intersection(called)
     inside |= unhooked
+    outermost = frozenset(called) - inside
+    callers |= {module for module in named if not shared.isdisjoint(module.children())}
     names += functions
-    return CompiledParts(frozenset(called) - inside, frozenset(inside), frozenset(callers), unhooked, tuple(dict.fromkeys(names)))
+    return CompiledParts(outermost, frozenset(inside), frozenset(callers) - inside - outermost, unhooked, tuple(dict.fromkeys(names)))
 
 
 def _compiled_functions(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -191,7 +194,7 @@ def _modules_of(function: Callable[..., Any], holder: nn.Module) -> list[nn.Modu
 
 
 def names_used(function: Callable[..., Any], owner: type) -> set[str]:
-    """The names in the code of a method and, recursively, in the methods of its class that it names."""
+    """The names in the code of a method and, recursively, in the methods of its class that it names; of its bases, if it uses ``super``."""
     names, waiting = set[str](), [function]
     while waiting:
         function_code = getattr(waiting.pop(), "__code__", None)
@@ -201,7 +204,9 @@ def names_used(function: Callable[..., Any], owner: type) -> set[str]:
             codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
             new = set(code.co_names) - names
             names |= new
-            waiting += [method for name in new if isinstance(method := getattr(owner, name, None), types.FunctionType)]
+            bases = owner.__mro__ if "super" in code.co_names else ()
+            methods = (value for name in new for value in (getattr(owner, name, None), *(vars(base).get(name) for base in bases)))
+            waiting += [method for method in methods if isinstance(method, types.FunctionType)]
     return names
 
 

@@ -50,7 +50,7 @@ class _HookedModule:
     def __init__(self, module: nn.Module, watched: WatchedModule | None, compiled: CompiledParts) -> None:
         self.module = module
         self.watched = watched
-        """``None`` for a compiled module without a kind of heads: nothing within it is observed."""
+        """``None`` for a compiled module, or a caller of compiled code, without a kind of heads: no call of its own is observed."""
         forward = getattr(self.module.forward, "__func__", None)
         defined_in = getattr(forward, "__module__", None) or ""  # None for generated code, such as torch.fx's
         self.is_without_mode = defined_in.startswith("torch.nn.modules.") or (
@@ -82,7 +82,7 @@ class AttentionProbe(Probe):
         self.has_observed = False
         """Whether there was a call of attention."""
         compiled, by_module = tools.names.compiled, {recorded.site.module: recorded for recorded in with_heads}
-        modules = dict.fromkeys((*by_module, *compiled.outermost)) if by_module else {}
+        modules = dict.fromkeys((*by_module, *compiled.outermost, *compiled.callers)) if by_module else {}
         hooked = (_HookedModule(module, by_module.get(module), compiled) for module in modules)
         # A layer of torch's own without children has no attention within it.
         self._hooked = [each for each in hooked if each.is_attention or not each.is_without_mode or [*each.module.children()]]

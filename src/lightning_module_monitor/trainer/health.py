@@ -136,7 +136,7 @@ class HealthController:
         that the gradient has passed.
         """
         self._details[site] = steps
-        sites, chain = self._run.planner.index, self._run.planner.plan().chain
+        sites, chain = self._run.planner.index.whole, self._run.planner.plan().chain  # parameters inside compiled code are recorded
         streams = {} if chain is None else dict(zip(chain.transitions, chain.streams[1:], strict=True))
         name = streams[site].site if site in streams else site
         while sites.module_site(name) is None and "." in name:
