@@ -180,9 +180,9 @@ def test_own_calls_are_timed_and_hooks_are_put_back(module: Import, monkeypatch:
     assert [dict(module._forward_hooks) for module in lane.model.modules()] == hooks
     assert type(lane.observer).begin is lane.observer.begin.__func__
     seconds = {"plain": [8.0] * 4, "ours": [10.0, 8.0, 7.0, 12.0], "floor": [9.0] * 4}
-    told = measuring.Result(workload, seconds, own_seconds={"ours": [1.2, 1.3] * 2, "floor": [1.0] * 4})
-    told.counts = {name: measuring.Counts(1, 0, 1, 7) for name in seconds}
-    line = report.target_line(told)
+    result = measuring.Result(workload, seconds, own_seconds={"ours": [1.2, 1.3] * 2, "floor": [1.0] * 4})
+    result.counts = {name: measuring.Counts(1, 0, 1, 7) for name in seconds}
+    line = report.target_line(result)
     assert "ours, its own calls alone, 1.25 (1.20 to 1.30) of floor's, target at most 1.6: met" in line
 
 

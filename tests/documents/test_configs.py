@@ -174,12 +174,12 @@ def test_full_tells_the_true_defaults() -> None:
     ):
         fields = [field.name for field in dataclasses.fields(least) if field.name not in given]
         defaults |= {(section, name): getattr(least, name) for name in fields}
-    told = {}
+    documented = {}
     for option in defaults:
         match = re.search(r"Default: (\[.*?\]|\S+)", comment_of[option])
         assert match, f"the comment of {option[1]} tells no default"
-        told[option] = yaml.safe_load(match[1])
-    assert told == defaults
+        documented[option] = yaml.safe_load(match[1])
+    assert documented == defaults
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -193,7 +193,7 @@ def test_schedules_of_rules_and_of_the_monitor() -> None:
         Rule(kinds="parameter", sites="weight", statistics="min", every_n_steps="log"),
         Rule(kinds="parameter", sites="weight", statistics="norm", every_n_steps=lambda step: step == 7),
     ]
-    seen: dict[str, list[int]] = {}
+    steps_by_name: dict[str, list[int]] = {}
     with ModuleMonitor(3, rules=rules) as monitor:
         monitor.set_module(model)
         for step in range(12):
@@ -201,8 +201,8 @@ def test_schedules_of_rules_and_of_the_monitor() -> None:
             monitor.monitor_parameters()
             record = monitor.end_step()
             for key in record.values if record else ():
-                seen.setdefault(key.rpartition("/")[2], []).append(step)
-    assert {name: steps for name, steps in seen.items() if name != "errors"} == {
+                steps_by_name.setdefault(key.rpartition("/")[2], []).append(step)
+    assert {name: steps for name, steps in steps_by_name.items() if name != "errors"} == {
         "mean": [0, 3, 6, 9],
         "max": [1, 4],
         "min": [1, 2, 5, 10],
@@ -553,10 +553,10 @@ def test_hooks_come_off_by_close_and_with() -> None:
 def test_metrics_match_by_the_beginning_of_a_name_and_return_any_shape() -> None:
     """``re.match``, all arguments by name; a custom aggregation gets what every micro-batch gave, one after the other."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
-    seen = []
+    shapes = []
 
     def widest(results: Tensor) -> Tensor:
-        seen.append(tuple(results.shape))
+        shapes.append(tuple(results.shape))
         return results.max() - results.min()
 
     with ModuleMonitor() as monitor:
@@ -582,7 +582,7 @@ def test_metrics_match_by_the_beginning_of_a_name_and_return_any_shape() -> None
         expected[f"parameter/0.{name}/width"] = 2 * float(parameter.detach().mean())
         expected[f"gradient/0.{name}/width"] = 2 * float(parameter.grad.mean())
     assert values == pytest.approx(expected, rel=1e-6)
-    assert [math.prod(shape) for shape in seen] == [8 * 3]
+    assert [math.prod(shape) for shape in shapes] == [8 * 3]
 
 
 @pytest.mark.shows("frozen parameters", "gradients")

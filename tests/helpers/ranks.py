@@ -36,7 +36,7 @@ class Meeting(Generic[T]):
         def run_one(rank: int) -> None:
             try:
                 results[rank] = work(ThreadRank(self, rank))
-            except BaseException as error:  # told to the thread that waits
+            except BaseException as error:  # raised again in the thread that waits
                 errors.append(error)
                 self._barrier.abort()
 

@@ -130,7 +130,7 @@ class Outputs(nn.Module):
     """Parts that return a tuple, a list, a dict, a dataclass, a named tuple, nested ones, and what is not watched."""
 
     class Returns(nn.Module):
-        """Returns what it is told to build from two tensors."""
+        """Returns what `build` makes from two tensors."""
 
         def __init__(self, build: Callable[[Tensor, Tensor], Any]) -> None:
             super().__init__()

@@ -67,12 +67,12 @@ class Before(Callback):
         self.steps.append((state, [one.clone() for one in batch]))
 
 
-def run(model: Callable[[], nn.Module], folder: Path, **wishes: Any) -> tuple[list[Record], Before, LightningModule]:
+def run(model: Callable[[], nn.Module], folder: Path, **options: Any) -> tuple[list[Record], Before, LightningModule]:
     """Three steps with the monitor; as many without it have the same losses and weights."""
     runs = []
     for monitored in (False, True):
         rules = [Rule(kinds=["activation", "activation_gradient", "parameter", "gradient"], statistics=NAMES)]
-        callback, keep, before = ModuleMonitorCallback(1, rules=rules, **wishes), KeepLosses(), Before()
+        callback, keep, before = ModuleMonitorCallback(1, rules=rules, **options), KeepLosses(), Before()
         records = KeepRecords(callback)
         seed()
         module = Classifier(model(), torch.optim.SGD, lr=0.1)

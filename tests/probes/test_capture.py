@@ -232,7 +232,7 @@ def test_captures_only_what_is_asked_and_when() -> None:
     model = make("mlp")
     wish = Capture(sites="layers.0(.weight)?", steps=[2, 4], kinds=["activation", "gradient"])
     rules = [Rule(kinds="parameter", statistics="norm", every_n_steps=3)]
-    seen: dict[int, list[tuple[str, str]]] = {}
+    captured: dict[int, list[tuple[str, str]]] = {}
     with ModuleMonitor(3, rules=rules, capture=wish) as monitor:
         monitor.set_module(model)
         for step in range(6):
@@ -247,10 +247,10 @@ def test_captures_only_what_is_asked_and_when() -> None:
             record = monitor.end_step()
             assert sum(len(one._forward_hooks) for one in model.modules()) == 0
             if record is not None:
-                seen[step] = [(one.kind, one.site) for one in record.tensors]
+                captured[step] = [(one.kind, one.site) for one in record.tensors]
                 assert any("parameter" in key for key in record.values) == (step in (0, 3))
     expected = [("activation", "layers.0"), ("gradient", "layers.0.weight")]
-    assert seen == {0: [], 2: expected, 3: [], 4: expected}
+    assert captured == {0: [], 2: expected, 3: [], 4: expected}
 
 
 # Trouble

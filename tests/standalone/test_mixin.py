@@ -158,7 +158,7 @@ def test_an_excluded_module_is_watched_by_nobody() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_forward_logs_once(reentrant: bool) -> None:
-    """Under activation checkpointing the second forward was seen before."""
+    """Under activation checkpointing the second forward was observed before."""
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -175,15 +175,15 @@ def test_a_recomputed_forward_logs_once(reentrant: bool) -> None:
             return y
 
     net = Checkpointed()
-    seen: list[int] = []
+    results: list[int] = []
     with ModuleMonitor(rules=RULES) as monitor:
         monitor.set_module(net)
         monitor.begin_step(0)
         log_tensor = monitor.log_tensor
-        monitor.log_tensor = lambda *args, **kwargs: (seen.append(1), log_tensor(*args, **kwargs))[1]  # type: ignore[method-assign]
+        monitor.log_tensor = lambda *args, **kwargs: (results.append(1), log_tensor(*args, **kwargs))[1]  # type: ignore[method-assign]
         net(batch(4).requires_grad_()).sum().backward()
         record = monitor.end_step()
-    assert len(seen) == 1
+    assert len(results) == 1
     assert record is not None
     assert record.values[KEY] == pytest.approx(float((net.gated.fc(batch(4)) > 0).double().mean()), rel=1e-6)
 

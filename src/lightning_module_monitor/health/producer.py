@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_module_monitor.model.names import ROOT
-from lightning_module_monitor.probes.nonfinite import NO_CALL, Call, Observed
+from lightning_module_monitor.probes.nonfinite import NO_CALL, Call, ObservedPasses
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 
 
@@ -36,7 +36,7 @@ HUGE = 1e5
 """A magnitude above this next to a non-finite value shows that values have grown there."""
 
 
-def producer(observed: Observed | None) -> Producer | None:
+def producer(observed: ObservedPasses | None) -> Producer | None:
     """The module that made the first non-finite value of a step (``observed``; ``None`` if all values were finite).
 
     ``None`` if no non-finite value was passed on: the infinities of a mask end in a softmax, for example.
@@ -55,7 +55,7 @@ def kind_of(value: float) -> str:
 class _MicroBatchSearch:
     """The search in one micro-batch. ``index`` is the index of a call."""
 
-    def __init__(self, observed: Observed, micro_batch: int) -> None:
+    def __init__(self, observed: ObservedPasses, micro_batch: int) -> None:
         self._sites, self._values, self._weights = observed.sites, observed.values, observed.weights
         self._micro_batch, observed_pass = micro_batch, observed.passes[micro_batch]
         self._calls, self._gradients, self._loss = observed_pass.calls, observed_pass.gradients, observed_pass.loss

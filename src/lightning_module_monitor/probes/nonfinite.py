@@ -84,7 +84,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedPasses:
     """Observations of a rank in a step with a non-finite value, on the host."""
 
     sites: Sequence[ModuleSite]
@@ -352,7 +352,7 @@ class NonfiniteProbe:
 
     # Result
 
-    def observed(self) -> Observed | None:
+    def observed(self) -> ObservedPasses | None:
         """The observations, if a value is not finite."""
         if all(map(math.isfinite, self._numbers.read())):
             return None
@@ -360,7 +360,7 @@ class NonfiniteProbe:
             self.observe_weights()
         values = self._numbers.read()
         weights = {name: values[index] for name, index in self._weights.items() if index != UNKNOWN}
-        return Observed(self._sites, list(self._passes), [*values, 0.0], weights)
+        return ObservedPasses(self._sites, list(self._passes), [*values, 0.0], weights)
 
 
 def _local_elements(tensor: Tensor) -> Tensor:

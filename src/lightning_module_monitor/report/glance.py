@@ -37,7 +37,7 @@ class Course:
     """The parameter group of a learning rate."""
 
 
-class Row(NamedTuple):
+class SeriesRow(NamedTuple):
     """A series of all runs."""
 
     name: str
@@ -56,7 +56,7 @@ class Group(NamedTuple):
     title: str
     extreme: str
     """The word for the extreme."""
-    rows: Sequence[Row]
+    rows: Sequence[SeriesRow]
 
 
 def at_a_glance(runs: Sequence[StoredRun]) -> list[Group]:
@@ -83,7 +83,7 @@ def as_lines(run: StoredRun) -> list[str]:
 
 def _group(title: str, extreme: str, courses: Sequence[Mapping[str, Course]]) -> Group:
     names = dict.fromkeys(name for courses_of_run in courses for name in courses_of_run)
-    return Group(title, extreme, [Row(name, [courses_of_run.get(name) for courses_of_run in courses]) for name in names])
+    return Group(title, extreme, [SeriesRow(name, [courses_of_run.get(name) for courses_of_run in courses]) for name in names])
 
 
 def _losses(run: StoredRun) -> dict[str, Course]:

@@ -217,11 +217,11 @@ def lay_out(logger: object, keys: Collection[str], modules: Collection[str] = ()
     prefix = _key_prefix(logger)
     glance, layout = defaultdict[tuple[int, str], list[str]](list), defaultdict[str, dict[str, list[Any]]](dict)
     for text in dict.fromkeys(keys):
-        place = _place_at_a_glance(Key.parse(text), modules)
-        if place is not None:
-            glance[place].append(f"^{re.escape(prefix + text)}$")
-    for place, patterns in sorted(glance.items()):
-        layout[GLANCE][place[1]] = ["Multiline", patterns]
+        chart_at_a_glance = _chart_at_a_glance(Key.parse(text), modules)
+        if chart_at_a_glance is not None:
+            glance[chart_at_a_glance].append(f"^{re.escape(prefix + text)}$")
+    for (_order, title), patterns in sorted(glance.items()):
+        layout[GLANCE][title] = ["Multiline", patterns]
     totals = [key for key in _drawn(keys) if is_total(key, modules)]
     for chart in charts_of(keys, modules):
         without = dict.fromkeys(key.site for key in totals if (key.full_kind, key.statistic) == chart)
@@ -229,7 +229,7 @@ def lay_out(logger: object, keys: Collection[str], modules: Collection[str] = ()
     logger.experiment.add_custom_scalars(dict(layout))
 
 
-def _place_at_a_glance(key: Key, modules: Collection[str]) -> tuple[int, str] | None:
+def _chart_at_a_glance(key: Key, modules: Collection[str]) -> tuple[int, str] | None:
     """Rank and title of the chart of a key among those to look at first; ``None`` if it is not in one of them."""
     if key.kind == CONTEXT_KIND:
         return (0, "loss") if key.statistic == LOSS else (1, "learning rate") if is_rate(key.statistic) else None

@@ -21,7 +21,7 @@ from lightning_module_monitor.model.copies import independent_copy
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
-from lightning_module_monitor.probes.nonfinite import MaskedRows, NonfiniteProbe, Observed
+from lightning_module_monitor.probes.nonfinite import MaskedRows, NonfiniteProbe, ObservedPasses
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
 from lightning_module_monitor.trainer.strategy import scaler_of
@@ -117,7 +117,7 @@ class StepRerun:
         # If two ranks have the same micro-batch, the rank that knows the module comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, cause="" if source is None else source.cause)
 
-    def _observed(self, kept: _Kept) -> Observed | None:
+    def _observed(self, kept: _Kept) -> ObservedPasses | None:
         """Run a micro-batch again with the probe, and return what it observed; ``None`` if all is finite."""
         sibling, same_sites = self._sibling()
         probe = NonfiniteProbe(same_sites, _raise)
