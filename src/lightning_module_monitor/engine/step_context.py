@@ -91,7 +91,7 @@ class StepContext:
     def _parameter_tap(self, captured: Plan) -> ParameterTap:
         model, plan, tools = self.model, self.plan, self.tools
         tensors = {site.name: site.tensor() for site in model.index.parameters}
-        if any(tensor is None for tensor in tensors.values()):
+        if [name for name, tensor in tensors.items() if tensor is None]:
             fail_removed(plan.parameters, tools.accumulator)
         states = None if plan.states is None else StateReader(plan.states.stream, plan.states.all_totals, plan.states.report_idle, tools)
         return ParameterTap(
