@@ -78,7 +78,7 @@ def test_getting_started_prints_what_it_shows(capsys: pytest.CaptureFixture[str]
         assert main(command) == 0
     printed = {without_numbers(line) for line in (capsys.readouterr().out + caplog.text).splitlines()}
     shown = [without_numbers(line) for block in snippets("text", document) for line in block.splitlines()]
-    assert len(shown) == 13
+    assert len(shown) == 14
     assert [line for line in shown if not any(one.endswith(line) for one in printed)] == []
 
 
