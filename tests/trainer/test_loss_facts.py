@@ -33,6 +33,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 def test_the_number_of_classes(name: str, is_scaled: bool) -> None:
     """Of a loss that is the mean of a cross-entropy and nothing else, as the trainer differentiates it; the backward pass is as before."""
     make, expected = LOSSES[name]
+    if expected and not hasattr(torch.ones(2, requires_grad=True).exp().grad_fn, "_input_metadata"):
+        pytest.skip(f"nodes of the graph have no shapes in torch {torch.__version__}")
     x = torch.randn(4, 10, 5, requires_grad=True)
     loss = make(x) / 1
     loss = loss * torch.tensor(8.0) if is_scaled else loss
