@@ -197,10 +197,11 @@ class ParameterTap(Probe):
     def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
 
-        def read(parameter: Tensor) -> Tensor | None:
+        def read_unscaled(parameter: Tensor) -> Tensor | None:
             gradient = self.access.gradient(parameter)
             return None if gradient is None else unscaled(gradient, scale)
 
+        read = self.access.gradient if scale is None else read_unscaled
         for gradients in self._read({kind}, among, read, makes_copies=scale is not None):
             self._observe(kind, "gradients", gradients)
         if kind == GRADIENT:
