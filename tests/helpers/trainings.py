@@ -174,7 +174,7 @@ SICK: dict[str, Case] = {
     "data with a NaN": Case(lambda: Module(mlp()), ("data",), data=lambda: digits(change=one_row(math.nan)), site="_root_"),
     "data with an infinity": Case(lambda: Module(cnn()), ("data",), data=lambda: digits(change=one_row(math.inf))),
     "a logarithm of zero": Case(lambda: Module(Code(lambda h: torch.log(torch.relu(h)))), ("nonfinite",), site="model", first_step=0),
-    "float16": Case(lambda: Module(mlp(weights=300.0)), ("overflow",), options=float16(), site="model.2", first_step=0),
+    "float16": Case(lambda: Module(mlp(weights=600.0)), ("overflow",), options=float16(), site="model.2", first_step=0),
     "a row without keys": Case(lambda: Module(MaskedAttention()), ("masked_row",), data=lambda: digits(change=one_row(1e5))),
     "a root of zero": Case(lambda: Module(mlp(), loss=_distances), ("infinite_slope",)),
     "a root of zero, in a model": Case(lambda: Module(Code(lambda h: h + (h - h).square().sqrt())), ("infinite_slope",)),
