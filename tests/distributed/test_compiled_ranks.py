@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.compiled_runs import SCENARIOS, both
+from distributed.compiled_runs import SCENARIOS, compared
 from helpers.launch import finish, results, start
 
 SCRIPT = Path(__file__).with_name("compiled_runs.py")
 EXPECTED_KEYS = {
-    "blocks": ("activation/model.blocks.0/norm", "activation_gradient/model.blocks.1/norm", "gradient/model.blocks.0.fc.weight/norm"),
-    "all": ("gradient/model.blocks.0.fc.weight/norm", "update/model.head.weight/norm"),
+    "parameters": ("gradient/model.blocks.0.fc.weight/norm",),
+    "blocks": (
+        "activation/model.blocks.0/mean",
+        "activation_gradient/model.blocks.1/mean",
+        "optimizer_state/model.head.weight.exp_avg/norm",
+    ),
     "Fabric": (
         "activation/body.blocks.0/norm",
         "activation_gradient/body.blocks.1/norm",
@@ -25,7 +29,6 @@ EXPECTED_KEYS = {
 
 def assert_same(plain: dict[str, Any], monitored: dict[str, Any], expected: tuple[str, ...]) -> None:
     """Compilations, runs, losses and weights are the same; what is outside has values, and nothing else of the modules has."""
-    assert plain["counts"][0] >= 1
     assert monitored["counts"] == plain["counts"]
     assert all(torch.equal(loss, other) for loss, other in zip(plain["losses"], monitored["losses"], strict=True))
     assert all(torch.equal(monitored["weights"][name], value) for name, value in plain["weights"].items())
@@ -49,15 +52,20 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.shows("compiled: keep, {name}", "gradients", "training unchanged")
 def test_as_many_compilations_and_runs_on_two_ranks(name: str, on_two_ranks: list[dict[str, Any]]) -> None:
-    """Compiled before and after the strategy has wrapped the model."""
-    outside = "all" if name in ("DDP, whole", "DDP, part", "DDP, compiled after") else "Fabric" if "Fabric" in name else "blocks"
-    for rank_results in on_two_ranks:
-        assert isinstance(rank_results[name], list), rank_results[name]
-        assert_same(*rank_results[name], EXPECTED_KEYS[outside])
+    """Compiled before and after the strategy has wrapped the model: in a fit, a second one and a resumed one."""
+    has_outputs = "blocks" in name or "FSDP2" in name
+    for by_options in (rank_results[name] for rank_results in on_two_ranks):
+        assert isinstance(by_options, dict), by_options
+        plain = by_options.pop("")
+        counts = plain["counts"]
+        assert (counts[0] if isinstance(counts[0], tuple) else counts)[0] >= 1
+        for which, monitored in by_options.items():
+            outside = "Fabric" if "Fabric" in name else "blocks" if has_outputs and which == "everything" else "parameters"
+            assert_same(plain, monitored, EXPECTED_KEYS[outside])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not")
 @pytest.mark.parametrize("name", ["Fabric, compiled before", "Fabric, compiled after"])
 def test_as_many_compilations_and_runs_in_a_loop_with_fabric(name: str, tmp_path: Path) -> None:
     """In one process."""
-    assert_same(*both(name, tmp_path), EXPECTED_KEYS["Fabric"])
+    assert_same(*compared(name, tmp_path, "default rules").values(), EXPECTED_KEYS["Fabric"])

@@ -175,6 +175,46 @@ WAYS: dict[str, Callable[[Trained, dict[str, Any]], Any]] = {
 WITHOUT_OUTSIDE = ("whole", "whole, in place", "part", "in place")
 """The ways in which no layer is outside of compiled code."""
 
+OF_PARAMETERS = ["parameter", "gradient", "update"]
+
+
+def everything(how: str) -> dict[str, Any]:
+    """Every option that has something outside of the compiled code."""
+    rules = [
+        {"kinds": OF_PARAMETERS, "statistics": ["norm", "hist", "median", "underflow_bfloat16"]},
+        {"kinds": ["optimizer_state", "update"], "statistics": ["norm", "cosine_to_gradient"]},
+        {"kinds": "update", "statistics": "cosine_to_previous"},
+        {"kinds": "gradient", "statistics": "norm", "per_module": ["_root_", r"model\.blocks\.\d"]},
+        {"kinds": "parameter_difference", "statistics": "ratio"},
+    ]
+    # A mode of torch's is on in a module whose attention is recorded: here in the one that calls the function.
+    has_attention = how not in (*WITHOUT_OUTSIDE, "a function around the model")
+    common = {
+        "health": {"nonfinite": "always", "watch": "all" if has_attention else ["vanishing", "exploding"]},
+        "stages": ["train", "validate"],
+        "reference": "init",
+        "store": True,
+        "gradient_noise": True,
+        "alerts": [{"keys": "gradient/model.stem.weight/norm", "above": 0.0, "then": "capture"}],
+    }
+    if how in WITHOUT_OUTSIDE:
+        return {**common, "rules": rules}
+    kinds = ["activation", "activation_gradient", "activation_difference"]
+    flow = ["model.blocks.0", "model.blocks.1"] if how.startswith("blocks") else ["model.stem", "model.head"]
+    return {
+        **common,
+        "rules": [
+            *rules,
+            {"kinds": kinds, "statistics": ["mean", "hist", "median"]},
+            {"kinds": "activation", "statistics": ["dead_fraction", "outlier_channels"]},
+            {"kinds": "activation_difference", "statistics": "ratio"},
+        ],
+        "attention": has_attention,
+        "rcc": True,
+        "gradient_flow": {"blocks": flow},
+        "capture": {"sites": "model.head", "steps": [0, 2], "kinds": ["activation", "gradient"]},
+    }
+
 
 def compiled(how: str, backend: CountingBackend | str, module: Trained | None = None, **options: Any) -> tuple[Trained, Any]:
     """A model that is compiled in one of the ways, and what to give to the Trainer."""

@@ -10,7 +10,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.compiling import WAYS, WITHOUT_OUTSIDE, Attention, Block, CountingBackend, Net, Trained, compiled, plain_state
+from helpers.compiling import (
+    OF_PARAMETERS,
+    WAYS,
+    WITHOUT_OUTSIDE,
+    Attention,
+    Block,
+    CountingBackend,
+    Net,
+    Trained,
+    compiled,
+    everything,
+    plain_state,
+)
 from helpers.equivalence import PARAMETERS, TENSORS
 from helpers.lightning_package import Callback
 from helpers.tiny import KeepRecords
@@ -28,7 +40,6 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch before 2.6 compiles once more where hooks come and go"),
 ]
 
-OF_PARAMETERS = ["parameter", "gradient", "update"]
 RULES = [Rule(kinds=[*OF_PARAMETERS, "activation", "activation_gradient"], statistics=["mean", "norm"])]
 OUTSIDE = [how for how in WAYS if how.startswith("blocks")]
 """The ways in which the outputs of blocks are outside."""
@@ -76,44 +87,6 @@ def run(how: str, folder: Path, options: dict[str, Any] | None, *, fullgraph: bo
         fit.save_checkpoint(folder / f"{number}.ckpt")
         counts.append(backend.counts)
     return Run(counts, losses.losses, losses.random_states, plain_state(module), [] if records is None else records.records, callback)
-
-
-def everything(how: str) -> dict[str, Any]:
-    """Every option that has something outside of the compiled code."""
-    rules = [
-        {"kinds": OF_PARAMETERS, "statistics": ["norm", "hist", "median", "underflow_bfloat16"]},
-        {"kinds": ["optimizer_state", "update"], "statistics": ["norm", "cosine_to_gradient"]},
-        {"kinds": "update", "statistics": "cosine_to_previous"},
-        {"kinds": "gradient", "statistics": "norm", "per_module": ["_root_", r"model\.blocks\.\d"]},
-        {"kinds": "parameter_difference", "statistics": "ratio"},
-    ]
-    # A mode of torch's is on in a module whose attention is recorded: here in the one that calls the function.
-    has_attention = how not in (*WITHOUT_OUTSIDE, "a function around the model")
-    common = {
-        "health": {"nonfinite": "always", "watch": "all" if has_attention else ["vanishing", "exploding"]},
-        "stages": ["train", "validate"],
-        "reference": "init",
-        "store": True,
-        "gradient_noise": True,
-        "alerts": [{"keys": "gradient/model.stem.weight/norm", "above": 0.0, "then": "capture"}],
-    }
-    if how in WITHOUT_OUTSIDE:
-        return {**common, "rules": rules}
-    kinds = ["activation", "activation_gradient", "activation_difference"]
-    flow = ["model.blocks.0", "model.blocks.1"] if how.startswith("blocks") else ["model.stem", "model.head"]
-    return {
-        **common,
-        "rules": [
-            *rules,
-            {"kinds": kinds, "statistics": ["mean", "hist", "median"]},
-            {"kinds": "activation", "statistics": ["dead_fraction", "outlier_channels"]},
-            {"kinds": "activation_difference", "statistics": "ratio"},
-        ],
-        "attention": has_attention,
-        "rcc": True,
-        "gradient_flow": {"blocks": flow},
-        "capture": {"sites": "model.head", "steps": [0, 2], "kinds": ["activation", "gradient"]},
-    }
 
 
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
