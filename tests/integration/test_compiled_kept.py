@@ -363,14 +363,15 @@ def test_attention_inside_of_compiled_blocks_is_refused(tmp_path: Path) -> None:
 def test_one_line_says_what_is_compiled_and_how_many_modules_of_the_rules_that_leaves_out(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before the first batch, or, of a function that nothing in the model holds, after the first step."""
+    """Before the first batch, or, of a function that nothing in the model holds, after the first step; once for two fits."""
     _module, model = compiled(how, CountingBackend())
     callback = ModuleMonitorCallback(1, store=False)
     with caplog.at_level(logging.INFO):
-        trainer(tmp_path, [callback], max_steps=3).fit(model, loader(), loader(8))
+        for _ in range(2):
+            trainer(tmp_path, [callback], max_steps=3).fit(model, loader(), loader(8))
     lines = [record.getMessage() for record in caplog.records if "compiled: uncompiled" in record.getMessage()]
     names = {
-        "whole": r"_root_, training_step, validation_step and 2 more",
+        "whole": "_root_",
         "whole, in place": "_root_",
         "part": "model",
         "in place": "model",
@@ -513,19 +514,22 @@ def test_the_module_inside_that_made_a_nan_is_named(how: str, nonfinite: str, tm
 @pytest.mark.shows("compiled: keep, bf16-mixed by inductor", "training unchanged")
 def test_bit_by_bit_with_inductor_in_bf16_mixed(how: str, tmp_path: Path) -> None:
     """LayerNorm, GELU and a residual, which it rounds otherwise: ``keep`` trains as without the callback, ``uncompiled`` does not."""
+    kinds = ["gradient", "parameter", *([] if how in WITHOUT_OUTSIDE else ["activation", "activation_gradient"])]
+    some = {"rules": [Rule(kinds=kinds, statistics="norm")], "store": False}
     runs = []
-    for value in (None, "keep", "uncompiled"):
+    for options in (None, {"compiled": "uncompiled", **some}, {"compiled": "keep", **some}, everything(how) | {"gradient_noise": False}):
         torch._dynamo.reset()
         seed()
         module, model = compiled(how, "inductor", Trained(Net(width=64, dropout=0.0)))
-        kinds = ["gradient", "parameter", *([] if how in WITHOUT_OUTSIDE else ["activation", "activation_gradient"])]
-        options: dict[str, Any] = {"rules": [Rule(kinds=kinds, statistics="norm")], "store": False, "on_error": "raise"}
         losses = KeepLosses()
-        callbacks: list[Callback] = [losses] if value is None else [ModuleMonitorCallback(2, compiled=value, **options), losses]
+        callbacks: list[Callback] = [losses]
+        if options is not None:
+            callbacks.insert(0, ModuleMonitorCallback(**({"every_n_steps": 2, "on_error": "raise"} | options)))
         fit = trainer(tmp_path, callbacks, max_steps=6, precision="bf16-mixed", limit_val_batches=1)
         fit.fit(model, loader(), loader(8))
         runs.append((losses.losses, plain_state(module)))
-    (losses_of_plain, weights_of_plain), (kept, weights_kept), (_uncompiled, weights_uncompiled) = runs
-    assert all(torch.equal(first, other) for first, other in zip(losses_of_plain, kept, strict=True))
-    assert all(torch.equal(weights_kept[name], value) for name, value in weights_of_plain.items())
+    (losses_of_plain, weights_of_plain), (_losses, weights_uncompiled), *all_kept = runs
+    for kept, weights_kept in all_kept:
+        assert all(torch.equal(first, other) for first, other in zip(losses_of_plain, kept, strict=True))
+        assert all(torch.equal(weights_kept[name], value) for name, value in weights_of_plain.items())
     assert not all(torch.equal(weights_uncompiled[name], value) for name, value in weights_of_plain.items())

@@ -64,7 +64,7 @@ def compiled_parts(root: nn.Module, wrapper: nn.Module | None = None) -> Compile
         wrapper: The model as wrapped by a strategy; it may be compiled, too.
     """
     called, in_place, inside, callers = [], set[nn.Module](), set[nn.Module](), set[nn.Module]()
-    names, functions = list[str](), list[str]()
+    names, functions = list[str](), list[tuple[nn.Module, str]]()
     named = dict.fromkeys(() if wrapper is None else wrapper.modules(), "") | {module: name for name, module in root.named_modules()}
     globals_by_class = {kind: [*_compiled_globals(kind)] for kind in {type(module) for module in named}}
     for module, name in named.items():
@@ -78,12 +78,13 @@ def compiled_parts(root: nn.Module, wrapper: nn.Module | None = None) -> Compile
             else:
                 callers.add(module)
                 inside.update(part for callee in _modules_of(function, module) for part in callee.modules())
-                functions.append(f"{name}.{attribute}".strip("."))
+                functions.append((module, f"{name}.{attribute}".strip(".")))
     unhooked, shared = frozenset(in_place - inside), inside.intersection(called)
     inside |= unhooked
     outermost = frozenset(called) - inside
     callers |= {module for module in named if not shared.isdisjoint(module.children())}
-    names += functions
+    # Of a module that is compiled as a whole, Lightning's or torch's copies of its methods are no further names.
+    names += [function for module, function in functions if module not in called]
     return CompiledParts(outermost, frozenset(inside), frozenset(callers) - inside - outermost, unhooked, tuple(dict.fromkeys(names)))
 
 
