@@ -41,7 +41,7 @@ class Rule(PlainFields):
         leaf_modules: Only modules without children.
         statistics: One name or several of ``STATISTICS``; of ``rcc_operator_norm`` and ``rcc_alignment`` names of their values.
         functions: Function of the tensor (of a difference: of the model's and the reference's), or torchmetrics object, by the
-            name that it gets in the key.
+            name that it gets in the key; of a result that is a dict, each part has the key ``name.part``.
         aggregate: How the functions' results are joined over micro-batches and calls: ``mean`` (every element counts
             once), ``sum``, ``min``, ``max``, or a function (or its import path) of the concatenated results.
         every_n_steps: The rule's own schedule, instead of the monitor's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -223,7 +223,9 @@ class StepAccumulator:
                     if isinstance(function.function, Metric):
                         self._update_metric(stream, function.function, name, copies)
                     else:
-                        self.add_result(stream, name, function.function(*copies), tensors[0].numel())
+                        result = function.function(*copies)
+                        for part, value in result.items() if isinstance(result, Mapping) else [("", result)]:
+                            self.add_result(*stream.part(name, part), value, tensors[0].numel())
             except Exception as error:
                 self._fail(stream, name, in_words(tensors[0]), error)
 
@@ -414,7 +416,7 @@ class StepAccumulator:
         except Exception as error:
             self._fail(stream, name, "its results", error)
             return {}
-        return {stream.part_key(name, part) if part else stream.keys[name]: value for part, value in parts.items()}
+        return {stream.part_key(name, part): value for part, value in parts.items()}
 
     def _give_up(self, stream: Stream) -> None:
         self._failed_streams.add(stream.identity)

@@ -104,7 +104,7 @@ def as_tensor(result: object) -> Tensor:
     result = plain(result) if isinstance(result, Tensor) else result
     if not isinstance(result, Tensor) or result.is_complex() or result.is_meta:
         what = f"a tensor of dtype {result.dtype} on {result.device}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-        raise TypeError(f"returned {what}; expected a real tensor or a number")
+        raise TypeError(f"returned {what}; expected a real tensor, a number, or a dict of these")
     return own_elements(result if result.layout is torch.strided else result.to_dense())
 
 

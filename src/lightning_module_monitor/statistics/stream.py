@@ -144,7 +144,7 @@ class Stream:
 
     @functools.cached_property
     def keys(self) -> dict[str, str]:
-        """The key of every output, by its name; a function that returns a dict has others instead."""
+        """The key of every output, by its name; a function that returns a dict has a key for each part instead."""
         fit = {name: fit_for_loggers(name, MAX_STATISTIC_LENGTH) for name in self.outputs}
         return {name: Key(self.kind, self.site, short, self.stage, self.prefix).format() for name, short in fit.items()}
 
@@ -164,9 +164,18 @@ class Stream:
         unknown = {self.keys[name] for name, output in self.values.items() if not output.is_number}
         return [key for key in self.number_keys if key not in unknown]
 
+    def part(self, name: str, part: object) -> tuple[Stream, str]:
+        """The stream of one part of an output that is a dict, and the part's name there; ``""`` is the output itself."""
+        if part == "":
+            return self, name
+        part_name, value = f"{name}.{part}", Value(self.values[name].aggregate)
+        # The functions of a parameter are called on one rank alone: no other rank has to have the value.
+        return self.derive(("part", part_name), outputs={part_name: value}, shared={}, origin=None, is_replicated=False), part_name
+
     def part_key(self, name: str, part: str) -> str:
         """The key of one part of an output that is a dict."""
-        return Key(self.kind, self.site, fit_for_loggers(f"{name}.{part}", MAX_STATISTIC_LENGTH), self.stage, self.prefix).format()
+        stream, part_name = self.part(name, part)
+        return stream.keys[part_name]
 
     def at(self, site: str, names: Iterable[str] | None = None) -> Stream:
         """The same for a further site, as a further output of the module; with ``names`` only these of its outputs.
