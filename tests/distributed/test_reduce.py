@@ -181,6 +181,7 @@ def test_errors_and_lost_steps_of_any_rank_hold_on_all() -> None:
 
     for index, (values, num_errors, has_errors, is_lost) in enumerate(Meeting[Any](3).run(work)):
         assert all(np.isnan(values[f"activation/a/{name}"]) for name in PLAIN)
+        assert "activation/a/hist" not in values  # the key of a histogram is that of no number
         assert (num_errors, has_errors, is_lost) == (1, index == 1, True)
 
 

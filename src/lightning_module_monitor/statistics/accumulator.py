@@ -22,7 +22,7 @@ from lightning_module_monitor.kernels.elements import in_words, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import widest
-from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelSums, in_both, outlier_channels
+from lightning_module_monitor.statistics.channels import ChannelSums, in_both
 from lightning_module_monitor.statistics.functions import (
     Aggregate,
     Results,
@@ -35,7 +35,6 @@ from lightning_module_monitor.statistics.functions import (
 )
 from lightning_module_monitor.statistics.layout import NO_MOMENTS, Numbers, Observed, SeriesState
 from lightning_module_monitor.statistics.precision import Difference
-from lightning_module_monitor.statistics.registry import dead_fraction
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream
 
 OnError = Callable[[Stream, str, str, Exception], None]
@@ -74,8 +73,6 @@ class StepAccumulator:
         """Totals that were not planned, of streams that were observed."""
         self._failed: set[str] = set()
         self._failed_streams: set[Identity] = set()
-        self._uncounted: set[str] = set()
-        """The keys among these of histograms that lack elements."""
         self.num_errors = 0
         self.is_lost = False
         """Whether an error has ended the monitoring of this step, on any rank once :meth:`collect` was called."""
@@ -284,27 +281,26 @@ class StepAccumulator:
             return {}
         layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
-            self._failed.update(stream.keys[name] for name in stream.outputs if name not in stream.values)
+            self._failed.update(stream.keys[name] for name in (*stream.statistics, *stream.channels))
         self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
         # Further collectives come before everything that may fail: an error must not keep this rank from a collective.
         results = self._finished_once(observed, numbers, copied, ranks)
-        sums = layout.rows_of_sums(numbers)
-        values = self._state.finisher(numbers.observed).values(numbers.moments, sums[FINE], self._fail)
+        values = self._state.finisher(numbers.observed).values(numbers.moments, layout.rows_of_counts(FINE, numbers), self._fail)
         merged_values = zip(layout.values, numbers.merged([value.aggregate for _stream, _name, value in layout.values]), strict=True)
         observed_values = itertools.compress(merged_values, numbers.called)
         values |= {stream.keys[name]: result for (stream, name, value), result in observed_values if value.is_number} | results
-        for stream, row in sums[UNIT_SUMS].items():
-            num_alive, is_unit = row.reshape(2, -1)
-            alive = num_alive[is_unit > 0] > 0
-            for key in (stream.keys[name] for name in stream.units) if len(alive) else ():
-                self._state.units[key].append(alive)
-                values[key] = dead_fraction(self._state.units[key])
-        channels = [(stream, row) for stream, row in sums[CHANNEL_SUMS].items() if row.any()]
-        values |= {stream.keys[name]: outlier_channels(row) for stream, row in channels for name in stream.channels}
-        counted = [stream for stream in sums[HISTOGRAM] if numbers.observed[layout.positions[stream.identity]]]
-        by_key = {key: Histogram(sums[HISTOGRAM][stream].astype(np.int64)) for stream in counted for key in stream.histogram_keys}
-        self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
-        return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
+        for stream, name, statistic in layout.channels:
+            row = numbers.counts[layout.slices[stream.identity, statistic.sums]]
+            if row.any():
+                key = stream.keys[name]
+                values[key] = statistic.finish(row, self._state.units[key])
+        self.histograms = {
+            key: Histogram(row.astype(np.int64))
+            for stream, row in layout.rows_of_counts(HISTOGRAM, numbers).items()
+            for key in stream.histogram_keys
+            if numbers.observed[position := layout.positions[stream.identity]] and not numbers.failed[position]
+        }
+        return values | dict.fromkeys(self._failed, math.nan)
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
@@ -420,8 +416,7 @@ class StepAccumulator:
 
     def _give_up(self, stream: Stream) -> None:
         self._failed_streams.add(stream.identity)
-        self._failed.update(stream.keys.values())
-        self._uncounted.update(stream.histogram_keys)
+        self._failed.update(stream.number_keys)
 
     def _cannot_send(self, stream: Stream, error: Exception) -> None:
         self._give_up(stream)

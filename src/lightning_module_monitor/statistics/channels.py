@@ -1,14 +1,17 @@
-"""The channels of a layer's output: their root mean squares, and which of them stand out."""
+"""The channels (units) of a layer's output: the number of outliers, by root mean square, and the fraction of dead ones."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_module_monitor.kernels.moments import Array
@@ -96,8 +99,47 @@ class ChannelSums:
 CHANNEL_SUMS, UNIT_SUMS = ChannelSums(channel_sums, MAX_CHANNELS), ChannelSums(unit_sums, MAX_UNITS)
 
 
-def outlier_channels(row: Array) -> float:
-    """The number of channels that stand out, from a row of sums; NaN without channels, or if an element is not finite."""
+Recent: TypeAlias = deque[NDArray[np.bool_]]
+"""For each of the last steps, whether each unit was alive: had an element that was not zero, or NaN."""
+
+NUM_STEPS = 10
+"""Number of monitored steps throughout which a dead unit was zero."""
+
+
+def recent_units() -> Recent:
+    """A memory for the last steps."""
+    return deque(maxlen=NUM_STEPS)
+
+
+@dataclass(frozen=True)
+class ChannelStatistic:
+    """A statistic that is computed from sums over each channel of a layer.
+
+    Attributes:
+        sums: The sums.
+        finish: Takes a row of the sums of at least one channel, and the memory of the last steps, and returns the statistic.
+    """
+
+    sums: ChannelSums
+    finish: Callable[[Array, Recent], float]
+
+
+def outlier_channels(row: Array, _recent: Recent) -> float:
+    """The number of channels (units, as above) whose root mean square is more than six times the median of all.
+
+    Of up to 4096 evenly spaced channels. Six times is the limit of LLM.int8() (arXiv 2208.07339), relative to the median channel. NaN if an
+    element is not finite.
+    """
     squares, elements = row.reshape(2, -1)
     rms = np.sqrt(squares[elements > 0] / elements[elements > 0])
-    return float(np.count_nonzero(rms > OUTLYING * np.median(rms))) if len(rms) and np.isfinite(rms).all() else math.nan
+    return float(np.count_nonzero(rms > OUTLYING * np.median(rms))) if np.isfinite(rms).all() else math.nan
+
+
+def dead_fraction(row: Array, recent: Recent) -> float:
+    """The fraction of units (channels, features) that were zero throughout the last monitored steps, up to ten, from 0 to 1."""
+    num_alive, is_unit = row.reshape(2, -1)
+    recent.append(num_alive[is_unit > 0] > 0)
+    alive = np.zeros(max(map(len, recent)), bool)
+    for alive_in_step in recent:
+        alive[: len(alive_in_step)] |= alive_in_step
+    return np.count_nonzero(~alive) / len(alive)

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 from lightning_module_monitor.kernels.bins_of_floats import Bins, needed_bins
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
-from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelSums
+from lightning_module_monitor.statistics.channels import ChannelStatistic, ChannelSums
 from lightning_module_monitor.statistics.functions import Function, Value
-from lightning_module_monitor.statistics.registry import ChannelStatistic, HistogramStatistic, Statistic, UnitStatistic
+from lightning_module_monitor.statistics.registry import HistogramStatistic, Statistic
 
 OWN, BASE, OTHER, PRODUCT, PREVIOUS, PREVIOUS_PRODUCT = range(6)
 """Row offsets of a stream in the table: the tensor, what it is relative to (the reference, of a difference), the gradient (of a difference
@@ -22,8 +22,8 @@ the model's tensor), the product with it; the tensor of the monitored step befor
 COMPARED_ROWS = {"reference": (OTHER, BASE, PRODUCT), "gradient": (OWN, OTHER, PRODUCT), "previous": (OWN, PREVIOUS, PREVIOUS_PRODUCT)}
 """The rows of two tensors and of their product, by what a statistic compares with."""
 
-Output: TypeAlias = Statistic | HistogramStatistic | UnitStatistic | ChannelStatistic | Value
-"""What a stream records: a number made of moments, counts of bins, of units or of channels; the result of a function, or a value."""
+Output: TypeAlias = Statistic | HistogramStatistic | ChannelStatistic | Value
+"""What a stream records: a number made of moments, counts of bins; sums of channels; the result of a function, or a value."""
 
 Identity: TypeAlias = tuple[str, ...]
 
@@ -73,14 +73,9 @@ class Stream:
         return tuple(name for name, output in self.outputs.items() if isinstance(output, HistogramStatistic))
 
     @functools.cached_property
-    def units(self) -> tuple[str, ...]:
-        """Names of the statistics of units."""
-        return tuple(name for name, output in self.outputs.items() if isinstance(output, UnitStatistic))
-
-    @functools.cached_property
-    def channels(self) -> tuple[str, ...]:
-        """Names of the statistics of channels."""
-        return tuple(name for name, output in self.outputs.items() if isinstance(output, ChannelStatistic))
+    def channels(self) -> dict[str, ChannelStatistic]:
+        """The outputs that are made of sums over channels."""
+        return {name: output for name, output in self.outputs.items() if isinstance(output, ChannelStatistic)}
 
     @functools.cached_property
     def values(self) -> dict[str, Value]:
@@ -108,8 +103,8 @@ class Stream:
 
     @functools.cached_property
     def channel_sums(self) -> tuple[ChannelSums, ...]:
-        """What the statistics of units and of channels are computed from."""
-        return (*([UNIT_SUMS] if self.units else []), *([CHANNEL_SUMS] if self.channels else []))
+        """What the statistics of channels are computed from."""
+        return tuple(dict.fromkeys(statistic.sums for statistic in self.channels.values()))
 
     @functools.cached_property
     def rows_of_sums(self) -> tuple[Bins | ChannelSums, ...]:
@@ -155,8 +150,8 @@ class Stream:
 
     @functools.cached_property
     def number_keys(self) -> list[str]:
-        """Keys of the numbers: of statistics, functions, values, units and channels, in this order."""
-        return [self.keys[name] for name in (*self.statistics, *self.values, *self.units, *self.channels)]
+        """Keys of the numbers: of statistics, functions, values and channels, in this order."""
+        return [self.keys[name] for name in (*self.statistics, *self.values, *self.channels)]
 
     @functools.cached_property
     def planned_keys(self) -> list[str]:
