@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -27,9 +27,11 @@ from lightning_module_monitor.statistics.functions import (
     Aggregate,
     Results,
     aggregated,
-    by_part,
+    as_tensor,
     computed,
+    joined,
     metric_of,
+    parts_of,
     synchronized,
     undisturbed,
 )
@@ -134,15 +136,13 @@ class StepAccumulator:
     def measure_pair(self, stream: Stream, current: Tensor, reference: Tensor) -> None:
         """:meth:`observe_pair` without the functions: of tensors that are parts of what a function receives."""
         current, reference = strided(current), strided(reference)
-        difference = Difference(current, reference)
-        if stream.statistics or stream.histograms or stream.shared:
-            row = self._row(stream)
-            if stream.needs:
-                self._table.add((row + OWN,), difference.tensor, stream.needs, difference.other)
-            if stream.base_needs:
-                self._table.add((row + BASE,), reference, stream.base_needs)
-            if "reference" in stream.compared_with:
-                self._table.add_product(row + OTHER, row + PRODUCT, current, reference)
+        difference, row = Difference(current, reference), self._row(stream)
+        if stream.needs:
+            self._table.add((row + OWN,), difference.tensor, stream.needs, difference.other)
+        if stream.base_needs:
+            self._table.add((row + BASE,), reference, stream.base_needs)
+        if "reference" in stream.compared_with:
+            self._table.add_product(row + OTHER, row + PRODUCT, current, reference)
 
     def measure_comparison(self, stream: Stream, name: str, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
         """Take what statistics need that compare a tensor with another, besides the moments of the tensor itself.
@@ -221,7 +221,7 @@ class StepAccumulator:
                         self._update_metric(stream, function.function, name, copies)
                     else:
                         result = function.function(*copies)
-                        for part, value in result.items() if isinstance(result, Mapping) else [("", result)]:
+                        for part, value in parts_of(result).items():
                             self.add_result(*stream.part(name, part), value, tensors[0].numel())
             except Exception as error:
                 self._fail(stream, name, in_words(tensors[0]), error)
@@ -408,11 +408,11 @@ class StepAccumulator:
     def _parts(self, stream: Stream, name: str, compute: Callable[[], object]) -> dict[str, Tensor]:
         """A final result by key; each part of a dict has a key of its own."""
         try:
-            parts = by_part(compute())
+            parts = [(*stream.part(name, part), joined(as_tensor(value), "mean")) for part, value in parts_of(compute()).items()]
         except Exception as error:
             self._fail(stream, name, "its results", error)
             return {}
-        return {stream.part_key(name, part): value for part, value in parts.items()}
+        return {stream_of_part.keys[part]: value for stream_of_part, part, value in parts}
 
     def _give_up(self, stream: Stream) -> None:
         self._failed_streams.add(stream.identity)

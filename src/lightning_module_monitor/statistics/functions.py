@@ -114,10 +114,9 @@ def joined(tensor: Tensor, aggregate: str) -> Tensor:
     return wide if wide.dim() == 0 else AGGREGATES[aggregate](wide)
 
 
-def by_part(result: object) -> dict[str, Tensor]:
-    """A final result as one number, by ``""``, or for a dict several, by the names of its parts; each of shape ``()``, on its device."""
-    parts = result if isinstance(result, Mapping) else {"": result}
-    return {str(part): joined(as_tensor(value), "mean") for part, value in parts.items()}
+def parts_of(result: object) -> Mapping[Any, object]:
+    """The parts of a result that is a dict; any other result by ``""``."""
+    return result if isinstance(result, Mapping) else {"": result}
 
 
 def metric_of(value: Value) -> Metric | None:

@@ -68,11 +68,6 @@ class Stream:
         return {name: output for name, output in self.outputs.items() if isinstance(output, Statistic)}
 
     @functools.cached_property
-    def histograms(self) -> tuple[str, ...]:
-        """Names of the histograms: none, or the one that ``STATISTICS`` has."""
-        return tuple(name for name, output in self.outputs.items() if isinstance(output, HistogramStatistic))
-
-    @functools.cached_property
     def channels(self) -> dict[str, ChannelStatistic]:
         """The outputs that are made of sums over channels."""
         return {name: output for name, output in self.outputs.items() if isinstance(output, ChannelStatistic)}
@@ -146,7 +141,7 @@ class Stream:
     @functools.cached_property
     def histogram_keys(self) -> list[str]:
         """Keys of the histograms."""
-        return [self.keys[name] for name in self.histograms]
+        return [self.keys[name] for name, output in self.outputs.items() if isinstance(output, HistogramStatistic)]
 
     @functools.cached_property
     def number_keys(self) -> list[str]:
@@ -166,11 +161,6 @@ class Stream:
         part_name, value = f"{name}.{part}", Value(self.values[name].aggregate)
         # The functions of a parameter are called on one rank alone: no other rank has to have the value.
         return self.derive(("part", part_name), outputs={part_name: value}, shared={}, origin=None, is_replicated=False), part_name
-
-    def part_key(self, name: str, part: str) -> str:
-        """The key of one part of an output that is a dict."""
-        stream, part_name = self.part(name, part)
-        return stream.keys[part_name]
 
     def at(self, site: str, names: Iterable[str] | None = None) -> Stream:
         """The same for a further site, as a further output of the module; with ``names`` only these of its outputs.
