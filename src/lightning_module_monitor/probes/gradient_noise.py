@@ -294,7 +294,7 @@ class GradientNoiseProbe(Probe):
         known = [sizes.get(index, UNDEFINED) for index in squares]
         estimate = noise_and_signal(undivided, np.array(known), whole * (divisor * self._num_ranks / num) ** 2)
         scale = UNDEFINED if is_undefined(estimate.noise) else math.nan
-        if estimate.is_finite():
+        if all(map(math.isfinite, estimate)):
             average = self._state.averages[site] = estimate.moving_average(self._state.averages.get(site))
             scale = average.noise_scale()
         index, ratio = largest_over_median(undivided)

@@ -1,4 +1,4 @@
-"""All that is observed in one monitored step (or one validation loop), until it is finished into values by key."""
+"""The observations of one monitored step, or one validation loop, until they are finished into values by key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_module_monitor.kernels.elements import in_words, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import widest
-from lightning_module_monitor.statistics.channels import ChannelSums, in_both
+from lightning_module_monitor.statistics.channels import ChannelSums, merged_sums
 from lightning_module_monitor.statistics.functions import (
     Aggregate,
     Results,
@@ -96,7 +96,7 @@ class StepAccumulator:
             if stream.channel_sums and tensor.numel():
                 for sort in stream.channel_sums:
                     sums = sort.measure(strided(tensor).detach())
-                    self._sums[stream, sort] = in_both(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
+                    self._sums[stream, sort] = merged_sums(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
             if stream.functions:
                 self.call_functions(stream, tensor)
         except MonitorError:
@@ -105,7 +105,7 @@ class StepAccumulator:
             self.fail(stream, tensor, error)
 
     def observe_for(self, terms: Iterable[tuple[Difference, Sequence[tuple[Stream, int]]]]) -> None:
-        """Take tensors, each for several rows, and measure it once where they need no more than another of them does.
+        """Take tensors, each for several rows. Rows that need no more than another row of the tensor share its measurement.
 
         Args:
             terms: Differences of tensors as :meth:`observe` takes them, each with streams, and for each of these the row that it
@@ -145,13 +145,13 @@ class StepAccumulator:
             self._table.add_product(row + OTHER, row + PRODUCT, current, reference)
 
     def measure_comparison(self, stream: Stream, name: str, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
-        """Take what statistics need that compare a tensor with another, besides the moments of the tensor itself.
+        """Take another tensor and the product with it, for statistics that compare a tensor with it; not the tensor itself.
 
         Args:
-            stream: What is recorded of it.
-            name: What the other one is: ``gradient`` or ``previous``.
+            stream: What is recorded of the tensor.
+            name: The other tensor's name: ``gradient`` or ``previous``.
             tensor: The tensor, or this rank's part of it.
-            other: Of the same shape, on any device.
+            other: The other tensor, of the same shape, on any device.
             is_opposite: Whether minus the tensor is compared.
 
         Raises:
@@ -159,11 +159,11 @@ class StepAccumulator:
         """
         tensor, other = strided(tensor).detach(), strided(other).detach()
         Difference(tensor, other)  # checks the shapes
-        row, (_tensor, of_other, of_product) = self._row(stream), COMPARED_ROWS[name]
-        self._table.add_product(row + of_other, row + of_product, other.to(tensor.device), tensor, is_opposite=is_opposite)
+        first, (_tensor, other_row, product_row) = self._row(stream), COMPARED_ROWS[name]
+        self._table.add_product(first + other_row, first + product_row, other.to(tensor.device), tensor, is_opposite=is_opposite)
 
     def observe_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
-        """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""
+        """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. A tensor that cannot be read fails alone."""
         pairs = list(pairs)
         self.measure_all(pairs)
         for stream, tensor in pairs:
@@ -201,7 +201,7 @@ class StepAccumulator:
                 self.call_functions(stream, torch.where(is_counted, row, torch.nan))
 
     def observe_base(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
-        """Take what relative statistics are relative to, for streams that have one."""
+        """Take the tensors that relative statistics are relative to; streams without such a statistic are left out."""
         for stream, tensor in pairs:
             if stream.base_needs:
                 try:
@@ -210,7 +210,7 @@ class StepAccumulator:
                     self.fail(stream, tensor, error)
 
     def call_functions(self, stream: Stream, *tensors: Tensor) -> None:
-        """Give a tensor, or both of a pair, to the user's functions, and to nothing else."""
+        """Call the user's functions with a tensor, or with both tensors of a pair."""
         for name, function in stream.functions.items():
             try:
                 with undisturbed(tensors[0].device), self._unobserved():
@@ -330,8 +330,7 @@ class StepAccumulator:
         counts: dict[tuple[Identity, Bins | ChannelSums], Array] = {}
         for bins, streams, _share in counted_shares:
             for stream, row in zip(streams, next(arrived), strict=True):
-                counted_as = stream.identity, bins
-                counts[counted_as] = counts[counted_as] + row if counted_as in counts else row
+                counts[stream.identity, bins] = counts.get((stream.identity, bins), 0.0) + row
         counts |= {(stream.identity, sort): sort.row(next(arrived)) for stream, sort in self._sums}
         return Observed(
             streams=[

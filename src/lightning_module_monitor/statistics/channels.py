@@ -18,17 +18,17 @@ from lightning_module_monitor.kernels.moments import Array
 from lightning_module_monitor.kernels.torch_kernel import CPU_PORTION, PORTION, widest
 
 MAX_CHANNELS = 4096
-"""Limit of observed channels. In larger layers evenly spaced channels are observed."""
+"""Limit of channels whose sums of squares are taken. In larger layers evenly spaced channels are observed."""
 
 MAX_UNITS = 1024
-"""The same, where only whether they are alive is observed."""
+"""Limit of units for which it is observed whether they are alive, likewise."""
 
 OUTLYING = 6.0
 """A channel whose rms is more than so many times the median of all is an outlier."""
 
 
 def _with_channels(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """A tensor with at least two dimensions, and those besides the one of channels: the second one of four or five, else the last."""
+    """The tensor with at least two dimensions, and all dimensions but that of channels: the second of four or five, else the last."""
     tensor = tensor if tensor.dim() > 1 else tensor.reshape(1, -1)
     dimension = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
     return tensor, [axis for axis in range(tensor.dim()) if axis != dimension]
@@ -53,14 +53,14 @@ def channel_sums(tensor: Tensor) -> Tensor:
     return torch.stack([squares, torch.full_like(squares, num_elements)])
 
 
-def in_both(sums: Tensor, other: Tensor) -> Tensor:
+def merged_sums(sums: Tensor, other: Tensor) -> Tensor:
     """The sums of two tensors together, whose numbers of channels may differ; shape ``(2, most channels)``."""
     longer, shorter = (sums, other) if sums.shape[1] >= other.shape[1] else (other, sums)
     return longer + nn.functional.pad(shorter, (0, longer.shape[1] - shorter.shape[1]))
 
 
 def unit_sums(tensor: Tensor) -> Tensor:
-    """For each unit, 1 if it is alive: if it has an element that is not zero, or is NaN. And for each unit 1.
+    """For each unit, whether it is alive, 0 or 1: whether it has an element that is not zero, or is NaN; then for each unit 1.
 
     Args:
         tensor: Any shape, with at least one element. A unit is a channel (dimension 1) of four or five dimensions, else an index along
@@ -80,10 +80,10 @@ def unit_sums(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ChannelSums:
-    """The sums of a stream's channels, which are merged as counts are: first the sums, then the numbers of what was added."""
+    """Sums over each channel of a stream, and the number of addends of each sum. They are added up as counts are."""
 
     measure: Callable[[Tensor], Tensor]
-    """Returns both, of a tensor, for each channel: shape ``(2, channels)``."""
+    """Returns sums and numbers of a tensor, shape ``(2, channels)``."""
     max_channels: int
 
     @functools.cached_property

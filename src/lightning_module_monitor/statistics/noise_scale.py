@@ -5,7 +5,6 @@ S. McCandlish and others, "An Empirical Model of Large-Batch Training", 2018, ar
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +23,6 @@ class NoiseAndSignal(NamedTuple):
     """Trace of the covariance matrix of the gradient of one sample."""
     signal: float
     """Squared norm of the true gradient. An estimate may be negative."""
-
-    def is_finite(self) -> bool:
-        """Whether both are finite."""
-        return math.isfinite(self.noise) and math.isfinite(self.signal)
 
     def noise_scale(self) -> float:
         """``noise / signal``, in samples; undefined while the signal is not above 0."""

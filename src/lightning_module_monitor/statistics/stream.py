@@ -16,8 +16,9 @@ from lightning_module_monitor.statistics.functions import Function, Value
 from lightning_module_monitor.statistics.registry import HistogramStatistic, Statistic
 
 OWN, BASE, OTHER, PRODUCT, PREVIOUS, PREVIOUS_PRODUCT = range(6)
-"""Row offsets of a stream in the table: the tensor, what it is relative to (the reference, of a difference), the gradient (of a difference
-the model's tensor), the product with it; the tensor of the monitored step before, and the product with that."""
+"""Row offsets of a stream in the table: the tensor; the tensor that it is relative to (of a difference the reference); the tensor that it
+is compared with (the gradient; of a difference the model's tensor), and the product of both; the tensor of the previous monitored step, and
+the product with that."""
 
 COMPARED_ROWS = {"reference": (OTHER, BASE, PRODUCT), "gradient": (OWN, OTHER, PRODUCT), "previous": (OWN, PREVIOUS, PREVIOUS_PRODUCT)}
 """The rows of two tensors and of their product, by what a statistic compares with."""
