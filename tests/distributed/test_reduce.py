@@ -129,7 +129,11 @@ def test_parts_of_a_dict_that_a_function_returns_count_on_all_ranks() -> None:
             name: Function(name, function=lambda x: {"all": x.flatten(), "rows": len(x)} | ({"first": x[0]} if len(x) == 2 else {}))
             for name in ("mean", "sum", "max")
         }
-        streams = [Stream("activation", "a", functions), Stream("parameter", "a", {"sum": functions["sum"]}, is_replicated=True)]
+        own_aggregate = Function(quartiles, function=lambda x: {"all": x.flatten()})
+        streams = [
+            Stream("activation", "a", functions),
+            Stream("parameter", "a", {"sum": functions["sum"], "own": own_aggregate}, is_replicated=True),
+        ]
         state, collected = SeriesState(streams), []
         for _step in range(2):
             accumulator = StepAccumulator(no_error, state)
@@ -142,6 +146,7 @@ def test_parts_of_a_dict_that_a_function_returns_count_on_all_ranks() -> None:
     expected = {"activation/a/mean.all": 4 / 5, "activation/a/sum.all": 4.0, "activation/a/max.all": 2.0}
     expected |= {"activation/a/mean.rows": (2 * 2 + 3 * 3) / 5, "activation/a/sum.rows": 5.0, "activation/a/max.rows": 3.0}
     expected |= dict.fromkeys((f"activation/a/{name}.first" for name in ("mean", "sum", "max")), 0.0)
+    expected |= {"parameter/a/own.all.low": 3.25, "parameter/a/own.all.high": 3.75}
     expected |= {"parameter/a/sum.all": 7.0, "parameter/a/sum.rows": 2.0, "parameter/a/sum.first": 3.0}
     for values in Meeting[list[dict[str, float]]](2).run(work):
         assert values == [expected, expected]

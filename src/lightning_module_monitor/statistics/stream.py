@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -41,7 +41,7 @@ class Stream:
         prefix: Put before every key.
         is_compared: Whether ranks that share their input compare their tensors; equal ones count once.
         is_replicated: Whether the tensor is expected to be equal on every rank; it then counts once.
-        origin: The stream of the module, if this one is for a further site of it.
+        origin: The stream of the module, if this one is for a further site of it; that of the output, if this one is of a part of it.
         members: For a total, the streams whose moments are merged into its own; no probe observes a total.
         shared: The outputs of totals that this stream is a member of. They need its moments, and have no keys here.
     """
@@ -161,7 +161,15 @@ class Stream:
             return self, name
         part_name, value = f"{name}.{part}", Value(self.values[name].aggregate)
         # The functions of a parameter are called on one rank alone: no other rank has to have the value.
-        return self.derive(("part", part_name), outputs={part_name: value}, shared={}, origin=None, is_replicated=False), part_name
+        return self.derive(("part", part_name), outputs={part_name: value}, shared={}, origin=self, is_replicated=False), part_name
+
+    def known_as(self, site: str, names: Sequence[str]) -> Stream:
+        """The stream of this site and these outputs that another rank has derived: for a further site, or of a part of an output."""
+        if site != self.site:
+            return self.at(site, names)
+        [part_name] = names
+        name = max((name for name in self.values if part_name.startswith(f"{name}.")), key=len)
+        return self.part(name, part_name.removeprefix(f"{name}."))[0]
 
     def at(self, site: str, names: Iterable[str] | None = None) -> Stream:
         """The same for a further site, as a further output of the module; with ``names`` only these of its outputs.
