@@ -130,8 +130,12 @@ class TorchKernel:
                     order += pieces
                     index += [*rows] * (len(pieces) // len(rows))
                 start += len(pieces)
-            groups.append(moments if len(order) == start else moments.rows(torch.tensor(order, device=device)))
-        return torch.stack(Moments.joined(groups).merge(torch.tensor(index, device=device), num_rows))
+            if len(order) > start:  # some pieces are for several rows
+                repeated = torch.tensor(order, device=device)
+                moments = Moments(*(field[repeated] for field in moments))
+            groups.append(moments)
+        moments = Moments(*(torch.cat(fields) for fields in zip(*groups, strict=True)))
+        return torch.stack(moments.merge(torch.tensor(index, device=device), num_rows))
 
     def counts(self, bins: Bins, rows: Sequence[int]) -> Tensor:
         """Counts of some rows, float64, shape ``(len(rows), bins.num_counts)``."""
