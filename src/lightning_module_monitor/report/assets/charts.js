@@ -3,6 +3,7 @@
 
 // Okabe and Ito's colours, which colour-blind people can distinguish, without the yellow, which is invisible on white.
 const LINES = { no: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"], yes: ["#56b4e9", "#e69f00", "#2fc79a", "#e6a3cb", "#4c9be8", "#ff8a4d"] };
+const LEGEND_ROW = 22; // pixels
 const NARROW = 560; // pixels of a chart that is on a phone
 const NOT_FINITE = "#e4003a";
 const CONFIG = {
@@ -16,6 +17,14 @@ const CONFIG = {
 function lineColor(index) {
   const colors = LINES[document.documentElement.dataset.dark];
   return colors[index % colors.length];
+}
+
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+
+/** The look of a run's line of a rank: a colour for each line, with another dash once the colours repeat; of several runs a colour for each run. */
+function lineLook(run, rank) {
+  const turn = Math.floor(rank / LINES.no.length);
+  return several ? { color: lineColor(run), dash: DASHES[rank % DASHES.length] } : { color: lineColor(rank), dash: DASHES[turn % DASHES.length] };
 }
 
 /** A colour of the style sheet. */
@@ -58,7 +67,7 @@ function layoutOf(options) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: color("plot"),
     font: { family: "inherit", size: 12, color: color("ink") },
-    margin: { l: 60, r: options.isNarrow ? 4 : 16, t: 34 + 22 * (options.legendRows || 0), b: 44 }, // the toolbar is beside the title
+    margin: { l: 60, r: options.isNarrow ? 4 : 16, t: 34 + LEGEND_ROW * (options.legendRows || 0), b: 44 }, // the toolbar is beside the title
     height: options.height,
     title: options.title ? { text: escapeText(options.title), font: { size: 13 }, x: 0, y: 1, yanchor: "top", xref: "container", xanchor: "left", pad: { l: 4, t: 8 } } : undefined,
     hoverlabel: { bgcolor: color("panel"), bordercolor: color("line"), font: { color: color("ink"), family: "inherit" }, align: "left" },

@@ -10,7 +10,7 @@ const noise = {
     const traces = page.runs.flatMap((run, index) => {
       const prefix = several ? `${run.name}: ` : "";
       const shown = scales[index].filter((loaded) => shortOf.has(loaded.sites[0]));
-      const ofSites = shown.flatMap((loaded, rank) => lineOverSteps(prefix + shortOf.get(loaded.sites[0]), loaded, 0, several ? { color: lineColor(index), dash: DASHES[rank % DASHES.length] } : { color: lineColor(rank) }));
+      const ofSites = shown.flatMap((loaded, rank) => lineOverSteps(prefix + shortOf.get(loaded.sites[0]), loaded, 0, lineLook(index, rank)));
       const samples = run.context.filter(({ statistic }) => statistic === "batch_size").map(load);
       return [...ofSites, ...samples.flatMap((loaded) => lineOverSteps(`${prefix}batch size of the run`, loaded, 0, { color: several ? faded(lineColor(index), 0.6) : color("ink"), dash: "dash" }))];
     });

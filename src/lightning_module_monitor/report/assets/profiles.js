@@ -21,7 +21,6 @@ function profileTables() {
   }).filter(Boolean);
 }
 
-const DASHES = ["solid", "dash", "dot", "dashdot"];
 const CROWD = 150; // sites whose line would be a band
 
 /** Lines over sites at a step, a line for each run; of a single run also its first record. */
@@ -174,7 +173,7 @@ const updates = {
     const traces = loadedTables.flatMap((loaded, index) => {
       if (!loaded) return [];
       const rows = sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined);
-      if (sites.length <= FEW_SITES && !several) return rows.flatMap((row, rank) => lineOverSteps(loaded.sites[row], loaded, row, { color: lineColor(rank), dash: rank < 6 ? "solid" : "dash" }));
+      if (sites.length <= FEW_SITES && !several) return rows.flatMap((row, rank) => lineOverSteps(loaded.sites[row], loaded, row, lineLook(index, rank)));
       return this.bands(loaded, rows, index);
     });
     const usual = { type: "line", xref: "paper", x0: 0, x1: 1, y0: USUAL, y1: USUAL, line: { color: color("ink"), width: 1.2, dash: "dash" } };
