@@ -68,7 +68,7 @@ class Writer(ABC):
         self._lock: BaseFileLock | None = None
         """Held from the first record of this file to the end."""
         self.has_begun = False
-        """Whether this run has created the file at the path, or continued it."""
+        """Whether the file at the path is of this run, which has created or continued it."""
         self._num_missing = 0
         """Records lost since the last written record."""
         self._num_to_skip, self._next_num_to_skip = 0, 1
@@ -83,6 +83,10 @@ class Writer(ABC):
                 self._num_to_skip -= 1
                 self._num_missing += 1
                 return
+            if self._was_removed(f"the records from step {record.step} on are in a new file"):
+                self._finish()
+                self._release()
+                self._resumed = None
             if self._lock is None:
                 self._begin(record)
             self._append(record)
@@ -101,11 +105,21 @@ class Writer(ABC):
         """Close the file so that any HDF5 program opens it. Never raises; a second call does nothing."""
         self._is_closed = True
         try:
+            self._was_removed("its records are not there")
             self._finish()
         except Exception as error:  # see write
             self._give_up(error)
         finally:
             self._release()
+
+    def _was_removed(self, consequence: str) -> bool:
+        """Whether this run's open file is no longer at its path, for example because its folder was removed; a warning reports it."""
+        if self._lock is None or not self.has_begun or not files.is_removed(self.path):
+            return False
+        message = "The store %s was removed or renamed while the run wrote to it: %s. Training goes on."
+        self._logger.warning(message, self.path, consequence)
+        self.has_begun = False
+        return True
 
     # -------------------------------------------------------------- content
 
