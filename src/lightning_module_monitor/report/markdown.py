@@ -12,7 +12,7 @@ from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.health.judgement import LEVELS, Verdict
 from lightning_module_monitor.record import LOSS, ModuleInfo
-from lightning_module_monitor.report.stored_run import StoredRun, early, late, typical
+from lightning_module_monitor.report.stored_run import StoredRun, early, late, median_of_finite
 from lightning_module_monitor.sinks.store.matrices import Table
 
 MAX_SERIES = 12
@@ -141,7 +141,7 @@ def _module_rows(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
 def _kinds(run: StoredRun) -> str:
     rows, totals = [], {id(table) for table in run.totals}
     for table in (*run.tables, *run.figures):
-        medians = (f"{typical(typical(part(table.values))):.4g}" for part in (early, late))
+        medians = (f"{median_of_finite(median_of_finite(part(table.values))):.4g}" for part in (early, late))
         kind = f"{table.kind}/{table.sites[0]}" if id(table) in totals else table.kind
         rows.append((kind, table.statistic, str(len(table.sites)), str(len(table.steps)), *medians))
     return _table(["kind", "statistic", "sites", "records", "median of all sites, first quarter", "last quarter"], rows)

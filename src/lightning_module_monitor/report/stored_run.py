@@ -140,7 +140,7 @@ def late(values: NDArray[Scalar]) -> NDArray[Scalar]:
     return values[..., -max(1, values.shape[-1] // 4) :]
 
 
-def typical(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def median_of_finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Median of the finite values along the last dimension, ``(..., steps)`` to ``(...)``; NaN without a finite value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a row without a finite value
