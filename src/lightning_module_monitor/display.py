@@ -22,7 +22,7 @@ class Description(NamedTuple):
 
 
 class Described(ABC):
-    """An object that a notebook shows as a table and the prompt as one line."""
+    """An object that a notebook shows as a table and the prompt by its title; the lists below keep the form of a list at the prompt."""
 
     @abstractmethod
     def _describe(self) -> Description:
