@@ -27,6 +27,12 @@ function lineLook(run, rank) {
   return several ? { color: lineColor(run), dash: DASHES[rank % DASHES.length] } : { color: lineColor(rank), dash: DASHES[turn % DASHES.length] };
 }
 
+/** Lines over steps of one run, with the run's name where there are several. */
+function linesOf(run, series, look) {
+  const prefix = several ? `${page.runs[run].name}: ` : "";
+  return series.flatMap(({ name, loaded }, rank) => lineOverSteps(prefix + name, loaded, 0, look ?? lineLook(run, rank)));
+}
+
 /** A colour of the style sheet. */
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -337,12 +343,23 @@ function lineOverSteps(name, loaded, row, line) {
   const steps = loaded.steps;
   const text = steps.map((step, column) => `${escapeText(name)}<br>step ${step}: ${format(values[column])}`);
   const finite = [...values].map(finiteOrNull);
-  const traces = [{ x: steps, y: finite, name: escapeText(name), text, hoverinfo: "text", line, mode: steps.length > 60 ? "lines" : "lines+markers", marker: { size: 4 } }];
-  const bad = steps.map((_, column) => column).filter((column) => isRecorded(loaded, row, column) && !Number.isFinite(values[column]));
-  if (bad.length) {
-    const top = Math.max(...finite.filter((value) => value !== null), 1e-30);
-    const marker = { symbol: "x", size: 8, color: NOT_FINITE };
-    traces.push({ x: bad.map((column) => steps[column]), y: bad.map(() => top), mode: "markers", marker, text: bad.map((column) => text[column]), hoverinfo: "text", showlegend: false });
-  }
-  return traces;
+  const trace = { x: steps, y: finite, name: escapeText(name), text, hoverinfo: "text", line, mode: steps.length > 60 ? "lines" : "lines+markers", marker: { size: 4 } };
+  return [trace, ...crosses(steps, finite, text, (column) => isRecorded(loaded, row, column))];
+}
+
+const finiteOrNull = (value) => (Number.isFinite(value) ? value : null);
+
+/** Crosses at the upper edge where a number was recorded and is not finite, which is null in `y`. */
+function crosses(x, y, text, isRecordedAt) {
+  const bad = [...y.keys()].filter((index) => y[index] === null && isRecordedAt(index));
+  const top = Math.max(...y.filter((value) => value !== null), 1e-30);
+  const pick = (list) => bad.map((index) => list[index]);
+  const marker = { symbol: "x", size: 8, color: NOT_FINITE };
+  return bad.length ? [{ x: pick(x), y: bad.map(() => top), text: pick(text), hoverinfo: "text", mode: "markers", marker, showlegend: false }] : [];
+}
+
+/** The area between two lines; `look`: its colour, and the texts of both. */
+function band(low, high, look) {
+  const edge = { ...look, line: { width: 0 } };
+  return [{ ...low, ...edge, showlegend: false }, { ...high, ...edge, fill: "tonexty" }];
 }

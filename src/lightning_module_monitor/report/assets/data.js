@@ -13,13 +13,14 @@ function unpack(text) {
   return new Float32Array(bytes.buffer);
 }
 
-/** A table's numbers with its sites and steps. Rows are sites, columns are steps. */
+/** A table's numbers with its sites and steps. Rows are sites, columns are steps; of histograms each with a number for each bin. */
 function load(table) {
   if (!table.loaded) {
     const [values, sites, steps] = [unpack(table.data), page.lists[table.sites], page.lists[table.first]];
     const rowOf = new Map(sites.map((site, row) => [site, row]));
-    table.loaded = { values, bits: new Uint32Array(values.buffer), sites, steps, lastSteps: page.lists[table.last], rowOf, columns: steps.length };
-    table.data = null; // the text is not needed any more
+    const nonfinite = table.nonfinite && unpack(table.nonfinite); // of histograms
+    table.loaded = { values, bits: new Uint32Array(values.buffer), sites, steps, lastSteps: page.lists[table.last], rowOf, columns: steps.length, bins: table.bins, nonfinite };
+    table.data = table.nonfinite = null; // the text is not needed any more
   }
   return table.loaded;
 }

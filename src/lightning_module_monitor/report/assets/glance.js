@@ -19,7 +19,7 @@ const glance = {
       ["norm of all parameters", (run) => this.norms(run, (base, site) => site === ROOT && base === "parameter" && "parameters")],
       ["norm of the gradient by module", (run) => this.norms(run, (base, site) => site !== ROOT && base === "gradient" && shortModules.get(site))],
     ];
-    const drawn = views.map(([title, of]) => ({ title, traces: this.traces(page.runs.map(of)) })).filter(({ traces }) => traces.length);
+    const drawn = views.map(([title, of]) => ({ title, traces: page.runs.flatMap((run, index) => linesOf(index, of(run))) })).filter(({ traces }) => traces.length);
     const boxes = charts(byId("glance-charts"), drawn.length);
     drawn.forEach(({ title, traces }, index) => {
       const yaxis = axisOf(traces.flatMap((trace) => trace.y));
@@ -27,15 +27,6 @@ const glance = {
       const height = 200 + (legend ? LEGEND_ROW * rowsOfLegend(traces, boxes[index].clientWidth) : 0);
       lines(boxes[index], { traces, title, xaxis: SMALL_STEPS, yaxis, isLog: yaxis.type === "log", legend, height });
     });
-  },
-
-  /** A colour for each line; of several runs a colour for each run. */
-  traces(seriesOfRuns) {
-    return seriesOfRuns.flatMap((series, run) =>
-      series.flatMap(({ name, loaded }, index) =>
-        lineOverSteps(several ? `${page.runs[run].name}: ${name}` : name, loaded, 0, lineLook(run, index)),
-      ),
-    );
   },
 
   /** The norms that have a name. */

@@ -43,12 +43,7 @@ function profileTraces(loadedTables, allSites, step, looks = {}) {
     const name = [several ? page.runs[index].name : "", looks.name ?? (several ? "" : `step ${loaded.steps[column]}`)].filter(Boolean).join(": ");
     const number = (row) => (row === undefined ? "not recorded" : format(loaded.values[row * loaded.columns + column]));
     const text = rows.map((row, rank) => `${escapeText(sites[rank])}<br>step ${loaded.steps[column]}: ${number(row)}${escapeText(moduleLine(page.runs[index], sites[rank])).replace("\n", "<br>")}`);
-    const bad = [...rows.keys()].filter((rank) => rows[rank] !== undefined && isRecorded(loaded, rows[rank], column) && values[rank] === null);
-    if (bad.length) {
-      const top = Math.max(...values.filter((value) => value > 0), 1e-30);
-      const cross = { symbol: "x", size: 8, color: NOT_FINITE };
-      traces.push({ x: bad.map((rank) => xs[rank]), y: bad.map(() => top), text: bad.map((rank) => text[rank]), hoverinfo: "text", mode: "markers", marker: cross, showlegend: false });
-    }
+    traces.push(...crosses(xs, values, text, (rank) => rows[rank] !== undefined && isRecorded(loaded, rows[rank], column)));
     const isCrowded = sites.length > CROWD;
     const marker = { size: sites.length > 80 ? 4 : 6, color: line, opacity: isCrowded ? 0.6 : 1 };
     const mode = isCrowded ? "markers" : "lines+markers";
@@ -56,8 +51,6 @@ function profileTraces(loadedTables, allSites, step, looks = {}) {
   });
   return traces;
 }
-
-const finiteOrNull = (value) => (Number.isFinite(value) ? value : null);
 
 const MOST_TICKS = 16;
 
@@ -189,11 +182,9 @@ const updates = {
     const base = lineColor(index);
     const run = several ? `${escapeText(page.runs[index].name)}: ` : "";
     const x = loaded.steps;
-    const edge = { x, line: { width: 0 }, showlegend: false, hoverinfo: "skip" };
     const hovertemplate = "%{y:.3g}";
     const bands = [
-      { ...edge, y: low },
-      { ...edge, y: high, fill: "tonexty", fillcolor: faded(base, 0.3), name: `${run}middle half`, showlegend: true },
+      ...band({ x, y: low }, { x, y: high, name: `${run}middle half` }, { hoverinfo: "skip", fillcolor: faded(base, 0.3) }),
       { x, y: middle, name: `${run}median`, line: { color: base, width: 2.4 }, hovertemplate },
     ];
     if (several) return bands;
