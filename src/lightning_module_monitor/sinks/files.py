@@ -26,15 +26,6 @@ def has_content(path: Path) -> bool:
     return path.exists() and not (path.is_file() and path.stat().st_size == 0)
 
 
-def is_removed(path: Path) -> bool:
-    """Whether there is no file at a path; false if the folder does not allow to look."""
-    try:
-        path.lstat()
-    except OSError as error:
-        return isinstance(error, FileNotFoundError | NotADirectoryError)
-    return False
-
-
 def numbered_paths(path: Path) -> Iterator[Path]:
     """The path, then ``name-2``, ``name-3``, ... beside it: names that a run tries in order."""
     yield path

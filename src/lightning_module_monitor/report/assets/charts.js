@@ -347,6 +347,12 @@ function lineOverSteps(name, loaded, row, line) {
   return [trace, ...crosses(steps, finite, text, (column) => isRecorded(loaded, row, column))];
 }
 
+/** The line of a site, if it has one. */
+function lineOfSite(name, loaded, site, line) {
+  const row = loaded?.rowOf.get(site);
+  return row === undefined ? [] : lineOverSteps(name, loaded, row, line);
+}
+
 const finiteOrNull = (value) => (Number.isFinite(value) ? value : null);
 
 /** Crosses at the upper edge where a number was recorded and is not finite, which is null in `y`. */

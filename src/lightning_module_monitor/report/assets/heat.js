@@ -119,10 +119,9 @@ const heat = {
   },
 
   drawRun(div, loaded, groups, options, kind, run) {
-    const columns = columnsOf(loaded.steps);
     heatmap(div, {
       ...options,
-      columns,
+      columns: columnsOf(loaded.steps),
       value: (row, column) => this.aggregate(loaded, groups[row][1], column),
       hover: (row, column, text) => this.words(loaded, groups[row], column, `${options.statistic} ${text}`) + moduleLine(run, groups[row][0]),
       xaxis: stepAxis(loaded.steps),
@@ -196,11 +195,7 @@ const heat = {
     const select = byId("heat-site");
     fill(select, sites.map((site) => [site, site]), select.value || first.site);
     const site = select.value;
-    const traces = loadedTables.flatMap((loaded, index) => {
-      const row = loaded && loaded.rowOf.get(site);
-      if (row === undefined) return [];
-      return lineOverSteps(several ? page.runs[index].name : site, loaded, row, { color: lineColor(index) });
-    });
+    const traces = loadedTables.flatMap((loaded, index) => lineOfSite(several ? page.runs[index].name : site, loaded, site, { color: lineColor(index) }));
     const isLog = wantsLog(traces.flatMap((trace) => trace.y));
     lines(byId("heat-curve"), { traces, title: `${kind} of ${site}`, label, xaxis: STEPS, isLog, legend: several, height: 240 });
   },

@@ -239,12 +239,9 @@ const rcc = {
     });
     const site = byId("rcc-site").value;
     const traces = sources.flatMap(({ term, ...tables }) =>
-      tables[what].flatMap((table, index) => {
-        const row = table && table.rowOf.get(site);
-        if (row === undefined) return [];
-        const name = several ? `${page.runs[index].name}: ${term.name}` : term.name;
-        return lineOverSteps(name, table, row, { color: several ? lineColor(index) : lineColor(term.color), dash: term.dash });
-      }),
+      tables[what].flatMap((table, index) =>
+        lineOfSite(several ? `${page.runs[index].name}: ${term.name}` : term.name, table, site, { color: lineColor(several ? index : term.color), dash: term.dash }),
+      ),
     );
     const yaxis = what === "alignment" ? { range: [0, 1.08] } : {};
     lines(overSteps, { traces, title: `${label} of ${site} over steps`, label: axis, xaxis: STEPS, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });

@@ -33,8 +33,6 @@ const quantiles = {
       const look = { hovertemplate: "%{y:.3g}", fillcolor: faded(base, 0.15 + 0.1 * rank) };
       return least && most ? band({ ...least, name: low }, { ...most, name: `${low} to ${high}` }, look) : [];
     });
-    const middle = tableOf(MEDIAN);
-    const row = middle?.rowOf.get(site);
-    return row === undefined ? traces : [...traces, ...lineOverSteps(MEDIAN, middle, row, { color: base, width: 2.4 })];
+    return [...traces, ...lineOfSite(MEDIAN, tableOf(MEDIAN), site, { color: base, width: 2.4 })];
   },
 };

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import h5py
 import numpy as np
 
-from lightning_module_monitor.display import Described, Description, Findings, Modules, counted
+from lightning_module_monitor.display import Described, Description, Findings, Modules, description_of_file
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Facts, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks import files
@@ -70,15 +70,12 @@ class StoreReader(StoredSeries, Described):
         return StorePlots(self)
 
     def _describe(self) -> Description:
-        try:
+        def cells() -> list[tuple[str, ...]]:
             recorded = {**self._recorded_columns(histograms=False), **self._recorded_columns(histograms=True)}
             with open_store(self.path) as file:
-                cells = [_cells(file, group, columns) for group, columns in recorded.items()]
-        except (OSError, ValueError) as error:  # for example, the file is missing; a display raises no error
-            return Description(f"{str(self.path)!r}, which cannot be read: {error}", (), ())
-        return Description(
-            f"{str(self.path)!r}: {counted(len(cells), 'table')}", ("kind", "sites", "statistics", "records", "steps"), cells
-        )
+                return [_cells(file, group, columns) for group, columns in recorded.items()]
+
+        return description_of_file(self.path, "table", ("kind", "sites", "statistics", "records", "steps"), cells)
 
     def __enter__(self) -> StoreReader:
         return self

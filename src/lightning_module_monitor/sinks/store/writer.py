@@ -112,7 +112,7 @@ class Writer(ABC):
 
     def _was_removed(self, consequence: str) -> bool:
         """Whether this run's open file is no longer at its path, for example because its folder was removed; a warning reports it."""
-        if self._lock is None or not self.has_begun or not files.is_removed(self.path):
+        if self._lock is None or not self.has_begun or not _is_removed(self.path):
             return False
         message = "The store %s was removed or renamed while the run wrote to it: %s. Training goes on."
         self._logger.warning(message, self.path, consequence)
@@ -330,6 +330,15 @@ def _changed_options(run: Mapping[str, Any], configuration: Mapping[str, object]
     before, now = run["configuration"], json.loads(json.dumps(dict(configuration), default=str))
     texts = {name: [textwrap.shorten(json.dumps(options.get(name)), 100) for options in (before, now)] for name in {**before, **now}}
     return [f"{name} was {was}, is {is_now}" for name, (was, is_now) in texts.items() if before.get(name) != now.get(name)]
+
+
+def _is_removed(path: Path) -> bool:
+    """Whether there is no file at a path; false if the folder does not allow to look."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False
 
 
 def _reason(error: Exception) -> str:
