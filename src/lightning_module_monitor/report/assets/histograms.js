@@ -6,8 +6,7 @@ const histograms = {
     const names = [...new Map(page.runs.flatMap((run) => run.histograms.map((table) => [`${table.kind}/${table.statistic}`, table]))).values()];
     fill(byId("histograms-table"), names.map(({ kind, statistic }) => [JSON.stringify([kind, statistic]), statistic === "hist" ? kind : `${kind}, ${statistic}`]));
     const [kind, statistic] = JSON.parse(byId("histograms-table").value);
-    const tables = page.runs.map((run) => run.histograms.find((table) => table.kind === kind && table.statistic === statistic));
-    const loadedTables = tables.map((table) => table && load(table));
+    const loadedTables = loadAll(kind, statistic, "histograms");
     const sites = filtered(unionOfSites(loadedTables));
     const site = chooseSite("histograms-site", sites, () => this.widest(loadedTables, sites));
     const boxes = charts(byId("histograms-charts"), page.runs.length);

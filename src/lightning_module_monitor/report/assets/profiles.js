@@ -86,17 +86,11 @@ function siteAxis(sites, base) {
   return { tickvals: ticks, ticktext: names.map(escapeText), tickangle: ticks.length > 4 ? -35 : 0, automargin: true, range };
 }
 
-/** Smallest and largest number of a site. */
-function extentOfRow(loaded, row, isPositive) {
-  loaded.rows ??= new Map();
-  if (!loaded.rows.has(row)) loaded.rows.set(row, rowOf(loaded, row)); // the same array each time
-  return extent(loaded.rows.get(row), 0, isPositive);
-}
-
 /** The range of all steps: the axis stays while the slider moves. */
 function steadyRange(loadedTables, sites, isLog) {
-  const numbers = loadedTables.flatMap((loaded) => (loaded ? sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined).map((row) => extentOfRow(loaded, row, isLog)) : []));
-  const low = Math.min(...numbers.map(([from]) => from).filter((from) => !isLog || from > 1e-30));
+  const rows = loadedTables.filter(Boolean).flatMap((loaded) => sites.filter((site) => loaded.rowOf.has(site)).map((site) => rowOf(loaded, loaded.rowOf.get(site))));
+  const numbers = rows.map((row) => extent(row, 0, isLog)).filter((extent) => !isLog || extent !== NOTHING);
+  const low = Math.min(...numbers.map(([from]) => from));
   const high = Math.max(...numbers.map(([, to]) => to));
   if (!Number.isFinite(low) || !Number.isFinite(high)) return undefined;
   if (isLog) return [Math.log10(low) - 0.1, Math.log10(high) + 0.1];
@@ -130,7 +124,7 @@ const profiles = {
     const boxes = charts(byId("profiles-charts"), names.length);
     names.forEach((name, index) => {
       const sites = filtered(unionOfSites(loaded[index]));
-      const isLog = wantsLog(loaded[index].flatMap((table) => (table ? extent(table.values, 0, true) : [])));
+      const isLog = needLog(loaded[index]);
       const containers = containersOf(sites.filter((site) => !site.includes(".head_")));
       const role = new Map(sites.map((site) => [site, roleOf(name.base, site, containers)]));
       const roles = [...new Set(role.values())];
@@ -149,11 +143,6 @@ const profiles = {
     });
   },
 };
-
-/** The loaded tables of a kind and statistic, by run; undefined for a run without. */
-function loadAll(kind, statistic) {
-  return page.runs.map((run) => findTable(run, kind, statistic)).map((table) => (table ? load(table) : undefined));
-}
 
 const USUAL = 1e-3;
 const FEW_SITES = 8;
@@ -223,7 +212,7 @@ const rcc = {
   },
 
   drawView([overSites, overSteps], sources, { what, label, loaded, sites, step }) {
-    const isLog = what === "sizes" && wantsLog(loaded.flatMap((table) => (table ? extent(table.values, 0, true) : [])));
+    const isLog = what === "sizes" && needLog(loaded);
     const recorded = sites.filter((site) => loaded.some((table) => table && table.rowOf.has(site)));
     const looks = (term) => (several ? { dash: term.dash, name: term.name } : { dash: term.dash, name: `${term.name} ${what === "sizes" ? term.word : ""}`, color: lineColor(term.color), isTerm: true });
     const axis = what === "sizes" ? `${label} of the term` : "alignment (at most 1)";
