@@ -143,7 +143,6 @@ def compare_series(before: StoredRun, after: StoredRun, patterns: Sequence[re.Pa
 
 
 def _levels(table: Table) -> dict[str, Level]:
-    """The level of each site."""
     num_from_end = np.cumsum(table.is_recorded[:, ::-1], axis=1)[:, ::-1]
     is_late = table.is_recorded & (num_from_end <= np.maximum(1, num_from_end[:, :1] // 4))
     medians = median_of_finite(np.where(is_late, table.values, np.nan))

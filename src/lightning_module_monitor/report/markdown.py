@@ -87,15 +87,19 @@ def as_markdown(run: StoredRun, verdict: Verdict) -> str:
         *(_diagnoses(verdict) or ["No cause was found."]),
     ]
     if verdict.findings:
-        parts += ["## Findings", _table(["level", "name", "kind", "site", "step", "evidence"], _findings(verdict))]
+        header = ["level", "name", "kind", "site", "step", "evidence"]
+        rows = (
+            (level, name, item.kind, item.site, str(item.step), item.words) for level, name, items in verdict.problems for item in items
+        )
+        parts += ["## Findings", _table(header, rows)]
     series = run.series
     candidates = [table.key(0) for table in run.context if table.statistic in (LOSS, "lr")] + [finding.key for finding in verdict.findings]
     keys = [key for key in dict.fromkeys(candidates) if key in series][:MAX_SERIES]
     if keys:
         indices = np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int).tolist()
         columns = sorted({*(steps[index] for index in indices), *(diagnosis.first_step for diagnosis in verdict.diagnoses)})
-        rows = [(key, *(_value_at(*series[key], step) for step in columns)) for key in keys]
-        parts += ["## Series", _table(["key", *(f"step {step}" for step in columns)], rows)]
+        values = ((key, *(_value_at(*series[key], step) for step in columns)) for key in keys)
+        parts += ["## Series", _table(["key", *(f"step {step}" for step in columns)], values)]
     checks = [(check.name, check.status, str(check.num_series), str(check.num_records), check.reason) for check in verdict.checks]
     parts += ["## Checks", _table(["name", "status", "series", "records", "reason"], checks)]
     if run.modules:
@@ -116,12 +120,6 @@ def _diagnoses(verdict: Verdict) -> list[str]:
         first = f"{number}. **{_text(diagnosis.title)}**.{follows}"
         texts.append("\n   - ".join([first, *map(_text, diagnosis.evidence), f"Try: {_text(diagnosis.advice)}."]))
     return texts
-
-
-def _findings(verdict: Verdict) -> Iterator[Sequence[str]]:
-    for level, name, findings in verdict.problems:
-        for finding in findings:
-            yield level, name, finding.kind, finding.site, str(finding.step), finding.words
 
 
 def _value_at(table: Table, row: int, step: int) -> str:

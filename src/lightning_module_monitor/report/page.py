@@ -187,7 +187,6 @@ def _context(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> dict[str,
 
 
 def _filled_sections(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> set[str]:
-    """The sections that have data."""
     in_training = {(table.name.kind, table.statistic) for run in runs for table in run.tables if table.name.stage == TRAIN}
     kinds = {kind for kind, _statistic in in_training}
     sizes = {"rms", "norm", "abs_max", "abs_mean"}

@@ -63,7 +63,6 @@ class StorePlots(Described):
         return description_of_file(self._store.path, "figure", ("store.plot",), lambda: [[call] for call in self._calls()])
 
     def _calls(self) -> Iterator[str]:
-        """Calls that draw what the store has."""
         keys, modules = self._store.keys(), {module.name for module in self._store.modules()}
         sited = [parts for parts in map(Key.parse, keys) if parts.site and parts.kind != OWN_KIND and not is_total(parts, modules)]
         charts = Counter((parts.full_kind, parts.statistic) for parts in sited)

@@ -182,7 +182,6 @@ class StoredSeries:
             return read_histograms(file, self._group(file, kind, histograms=True), max_rows)
 
     def _group(self, file: h5py.File, kind: str, *, histograms: bool) -> str:
-        """The group with the numbers, or histograms, of a kind."""
         group_by_kind = {schema.kind_of(group): group for group in schema.read_columns(file, histograms=histograms)}
         if kind not in group_by_kind:
             raise AbsentKeyError(f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}")
