@@ -241,7 +241,7 @@ def test_compare_prints_what_differs_most(tmp_path: Path, capsys: pytest.Capture
         "  gradient/most/norm: 1 -> 4 (x 4)",
         "  gradient/other/norm: 2 -> 2.5 (x 1.25)",
         f"{first} -> {third}: medians of the last quarter that differ most",
-        "  gradient/most/norm: 1 -> 0",
+        "  gradient/most/norm: 1 -> 0 (x 0)",
     ]
 
 

@@ -191,8 +191,7 @@ def _print_changes(paths: Sequence[Path]) -> int:
         heading = "medians of the last quarter that differ most" if changes else "no series of both differs"
         print(printable(f"{first.path} -> {other.path}: {heading}"))
         for change in changes:
-            factor = "" if math.isnan(change.factor) else f" (x {change.factor:.3g})"
-            print(printable(f"  {change.kind}/{change.site}/{change.statistic}: {change.before:.4g} -> {change.after:.4g}{factor}"))
+            print(printable(f"  {change}"))
     return 0
 
 

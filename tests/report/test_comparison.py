@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.report.comparison import as_text, differing_options, largest_changes, match
+from lightning_module_monitor.report.comparison import as_text, compare_series, differing_options, largest_changes, match_sites
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
 
 
@@ -21,7 +22,7 @@ def test_sites_are_matched_by_name(tmp_path: Path) -> None:
     """For each kind: the number of sites in all runs, the number in each run, and the sites of each that are not in all."""
     a = run(tmp_path / "a.h5", {"activation/x/rms": [1.0], "activation/y/rms": [1.0], "gradient/w/norm": [1.0]})
     b = run(tmp_path / "b.h5", {"activation/y/rms": [1.0], "activation/z/mean": [1.0]})
-    by_kind = {matched.kind: matched for matched in match([a, b])}
+    by_kind = {matched.kind: matched for matched in match_sites([a, b])}
     assert (by_kind["activation"].num_matched, by_kind["activation"].num_sites, by_kind["activation"].unmatched) == (
         1,
         [2, 2],
@@ -57,14 +58,15 @@ def test_the_largest_changes_come_first(tmp_path: Path) -> None:
         },
     )
     changes = largest_changes(a, b)
-    assert [(change.site, change.statistic, change.before, change.after) for change in changes] == [
+    assert [(change.key.site, change.key.statistic, change.before.median, change.after.median) for change in changes] == [
         ("dead", "rms", 3.0, 0.0),
         ("broken", "rms", 1.0, 10.0),
         ("half", "rms", 4.0, 2.0),
         ("flips", "mean", -1.0, 1.0),
     ]
-    assert changes[1].factor == 10.0
-    assert math.isnan(changes[0].factor)
+    assert [change.factor for change in changes] == [0.0, 10.0, 0.5, -1.0]
+    assert str(changes[1]) == "activation/broken/rms: 1 -> 10 (not finite before)"
+    assert [change.factor for change in largest_changes(b, a)] == [math.inf, 0.1, 2.0, -1.0]
     assert len(largest_changes(a, b, most=2)) == 2
     assert largest_changes(a, a)[:1] == []
 
@@ -74,14 +76,24 @@ def test_noise_of_negligible_sites_is_no_change(tmp_path: Path) -> None:
     sites = {f"activation/site{number}/rms": [1.0 + number] for number in range(5)}
     a = run(tmp_path / "a.h5", {**sites, "activation/noise/rms": [1e-9], "activation/none/rms": [0.0], "activation/grows/rms": [1e-5]})
     b = run(tmp_path / "b.h5", {**sites, "activation/noise/rms": [1e-6], "activation/none/rms": [1e-8], "activation/grows/rms": [0.5]})
-    assert [(change.site, change.before, change.after) for change in largest_changes(a, b)] == [("grows", 1e-5, 0.5)]
+    assert [(change.key.site, change.before.median, change.after.median) for change in largest_changes(a, b)] == [("grows", 1e-5, 0.5)]
 
 
 def test_means_near_zero_have_no_factor(tmp_path: Path) -> None:
     """A site of a statistic of both signs counts if it reaches the median magnitude in one of the runs."""
     means = {"a": (0.5, 0.6), "b": (-0.4, -0.5), "c": (0.3, 0.3), "near zero": (0.0001, 0.01), "appears": (0.001, 0.9)}
     a, b = (run(tmp_path / f"{n}.h5", {f"activation/{site}/mean": [both[n]] for site, both in means.items()}) for n in (0, 1))
-    assert [change.site for change in largest_changes(a, b)] == ["appears", "b", "a"]
+    assert [change.key.site for change in largest_changes(a, b)] == ["appears", "b", "a"]
+
+
+def test_the_last_quarter_is_that_of_each_series(tmp_path: Path) -> None:
+    """Also of a site that other sites outlast: 8 of its records, of which 2 count, within 16 steps."""
+    values: list[float | None] = [1.0] * 6 + [2.0, 4.0] + [None] * 8
+    a = run(tmp_path / "a.h5", {"activation/x/rms": values, "activation/y/rms": [1.0] * 16})
+    b = run(tmp_path / "b.h5", {"activation/x/rms": [9.0] * 8, "activation/y/rms": [1.0] * 16})
+    (change,) = largest_changes(a, b)
+    assert (change.key.site, change.before.median, change.after.median) == ("x", 3.0, 9.0)
+    assert change == compare_series(a, b, [re.compile(".*/x/.*")])[0]
 
 
 def test_options_that_differ(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lightning_module_monitor.record import UNDEFINED, Facts, GroupFacts, Module
 from lightning_module_monitor.report.glance import Course, SeriesRow, at_a_glance, length_of
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
-from lightning_module_monitor.sinks.store import schema
+from lightning_module_monitor.sinks.store import rows, schema
 from lightning_module_monitor.sinks.store.writer import Store
 
 FACTS = Facts(
@@ -55,7 +55,7 @@ def store_with(path: Path, series: Mapping[str, Sequence[float | None]], facts: 
 def clock(monkeypatch: pytest.MonkeyPatch, *times: str) -> None:
     """Let the next records be written at these times."""
     remaining = [*times]
-    monkeypatch.setattr("lightning_module_monitor.sinks.store.writer._now", lambda: f"2026-01-01T{remaining.pop(0)}+00:00")
+    monkeypatch.setattr("lightning_module_monitor.sinks.store.open_file.now", lambda: f"2026-01-01T{remaining.pop(0)}+00:00")
 
 
 def words(html: str, section: str) -> str:
@@ -141,7 +141,7 @@ def test_a_store_of_an_earlier_version(tmp_path: Path) -> None:
     """It has no times, no facts and no totals: the page shows the rest."""
     run = store_with(tmp_path / "m.h5", {"context/loss": [3.0, 2.0, 1.0], "context/lr": [0.1] * 3}, None)
     with h5py.File(tmp_path / "m.h5", "r+") as file:
-        del file[schema.LAST_RECORD], file[schema.FACTS]
+        del file[schema.LAST_RECORD], file[rows.FACTS]
     run = read_run(load_store(tmp_path / "m.h5"))
     assert [(group.title, group.rows[0].notes) for group in at_a_glance([run])] == [("Loss", []), ("Learning rate", [])]
     assert length_of(run) == [("steps", "0 to 100 (3 recorded)")]

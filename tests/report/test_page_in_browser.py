@@ -261,6 +261,26 @@ def test_the_first_screen_has_the_curves_that_are_looked_at_first(visit: Visit) 
     assert glance["x"] >= verdict["x"] + verdict["width"]
 
 
+def test_the_lines_of_many_blocks_have_a_legend(browser: Browser, tmp_path: Path) -> None:
+    """With short names, looks that differ, and the plot as high as without; all names are on the chart."""
+    series: dict[str, list[float | None]] = {f"gradient/model.blocks.{block}/norm": [1.0 + block, 2.0] for block in range(12)}
+    modules = [ModuleInfo(f"model.blocks.{block}", "Block", 1) for block in range(12)]
+    write_report(write_store(tmp_path / "m.h5", series, modules=modules), tmp_path / "m.html")
+    visit = Visit(browser, tmp_path / "m.html")
+    assert glance_of(visit) == {"norm of the gradient by module": {str(block): 1.0 + block for block in range(12)}}
+    chart = "document.querySelector('#glance-charts .chart')"
+    names = visit.page.eval_on_selector_all("#glance-charts .legendtext", "all => all.map(item => item.textContent)")
+    assert names == [str(block) for block in range(12)]
+    looks: list[str] = visit.page.evaluate(f"{chart}.data.map(item => `${{item.line.color}} ${{item.line.dash}}`)")
+    assert len(set(looks)) == 12
+    legend, plot = (visit.page.locator(f"#glance-charts .{name}").first.bounding_box() for name in ("legend", "nsewdrag"))
+    assert legend is not None
+    assert plot is not None
+    assert legend["y"] + legend["height"] <= plot["y"] + 2
+    assert plot["height"] > 100
+    visit.page.close()
+
+
 PRINTED = """() => {
   const charts = [...document.querySelectorAll('.chart')];
   return {

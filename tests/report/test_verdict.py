@@ -12,7 +12,7 @@ from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import Verdict, verdict_of
 from lightning_module_monitor.health.run_history import rank_test
 from lightning_module_monitor.record import Facts, Finding, GroupFacts, Key, ModuleInfo, ParameterFacts
-from lightning_module_monitor.report.stored_run import early, late, typical
+from lightning_module_monitor.report.stored_run import early, late, median_of_finite
 from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 
@@ -444,4 +444,4 @@ def test_arrays() -> None:
     np.testing.assert_array_equal(early(values), values[:, :2])
     np.testing.assert_array_equal(late(values), values[:, 6:])
     assert late(values[:, :1]).shape == (2, 1)
-    np.testing.assert_array_equal(typical(np.array([[1.0, math.inf, 3.0], [math.nan] * 3])), [2.0, math.nan])
+    np.testing.assert_array_equal(median_of_finite(np.array([[1.0, math.inf, 3.0], [math.nan] * 3])), [2.0, math.nan])

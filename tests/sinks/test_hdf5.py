@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lightning_module_monitor.record import Finding, ModuleInfo, Record
 from lightning_module_monitor.sinks.files import is_numbered_path_of, tensors_path
-from lightning_module_monitor.sinks.store import lock, schema
+from lightning_module_monitor.sinks.store import lock, rows, schema
 from lightning_module_monitor.sinks.store.read_access import is_in_use
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles
@@ -256,7 +256,7 @@ def test_rows_that_are_run_again_are_kept(tmp_path: Path, caplog: pytest.LogCapt
     assert sorted(reader.kinds()) == ["activation", "gradient"]
     assert reader.findings() == found[:3]
     with h5py.File(path) as file:
-        assert schema.read_findings(file["superseded/1"]) == found[3:]
+        assert rows.read_findings(file["superseded/1"]) == found[3:]
         assert list(file["superseded"]) == ["1", "2"]
     assert caplog.messages == [
         f"{path} goes on from step {step}; {count} rows of steps that run again are now in its group superseded."
@@ -474,7 +474,7 @@ def test_findings_of_an_older_version_are_read_and_resumed(tmp_path: Path, monke
     later = [Finding(step, "dead_units", "fc", RMS, "Units are dead.", "error", steps_before=1, cause="data") for step in (1, 2, 3)]
     plain = [dataclasses.replace(one, steps_before=0, cause="") for one in later]
     with monkeypatch.context() as context:
-        context.setattr(schema, "_FINDING", schema._FINDING[["step", "name", "site", "key", "severity", "words"]])
+        context.setitem(rows.DTYPES, rows.FINDINGS, rows.DTYPES[rows.FINDINGS][["step", "name", "site", "key", "severity", "words"]])
         store(path, *(Record(one.step, {RMS: 1.0}, findings=[one]) for one in later))
     assert load_store(path).findings() == plain
     shutil.copy(path, tmp_path / "added.h5")
@@ -483,7 +483,7 @@ def test_findings_of_an_older_version_are_read_and_resumed(tmp_path: Path, monke
     store(path, Record(3, {RMS: 2.0}, findings=[later[2]]), resume_from=3)
     assert load_store(path).findings() == [*plain[:2], later[2]]
     with h5py.File(path) as file:
-        assert schema.read_findings(file["superseded/1"]) == plain[2:]
+        assert rows.read_findings(file["superseded/1"]) == plain[2:]
     store(tmp_path / "new.h5", Record(2, {RMS: 1.0}, findings=later[:2]))
     assert load_store(tmp_path / "new.h5").findings() == later[:2]
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from lightning_module_monitor.errors import ConfigError, nearest_pattern
-from lightning_module_monitor.report.stored_run import StoredRun, late, typical
+from lightning_module_monitor.record import Key
+from lightning_module_monitor.report.stored_run import StoredRun, median_of_finite
 from lightning_module_monitor.sinks.store.matrices import Table
 
 NEGLIGIBLE = 1e-3
 """Share of the median magnitude over the sites of both runs below which a non-negative value is ignored."""
 
 
-@dataclass(frozen=True)
-class Match:
-    """The sites of one kind."""
+class MatchedSites(NamedTuple):
+    """The sites of one kind in several runs."""
 
     kind: str
     num_matched: int
@@ -31,30 +31,48 @@ class Match:
     """The sites of each run that are not in every run."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """A series that differs between two runs, by its median over the last quarter of the records."""
+class Level(NamedTuple):
+    """The size of a series at the end of a run: in the last quarter of its records, at least one record."""
 
-    kind: str
-    site: str
-    statistic: str
-    before: float
-    after: float
+    median: float
+    """Median of the finite values; NaN if there is none."""
+    is_finite: bool
+    """Whether all values are finite."""
+
+
+class Change(NamedTuple):
+    """A series of two runs, by its level at the end of each."""
+
+    key: Key
+    before: Level
+    after: Level
 
     @property
     def factor(self) -> float:
-        """The ratio of the medians; NaN where a median is zero or the signs differ."""
-        return self.after / self.before if self.before * self.after > 0 else np.nan
+        """The ratio of the medians, infinite from zero to another number, 1 between equal medians; negative where the signs differ."""
+        before, after = self.before.median, self.after.median
+        return 1.0 if before == after else after / before if before else np.inf
 
     @property
     def distance(self) -> float:
-        """Magnitude of the factor's logarithm: infinite where a median is zero, 0 where the signs differ, as of a mean near zero."""
-        if self.before * self.after < 0:
-            return 0.0
-        return float("inf") if np.isnan(self.factor) else float(abs(np.log(self.factor)))
+        """Magnitude of the factor's logarithm, by which changes are ranked; 0 where the signs differ, as of a mean near zero."""
+        factor = self.factor
+        return 0.0 if factor < 0 else abs(math.log(factor)) if factor else math.inf
+
+    def exceeds(self, ratio: float) -> bool:
+        """Whether a median is more than ``ratio`` times the other; also where the signs differ, or values of only one run are finite."""
+        if self.before.is_finite != self.after.is_finite:
+            return True
+        before, after = self.before.median, self.after.median
+        return before * after < 0 or max(abs(before), abs(after)) > ratio * min(abs(before), abs(after))
+
+    def __str__(self) -> str:
+        notes = {"not finite before": self.before.is_finite, "not finite after": self.after.is_finite}
+        note = ", ".join(name for name, is_finite in notes.items() if not is_finite) or f"x {self.factor:.3g}"
+        return f"{self.key.format()}: {self.before.median:.4g} -> {self.after.median:.4g} ({note})"
 
 
-def match(runs: Sequence[StoredRun]) -> list[Match]:
+def match_sites(runs: Sequence[StoredRun]) -> list[MatchedSites]:
     """Match sites by name, for each kind of any run."""
     kinds = dict.fromkeys(table.kind for run in runs for table in run.tables)
     matches = []
@@ -62,7 +80,7 @@ def match(runs: Sequence[StoredRun]) -> list[Match]:
         sites = [dict.fromkeys(site for table in run.tables if table.kind == kind for site in table.sites) for run in runs]
         in_all = set(sites[0]).intersection(*sites[1:])
         unmatched = [[site for site in sites_of_run if site not in in_all] for sites_of_run in sites]
-        matches.append(Match(kind, len(in_all), [len(sites_of_run) for sites_of_run in sites], unmatched))
+        matches.append(MatchedSites(kind, len(in_all), [len(sites_of_run) for sites_of_run in sites], unmatched))
     return matches
 
 
@@ -74,35 +92,62 @@ def largest_changes(before: StoredRun, after: StoredRun, most: int = 20) -> list
     kind may have the same values as another, as gradients before clipping without clipping; only the first kind counts.
 
     Returns:
-        At most ``most`` series whose late medians differ, the largest factors first. A factor is infinite where a median is zero.
+        At most ``most`` series whose medians differ, those first in which one median is zero, those last whose signs differ.
     """
-    tables = {(table.kind, table.statistic): table for table in after.tables}
-    changes: dict[tuple[str, str], Change] = {}
+    tables = {table.name: table for table in after.tables}
+    changes: dict[Key, Change] = {}
     for table in before.tables:
-        other = tables.get((table.kind, table.statistic))
+        other = tables.get(table.name)
         for change in _changes(table, other) if other is not None else ():
-            known = changes.setdefault((change.kind, change.site), change)
+            known = changes.setdefault(change.key._replace(statistic=""), change)
             if change.distance > known.distance:
-                changes[change.kind, change.site] = change
+                changes[change.key._replace(statistic="")] = change
     different: dict[tuple[object, ...], Change] = {}
     for change in changes.values():
-        different.setdefault((change.site, change.statistic, change.before, change.after), change)
+        different.setdefault((change.key.site, change.key.statistic, change.before.median, change.after.median), change)
     return sorted(different.values(), key=lambda change: change.distance, reverse=True)[:most]
 
 
 def _changes(before: Table, after: Table) -> Iterator[Change]:
-    """The sites of two tables of one statistic whose late medians differ and are not negligible."""
-    medians_before, medians_after = (typical(late(table.values)) for table in (before, after))
-    levels = np.concatenate([medians_before, medians_after])
-    levels = levels[np.isfinite(levels) & (levels != 0)]
-    share = 1.0 if (levels < 0).any() else NEGLIGIBLE
-    least = share * float(np.median(np.abs(levels))) if levels.size else 0.0
-    median_after = dict(zip(after.sites, medians_after.tolist(), strict=True))
-    for site, median in zip(before.sites, medians_before.tolist(), strict=True):
-        change = Change(before.kind, site, before.statistic, median, median_after.get(site, np.nan))
-        medians = change.before, change.after
-        if np.isfinite(medians).all() and change.before != change.after and max(map(abs, medians)) >= least:
-            yield change
+    """The sites of two tables of one statistic whose medians differ and are not negligible."""
+    levels_before, levels_after = _levels(before), _levels(after)
+    medians = np.array([level.median for level in (*levels_before.values(), *levels_after.values())])
+    medians = medians[np.isfinite(medians) & (medians != 0)]
+    share = 1.0 if (medians < 0).any() else NEGLIGIBLE
+    least = share * float(np.median(np.abs(medians))) if medians.size else 0.0
+    for site in before.sites:
+        if site in levels_after:
+            change = Change(before.name._replace(site=site), levels_before[site], levels_after[site])
+            sizes = [abs(change.before.median), abs(change.after.median)]
+            if np.isfinite(sizes).all() and change.before.median != change.after.median and max(sizes) >= least:
+                yield change
+
+
+def compare_series(before: StoredRun, after: StoredRun, patterns: Sequence[re.Pattern[str]]) -> list[Change]:
+    """The series of both runs whose whole key matches a pattern.
+
+    Raises:
+        ConfigError: If a pattern matches no key.
+    """
+    levels_before, levels_after = (
+        {table.name._replace(site=site): level for table in (*run.tables, *run.figures) for site, level in _levels(table).items()}
+        for run in (before, after)
+    )
+    common = {key.format(): key for key in levels_before if key in levels_after}
+    for pattern in patterns:
+        if not any(map(pattern.fullmatch, common)):
+            runs, near = f"{before.path} and {after.path}", nearest_pattern(pattern.pattern, common)
+            raise ConfigError(f"--fail-on {pattern.pattern!r} matches none of the {len(common)} keys of {runs}{near}")
+    matched = [key for text, key in common.items() if any(pattern.fullmatch(text) for pattern in patterns)]
+    return [Change(key, levels_before[key], levels_after[key]) for key in matched]
+
+
+def _levels(table: Table) -> dict[str, Level]:
+    num_from_end = np.cumsum(table.is_recorded[:, ::-1], axis=1)[:, ::-1]
+    is_late = table.is_recorded & (num_from_end <= np.maximum(1, num_from_end[:, :1] // 4))
+    medians = median_of_finite(np.where(is_late, table.values, np.nan))
+    are_finite = (np.isfinite(table.values) | ~is_late).all(axis=1)
+    return dict(zip(table.sites, map(Level, medians.tolist(), are_finite.tolist()), strict=True))
 
 
 def differing_options(runs: Sequence[StoredRun]) -> list[tuple[str, ...]]:
@@ -120,57 +165,3 @@ def as_text(value: object) -> str:
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         return "\n".join(map(json.dumps, value))
     return json.dumps(value)
-
-
-# Series that differ by more than a factor, for a check in continuous integration
-
-
-class Level(NamedTuple):
-    """The size of a series at the end of a run."""
-
-    median: float
-    """Median of the finite values in the last quarter of the records; NaN if there is none."""
-    is_finite: bool
-    """Whether all values in the last quarter are finite."""
-
-
-class ComparedSeries(NamedTuple):
-    """A series of two runs."""
-
-    key: str
-    before: Level
-    after: Level
-
-    def exceeds(self, ratio: float) -> bool:
-        """Whether a level is more than ``ratio`` times the other; also where the signs differ, or only one run is finite."""
-        if self.before.is_finite != self.after.is_finite:
-            return True
-        before, after = self.before.median, self.after.median
-        return before * after < 0 or max(abs(before), abs(after)) > ratio * min(abs(before), abs(after))
-
-    def __str__(self) -> str:
-        factor = self.after.median / self.before.median if self.before.median else np.inf
-        notes = {"not finite before": self.before.is_finite, "not finite after": self.after.is_finite}
-        note = ", ".join(name for name, is_finite in notes.items() if not is_finite) or f"x {factor:.3g}"
-        return f"{self.key}: {self.before.median:.4g} -> {self.after.median:.4g} ({note})"
-
-
-def compare_series(before: StoredRun, after: StoredRun, patterns: Sequence[re.Pattern[str]]) -> list[ComparedSeries]:
-    """The series of both runs whose whole key matches a pattern.
-
-    Raises:
-        ConfigError: If a pattern matches no key.
-    """
-    series_before, series_after = before.series, after.series
-    common = [key for key in series_before if key in series_after]
-    for pattern in patterns:
-        if not any(map(pattern.fullmatch, common)):
-            runs, near = f"{before.path} and {after.path}", nearest_pattern(pattern.pattern, common)
-            raise ConfigError(f"--fail-on {pattern.pattern!r} matches none of the {len(common)} keys of {runs}{near}")
-    matched = [key for key in common if any(pattern.fullmatch(key) for pattern in patterns)]
-    return [ComparedSeries(key, _level(*series_before[key]), _level(*series_after[key])) for key in matched]
-
-
-def _level(table: Table, row: int) -> Level:
-    last = late(table.values[row, table.is_recorded[row]])
-    return Level(float(typical(last)), bool(np.isfinite(last).all()))

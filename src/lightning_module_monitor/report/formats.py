@@ -94,7 +94,7 @@ def format_fits(run: StoredRun) -> list[FormatFit]:
     return fits
 
 
-def as_rows(fit: FormatFit) -> list[str]:
+def as_cells(fit: FormatFit) -> list[str]:
     """Kind, format, and figures, as the cells of a table."""
     shares = [_percent(fit.share(status)) for status in (FITS, FITS_SCALED, UNFIT)]
     return [fit.kind, fit.format, str(len(fit.sites)), *shares, _percent(fit.zeros)]
@@ -111,7 +111,7 @@ def in_words(site: SiteFit) -> str:
 
 def as_lines(fits: Sequence[FormatFit]) -> list[str]:
     """The table, and the worst sites, for a terminal."""
-    rows = [HEADINGS, *map(as_rows, fits)]
+    rows = [HEADINGS, *map(as_cells, fits)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     aligned = (
         "  ".join([*(cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)), *map(str.rjust, row[2:], widths[2:])])
@@ -139,11 +139,7 @@ def as_json(path: str, fits: Sequence[FormatFit]) -> str:
             **{status.replace(" ", "_"): _number(fit.share(status)) for status in (FITS, FITS_SCALED, UNFIT)},
             "zeros": _number(fit.zeros),
             "worst_sites": [
-                {
-                    "site": site.site,
-                    "status": site.status,
-                    **{name: _number(getattr(site, name)) for name in ("underflow", "overflow", "scaled_underflow", "zeros")},
-                }
+                {"status": site.status} | {name: value if name == "site" else _number(value) for name, value in vars(site).items()}
                 for site in fit.worst()
             ],
         }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import count, takewhile
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from lightning_module_monitor.sinks.store.matrices import Table
 VALIDATION_LOSS = re.compile(r".*val.*loss.*")
 TOTALS = {"gradient_before_clip": "gradient before clipping", "gradient": "whole gradient", "parameter": "all parameters"}
 """The norms of the whole model: the name on the page, by kind."""
+EXTREMES = {"Loss": "best", "Learning rate": "largest", "Norm": "largest", "Gradient noise": "largest"}
+"""The word for the extreme of a series, by the title of its group."""
 MAX_ROWS = 6
 """Largest number of series of a group in the table."""
 
@@ -61,13 +63,12 @@ class Group(NamedTuple):
 
 def at_a_glance(runs: Sequence[StoredRun]) -> list[Group]:
     """The series to look at first, as far as any run has them."""
-    groups = (
-        _group("Loss", "best", [_losses(run) for run in runs]),
-        _group("Learning rate", "largest", [_rates(run) for run in runs]),
-        _group("Norm", "largest", [_norms(run) for run in runs]),
-        _group("Gradient noise", "largest", [_noise(run) for run in runs]),
-    )
-    return [group for group in groups if group.rows]
+    courses = [{(group, name): course for group, name, course in _first_series(run)} for run in runs]
+    names = dict.fromkeys(name for courses_of_run in courses for name in courses_of_run)
+    groups = {
+        title: [SeriesRow(name[1], [of_run.get(name) for of_run in courses]) for name in names if name[0] == title] for title in EXTREMES
+    }
+    return [Group(title, EXTREMES[title], rows) for title, rows in groups.items() if rows]
 
 
 def as_lines(run: StoredRun) -> list[str]:
@@ -81,34 +82,23 @@ def as_lines(run: StoredRun) -> list[str]:
     return lines
 
 
-def _group(title: str, extreme: str, courses: Sequence[Mapping[str, Course]]) -> Group:
-    names = dict.fromkeys(name for courses_of_run in courses for name in courses_of_run)
-    return Group(title, extreme, [SeriesRow(name, [courses_of_run.get(name) for courses_of_run in courses]) for name in names])
-
-
-def _losses(run: StoredRun) -> dict[str, Course]:
-    tables = [table for table in run.context if table.statistic == LOSS or VALIDATION_LOSS.fullmatch(table.statistic)]
-    return {table.statistic: _course(table, np.argmin) for table in tables}
-
-
-def _rates(run: StoredRun) -> dict[str, Course]:
-    """The learning rates, each with its parameter group."""
+def _first_series(run: StoredRun) -> Iterator[tuple[str, str, Course]]:
+    """Group, name and course of the series of a run to look at first."""
     by_name = {table.statistic: table for table in run.context}
+    for name, table in by_name.items():
+        if name == LOSS or VALIDATION_LOSS.fullmatch(name):
+            yield "Loss", name, _course(table, np.argmin)
     facts = run.facts[-1][1] if run.facts else Facts()
-    names = takewhile(by_name.__contains__, map(name_of_rate, count()))
-    return {name: replace(_course(by_name[name]), note=_group_note(facts, number)) for number, name in enumerate(names)}
-
-
-def _norms(run: StoredRun) -> dict[str, Course]:
-    """The norms of the whole model; a store of an earlier version has none."""
-    return {TOTALS[table.name.kind]: _course(table) for table in norms_of(run) if table.sites[0] == ROOT_SITE}
-
-
-def _noise(run: StoredRun) -> dict[str, Course]:
-    """The noise scale of the whole gradient, and the batch size to compare it with; a run without gradient noise has none."""
-    scales = [("noise scale", table) for table in noise_scales_of(run) if table.sites[0] == ROOT_SITE]
-    sizes = [("batch size", table) for table in run.context if table.statistic == BATCH_SIZE] if scales else []
-    return {name: _course(table) for name, table in scales + sizes}
+    for number, name in enumerate(takewhile(by_name.__contains__, map(name_of_rate, count()))):
+        yield "Learning rate", name, _course(by_name[name], note=_group_note(facts, number))
+    for table in norms_of(run):
+        if table.sites[0] == ROOT_SITE:
+            yield "Norm", TOTALS[table.name.kind], _course(table)
+    for scale in noise_scales_of(run):
+        if scale.sites[0] == ROOT_SITE:
+            yield "Gradient noise", "noise scale", _course(scale)
+            if BATCH_SIZE in by_name:  # to compare it with
+                yield "Gradient noise", "batch size", _course(by_name[BATCH_SIZE])
 
 
 def _group_note(facts: Facts, number: int) -> str:
@@ -144,12 +134,11 @@ def noise_scales_of(run: StoredRun) -> list[Table]:
     return [table for table in run.totals if (table.name.kind, table.statistic) == ("gradient_noise", "scale")]
 
 
-def _course(table: Table, extreme: Callable[[Any], Any] = np.argmax) -> Course:
-    """The course of a table of one row."""
+def _course(table: Table, extreme: Callable[[Any], Any] = np.argmax, note: str = "") -> Course:
     steps, values = table.steps[table.is_recorded[0]], table.values[0][table.is_recorded[0]]
     finite = np.flatnonzero(np.isfinite(values))
     index = finite[extreme(values[finite])] if finite.size else 0
-    return Course(float(values[0]), float(values[-1]), float(values[index]) if finite.size else np.nan, int(steps[index]))
+    return Course(float(values[0]), float(values[-1]), float(values[index]) if finite.size else np.nan, int(steps[index]), note)
 
 
 def length_of(run: StoredRun) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.health.judgement import LEVELS, Verdict
 from lightning_module_monitor.record import LOSS, ModuleInfo
-from lightning_module_monitor.report.stored_run import StoredRun, early, late, typical
+from lightning_module_monitor.report.stored_run import StoredRun, early, late, median_of_finite
 from lightning_module_monitor.sinks.store.matrices import Table
 
 MAX_SERIES = 12
@@ -87,15 +87,19 @@ def as_markdown(run: StoredRun, verdict: Verdict) -> str:
         *(_diagnoses(verdict) or ["No cause was found."]),
     ]
     if verdict.findings:
-        parts += ["## Findings", _table(["level", "name", "kind", "site", "step", "evidence"], _findings(verdict))]
+        header = ["level", "name", "kind", "site", "step", "evidence"]
+        rows = (
+            (level, name, item.kind, item.site, str(item.step), item.words) for level, name, items in verdict.problems for item in items
+        )
+        parts += ["## Findings", _table(header, rows)]
     series = run.series
     candidates = [table.key(0) for table in run.context if table.statistic in (LOSS, "lr")] + [finding.key for finding in verdict.findings]
     keys = [key for key in dict.fromkeys(candidates) if key in series][:MAX_SERIES]
     if keys:
         indices = np.linspace(0, len(steps) - 1, MAX_STEPS).round().astype(int).tolist()
         columns = sorted({*(steps[index] for index in indices), *(diagnosis.first_step for diagnosis in verdict.diagnoses)})
-        rows = [(key, *(_value_at(*series[key], step) for step in columns)) for key in keys]
-        parts += ["## Series", _table(["key", *(f"step {step}" for step in columns)], rows)]
+        values = ((key, *(_value_at(*series[key], step) for step in columns)) for key in keys)
+        parts += ["## Series", _table(["key", *(f"step {step}" for step in columns)], values)]
     checks = [(check.name, check.status, str(check.num_series), str(check.num_records), check.reason) for check in verdict.checks]
     parts += ["## Checks", _table(["name", "status", "series", "records", "reason"], checks)]
     if run.modules:
@@ -118,12 +122,6 @@ def _diagnoses(verdict: Verdict) -> list[str]:
     return texts
 
 
-def _findings(verdict: Verdict) -> Iterator[Sequence[str]]:
-    for level, name, findings in verdict.problems:
-        for finding in findings:
-            yield level, name, finding.kind, finding.site, str(finding.step), finding.words
-
-
 def _value_at(table: Table, row: int, step: int) -> str:
     """The last value up to a step."""
     recorded = np.flatnonzero(table.is_recorded[row] & (table.steps <= step))
@@ -141,7 +139,7 @@ def _module_rows(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
 def _kinds(run: StoredRun) -> str:
     rows, totals = [], {id(table) for table in run.totals}
     for table in (*run.tables, *run.figures):
-        medians = (f"{typical(typical(part(table.values))):.4g}" for part in (early, late))
+        medians = (f"{median_of_finite(median_of_finite(part(table.values))):.4g}" for part in (early, late))
         kind = f"{table.kind}/{table.sites[0]}" if id(table) in totals else table.kind
         rows.append((kind, table.statistic, str(len(table.sites)), str(len(table.steps)), *medians))
     return _table(["kind", "statistic", "sites", "records", "median of all sites, first quarter", "last quarter"], rows)

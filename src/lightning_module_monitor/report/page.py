@@ -6,7 +6,6 @@ import base64
 import hashlib
 import itertools
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -20,8 +19,8 @@ from lightning_module_monitor.errors import in_bytes, package_version, require
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judgement import WITHOUT_FINDING, Verdict
 from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
-from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match
-from lightning_module_monitor.report.formats import HEADINGS, as_rows, format_fits, in_words
+from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match_sites
+from lightning_module_monitor.report.formats import HEADINGS, as_cells, format_fits, in_words
 from lightning_module_monitor.report.glance import MAX_ROWS, at_a_glance, length_of, names_of_groups, noise_scales_of, norms_of
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
@@ -176,7 +175,7 @@ def _context(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> dict[str,
         "runs": shown,
         "groups": at_a_glance(runs),
         "max_rows": MAX_ROWS,
-        "matches": match(runs) if several else [],
+        "matches": match_sites(runs) if several else [],
         "changes": [
             {"name": content["name"], "rows": [_shown_change(change) for change in largest_changes(runs[0], run)]}
             for run, content in zip(runs[1:], shown[1:], strict=True)
@@ -188,7 +187,6 @@ def _context(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> dict[str,
 
 
 def _filled_sections(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> set[str]:
-    """The sections that have data."""
     in_training = {(table.name.kind, table.statistic) for run in runs for table in run.tables if table.name.stage == TRAIN}
     kinds = {kind for kind, _statistic in in_training}
     sizes = {"rms", "norm", "abs_max", "abs_mean"}
@@ -222,9 +220,9 @@ def _shown(run: StoredRun, name: str) -> dict[str, Any]:
         "name": name,
         "path": run.path,
         "extent": run.extent,
-        "formats": [(as_rows(fit), [(site.site, in_words(site)) for site in fit.worst()]) for fit in format_fits(run)],
+        "formats": [(as_cells(fit), [(site.site, in_words(site)) for site in fit.worst()]) for fit in format_fits(run)],
         "verdict": verdict,
-        "first_series": _series(verdict.beginning) if verdict.beginning else "",
+        "first_series": _series_of(verdict.beginning) if verdict.beginning else "",
         "causes": causes,
         "others": [problem for name, problem in problems.items() if name not in explained],
         "checks": [(status, verdict.checks_with(status)) for status in WITHOUT_FINDING],
@@ -248,23 +246,27 @@ def _problems(verdict: Verdict) -> dict[str, dict[str, Any]]:
     for level, name, findings in verdict.problems:
         figures = sorted(fired.get(name, ()), key=lambda figure: -abs(figure.value))
         keys = [key for key in (Key.parse(figure.key) for figure in figures) if key.site]
-        sites = [(key.site, json.dumps({"kind": key.full_kind, "statistic": key.statistic, "site": key.site})) for key in keys]
+        sites = [(key.site, _series(key)) for key in keys]
         definition = DETECTORS[name].formula if name in DETECTORS else ""
         problem = {"level": level, "name": name, "definition": definition, "findings": [], "sites": sites}
-        problems.setdefault(name, problem)["findings"] += [(finding, _series(finding)) for finding in findings]
+        problems.setdefault(name, problem)["findings"] += [(finding, _series_of(finding)) for finding in findings]
     return problems
 
 
-def _shown_change(change: Change) -> dict[str, Any]:
-    factor = "" if math.isnan(change.factor) else f"{change.factor:.3g}"
-    return {**vars(change), "series": _series(change), "before": f"{change.before:.3g}", "after": f"{change.after:.3g}", "factor": factor}
+def _shown_change(change: Change) -> dict[str, str]:
+    numbers = {"before": change.before.median, "after": change.after.median, "factor": change.factor}
+    names = {"site": change.key.site, "kind": change.key.full_kind, "statistic": change.key.statistic, "series": _series(change.key)}
+    return names | {name: f"{number:.3g}" for name, number in numbers.items()}
 
 
-def _series(source: Finding | Change) -> str:
-    """The series that the page's script shows when the site's name is pressed; empty without a series."""
-    if not source.statistic:
-        return ""
-    return json.dumps({"kind": source.kind, "statistic": source.statistic, "site": source.site})
+def _series_of(finding: Finding) -> str:
+    """The series of a finding at its site; empty without a series."""
+    return _series(Key.parse(finding.key)._replace(site=finding.site)) if finding.key else ""
+
+
+def _series(key: Key) -> str:
+    """The series that the page's script shows when the site's name is pressed."""
+    return json.dumps({"kind": key.full_kind, "statistic": key.statistic, "site": key.site})
 
 
 def _facts(run: StoredRun) -> list[tuple[str, str]]:

@@ -70,7 +70,7 @@ class Payload:
         return {
             **{"kind": kind, "statistic": statistic, "bins": list(LABELS[FINITE][low:high])},
             "sites": self._index([matrix.keys[column].site for column in columns]),
-            "steps": self._index(matrix.steps.tolist()),
+            "first": self._index(matrix.steps.tolist()),
             "data": pack(np.moveaxis(shares[..., low:high], 1, 0)),
             "nonfinite": pack(np.moveaxis(matrix.nonfinite[:, columns].sum(axis=2), 1, 0).astype(np.float64)),
         }

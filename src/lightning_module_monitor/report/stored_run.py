@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,10 +14,13 @@ from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.judgement import Verdict
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, ROOT_SITE, SUMMARY_SITE, Facts, Finding, Key, ModuleInfo, is_total
 from lightning_module_monitor.report.stored_verdict import verdict_on
-from lightning_module_monitor.sinks.store.matrices import Matrix, Table
+from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+_ALL = "/"
+"""Stands for all sites of a statistic; no site has a slash."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +94,15 @@ def read_run(store: StoreReader) -> StoredRun:
     modules = store.modules()
     names = [module.name for module in modules]
     for kind in store.kinds():
-        for table in _tables_of(store.matrix(kind), modules):
-            site = table.sites[0]
-            if site not in ("", SUMMARY_SITE) and table.name.kind != OWN_KIND and not is_total(table.name._replace(site=site), names):
+        matrix = store.matrix(kind)
+        columns_by_key: dict[Key, list[int]] = {}
+        for column in _columns_in_order(matrix.keys, modules):
+            key = matrix.keys[column]
+            is_figure = key.site in ("", SUMMARY_SITE) or key.kind == OWN_KIND or is_total(key, names)
+            columns_by_key.setdefault(key if is_figure else key._replace(site=_ALL), []).append(column)
+        for key, columns in columns_by_key.items():
+            table = matrix.table(columns)
+            if key.site == _ALL:
                 tables.append(table)
             elif table.is_recorded.any():  # a ratio of zero to zero in every record has no value
                 figures.append(table)
@@ -102,17 +111,6 @@ def read_run(store: StoreReader) -> StoredRun:
     configurations = attributes["configurations"]
     watched = frozenset(map(str, (configurations[-1]["configuration"].get("watched") if configurations else None) or ()))
     return StoredRun(str(store.path), attributes, tables, figures, store.findings(), store.facts(), watched, histograms, modules)
-
-
-def _tables_of(matrix: Matrix, modules: Sequence[ModuleInfo]) -> Iterator[Table]:
-    """A table for each statistic of a kind, with the sites in the model's order, and a table for each figure and total."""
-    columns: dict[tuple[Key, str], list[int]] = {}
-    names = [module.name for module in modules]
-    for column in _columns_in_order(matrix.keys, modules):
-        key = matrix.keys[column]
-        by_itself = key.site if key.site == SUMMARY_SITE or is_total(key, names) else ""
-        columns.setdefault((key._replace(site=""), by_itself), []).append(column)
-    yield from map(matrix.table, columns.values())
 
 
 def _columns_in_order(keys: Sequence[Key], modules: Sequence[ModuleInfo]) -> list[int]:
@@ -140,7 +138,7 @@ def late(values: NDArray[Scalar]) -> NDArray[Scalar]:
     return values[..., -max(1, values.shape[-1] // 4) :]
 
 
-def typical(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def median_of_finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Median of the finite values along the last dimension, ``(..., steps)`` to ``(...)``; NaN without a finite value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a row without a finite value

@@ -112,7 +112,6 @@ class LoggerSink:
 
     @contextmanager
     def _reporting(self, logger: Logger) -> Iterator[None]:
-        """Report the first error of a logger."""
         try:
             yield
         except Exception as error:

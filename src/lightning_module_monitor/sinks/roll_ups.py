@@ -32,12 +32,7 @@ def logged_values(values: Mapping[str, float]) -> dict[str, float]:
 
     Lightning logs the other values of the context itself, in other steps and, in a CSV file, in other rows.
     """
-    return {key: value for key, value in values.items() if not is_context(key) or _is_loss_or_rate(key)}
-
-
-def _is_loss_or_rate(context_key: str) -> bool:
-    name = context_key.rpartition("/")[2]
-    return name == LOSS or is_rate(name)
+    return {key: value for key, value in values.items() if not is_context(key) or (name := key.rpartition("/")[2]) == LOSS or is_rate(name)}
 
 
 def summed(histograms: Mapping[str, Histogram], modules: Collection[str] = ()) -> dict[str, Histogram]:

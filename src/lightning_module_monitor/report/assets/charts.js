@@ -3,6 +3,7 @@
 
 // Okabe and Ito's colours, which colour-blind people can distinguish, without the yellow, which is invisible on white.
 const LINES = { no: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"], yes: ["#56b4e9", "#e69f00", "#2fc79a", "#e6a3cb", "#4c9be8", "#ff8a4d"] };
+const LEGEND_ROW = 22; // pixels
 const NARROW = 560; // pixels of a chart that is on a phone
 const NOT_FINITE = "#e4003a";
 const CONFIG = {
@@ -16,6 +17,20 @@ const CONFIG = {
 function lineColor(index) {
   const colors = LINES[document.documentElement.dataset.dark];
   return colors[index % colors.length];
+}
+
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+
+/** The look of a run's line of a rank: a colour for each line, with another dash once the colours repeat; of several runs a colour for each run. */
+function lineLook(run, rank) {
+  const turn = Math.floor(rank / LINES.no.length);
+  return several ? { color: lineColor(run), dash: DASHES[rank % DASHES.length] } : { color: lineColor(rank), dash: DASHES[turn % DASHES.length] };
+}
+
+/** Lines over steps of one run, with the run's name where there are several. */
+function linesOf(run, series, look) {
+  const prefix = several ? `${page.runs[run].name}: ` : "";
+  return series.flatMap(({ name, loaded }, rank) => lineOverSteps(prefix + name, loaded, 0, look ?? lineLook(run, rank)));
 }
 
 /** A colour of the style sheet. */
@@ -58,7 +73,7 @@ function layoutOf(options) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: color("plot"),
     font: { family: "inherit", size: 12, color: color("ink") },
-    margin: { l: 60, r: options.isNarrow ? 4 : 16, t: 34 + 22 * (options.legendRows || 0), b: 44 }, // the toolbar is beside the title
+    margin: { l: 60, r: options.isNarrow ? 4 : 16, t: 34 + LEGEND_ROW * (options.legendRows || 0), b: 44 }, // the toolbar is beside the title
     height: options.height,
     title: options.title ? { text: escapeText(options.title), font: { size: 13 }, x: 0, y: 1, yanchor: "top", xref: "container", xanchor: "left", pad: { l: 4, t: 8 } } : undefined,
     hoverlabel: { bgcolor: color("panel"), bordercolor: color("line"), font: { color: color("ink"), family: "inherit" }, align: "left" },
@@ -328,12 +343,29 @@ function lineOverSteps(name, loaded, row, line) {
   const steps = loaded.steps;
   const text = steps.map((step, column) => `${escapeText(name)}<br>step ${step}: ${format(values[column])}`);
   const finite = [...values].map(finiteOrNull);
-  const traces = [{ x: steps, y: finite, name: escapeText(name), text, hoverinfo: "text", line, mode: steps.length > 60 ? "lines" : "lines+markers", marker: { size: 4 } }];
-  const bad = steps.map((_, column) => column).filter((column) => isRecorded(loaded, row, column) && !Number.isFinite(values[column]));
-  if (bad.length) {
-    const top = Math.max(...finite.filter((value) => value !== null), 1e-30);
-    const marker = { symbol: "x", size: 8, color: NOT_FINITE };
-    traces.push({ x: bad.map((column) => steps[column]), y: bad.map(() => top), mode: "markers", marker, text: bad.map((column) => text[column]), hoverinfo: "text", showlegend: false });
-  }
-  return traces;
+  const trace = { x: steps, y: finite, name: escapeText(name), text, hoverinfo: "text", line, mode: steps.length > 60 ? "lines" : "lines+markers", marker: { size: 4 } };
+  return [trace, ...crosses(steps, finite, text, (column) => isRecorded(loaded, row, column))];
+}
+
+/** The line of a site, if it has one. */
+function lineOfSite(name, loaded, site, line) {
+  const row = loaded?.rowOf.get(site);
+  return row === undefined ? [] : lineOverSteps(name, loaded, row, line);
+}
+
+const finiteOrNull = (value) => (Number.isFinite(value) ? value : null);
+
+/** Crosses at the upper edge where a number was recorded and is not finite, which is null in `y`. */
+function crosses(x, y, text, isRecordedAt) {
+  const bad = [...y.keys()].filter((index) => y[index] === null && isRecordedAt(index));
+  const top = Math.max(...y.filter((value) => value !== null), 1e-30);
+  const pick = (list) => bad.map((index) => list[index]);
+  const marker = { symbol: "x", size: 8, color: NOT_FINITE };
+  return bad.length ? [{ x: pick(x), y: bad.map(() => top), text: pick(text), hoverinfo: "text", mode: "markers", marker, showlegend: false }] : [];
+}
+
+/** The area between two lines; `look`: its colour, and the texts of both. */
+function band(low, high, look) {
+  const edge = { ...look, line: { width: 0 } };
+  return [{ ...low, ...edge, showlegend: false }, { ...high, ...edge, fill: "tonexty" }];
 }

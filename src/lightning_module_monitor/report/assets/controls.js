@@ -13,6 +13,12 @@ function fill(select, options, chosen) {
   if (options.some(([value]) => String(value) === String(before))) select.value = before;
 }
 
+/** Fill a select with sites; returns the chosen one: the one before, else that of the first finding, else `initial()`. */
+function chooseSite(id, sites, initial) {
+  fill(byId(id), sites.map((site) => [site]), byId(id).value || (sites.includes(first.site) ? first.site : initial()));
+  return byId(id).value;
+}
+
 /** Make `count` chart containers in a box. */
 function charts(box, count) {
   while (box.children.length > count) {

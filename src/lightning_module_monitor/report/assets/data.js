@@ -13,13 +13,14 @@ function unpack(text) {
   return new Float32Array(bytes.buffer);
 }
 
-/** A table's numbers with its sites and steps. Rows are sites, columns are steps. */
+/** A table's numbers with its sites and steps. Rows are sites, columns are steps; of histograms each with a number for each bin. */
 function load(table) {
   if (!table.loaded) {
     const [values, sites, steps] = [unpack(table.data), page.lists[table.sites], page.lists[table.first]];
     const rowOf = new Map(sites.map((site, row) => [site, row]));
-    table.loaded = { values, bits: new Uint32Array(values.buffer), sites, steps, lastSteps: page.lists[table.last], rowOf, columns: steps.length };
-    table.data = null; // the text is not needed any more
+    const nonfinite = table.nonfinite && unpack(table.nonfinite); // of histograms
+    table.loaded = { values, bits: new Uint32Array(values.buffer), sites, steps, lastSteps: page.lists[table.last], rowOf, columns: steps.length, bins: table.bins, nonfinite, rows: [] };
+    table.data = table.nonfinite = null; // the text is not needed any more
   }
   return table.loaded;
 }
@@ -29,9 +30,9 @@ function isRecorded(loaded, row, column) {
   return loaded.bits[row * loaded.columns + column] !== ABSENT_BITS;
 }
 
-/** The numbers of a site: NaN also where nothing was recorded. */
+/** The numbers of a site, the same array each time: NaN also where nothing was recorded. */
 function rowOf(loaded, row) {
-  return loaded.values.subarray(row * loaded.columns, (row + 1) * loaded.columns);
+  return (loaded.rows[row] ??= loaded.values.subarray(row * loaded.columns, (row + 1) * loaded.columns));
 }
 
 /** The numbers of some rows at a step. */
@@ -47,9 +48,9 @@ function moduleLine(run, site) {
   return "";
 }
 
-/** The run's table of a kind and statistic, if it has one. */
-function findTable(run, kind, statistic) {
-  return run.tables.find((table) => table.kind === kind && table.statistic === statistic);
+/** The loaded tables of a kind and statistic, by run; undefined for a run without. `list`: the run's tables or histograms. */
+function loadAll(kind, statistic, list = "tables") {
+  return page.runs.map((run) => run[list].find((table) => table.kind === kind && table.statistic === statistic)).map((table) => table && load(table));
 }
 
 /** Every pair of kind and statistic of any run, in the order of the runs. */
@@ -63,15 +64,9 @@ function tableNames(accept) {
   return [...names.values()];
 }
 
-/** Sites of several loaded tables, without repetition. */
-function unionOfSites(loadedTables) {
-  return [...new Set(loadedTables.flatMap((loaded) => (loaded ? loaded.sites : [])))];
-}
-
-/** Steps of several loaded tables, ascending. */
-function unionOfSteps(loadedTables) {
-  return [...new Set(loadedTables.flatMap((loaded) => (loaded ? loaded.steps : [])))].sort((a, b) => a - b);
-}
+/** Sites of several loaded tables, without repetition; and their steps, ascending. */
+const unionOfSites = (loadedTables) => [...new Set(loadedTables.flatMap((loaded) => loaded?.sites ?? []))];
+const unionOfSteps = (loadedTables) => [...new Set(loadedTables.flatMap((loaded) => loaded?.steps ?? []))].sort((a, b) => a - b);
 
 /** The column of the last record up to a step; -1 without such a record. */
 function columnAt(loaded, step) {

@@ -7,7 +7,7 @@ function scaleOf(choice, loadedTables, statistic) {
   if (choice !== "auto") return choice;
   const anyNegative = loadedTables.some((loaded) => loaded && loaded.values.some((value) => value < 0));
   if (anyNegative) return SIGNED.has(statistic) ? "signed" : "linear";
-  return wantsLog(loadedTables.flatMap((loaded) => (loaded ? [extent(loaded.values, 0, true)].flat() : []))) ? "log" : "linear";
+  return needLog(loadedTables) ? "log" : "linear";
 }
 
 /** Smallest and largest finite number (positive number for a logarithm), without a share `trim` at each end. */
@@ -16,6 +16,9 @@ function extent(values, trim, isPositive) {
   if (!extents.has(values)) extents.set(values, {});
   return (extents.get(values)[name] ??= newExtent(values, trim, isPositive));
 }
+
+/** Whether the numbers of loaded tables need a logarithmic axis. */
+const needLog = (loadedTables) => wantsLog(loadedTables.filter(Boolean).flatMap((loaded) => extent(loaded.values, 0, true)));
 
 const NOTHING = [1e-30, 1e-30]; // the extent without a number
 const extents = new WeakMap(); // by array, for the next position of a slider
@@ -28,8 +31,8 @@ function newExtent(values, trim, isPositive) {
     for (const number of numbers) [low, high] = [number < low ? number : low, number > high ? number : high];
     return [low, high];
   }
-  const sorted = Float32Array.from(numbers).sort();
-  return [sorted[Math.floor(trim * (sorted.length - 1))], sorted[Math.ceil((1 - trim) * (sorted.length - 1))]];
+  numbers.sort(); // values are a typed array, and so is this
+  return [numbers[Math.floor(trim * (numbers.length - 1))], numbers[Math.ceil((1 - trim) * (numbers.length - 1))]];
 }
 
 /** The first parts of a name. */
@@ -119,10 +122,9 @@ const heat = {
   },
 
   drawRun(div, loaded, groups, options, kind, run) {
-    const columns = columnsOf(loaded.steps);
     heatmap(div, {
       ...options,
-      columns,
+      columns: columnsOf(loaded.steps),
       value: (row, column) => this.aggregate(loaded, groups[row][1], column),
       hover: (row, column, text) => this.words(loaded, groups[row], column, `${options.statistic} ${text}`) + moduleLine(run, groups[row][0]),
       xaxis: stepAxis(loaded.steps),
@@ -196,11 +198,7 @@ const heat = {
     const select = byId("heat-site");
     fill(select, sites.map((site) => [site, site]), select.value || first.site);
     const site = select.value;
-    const traces = loadedTables.flatMap((loaded, index) => {
-      const row = loaded && loaded.rowOf.get(site);
-      if (row === undefined) return [];
-      return lineOverSteps(several ? page.runs[index].name : site, loaded, row, { color: lineColor(index) });
-    });
+    const traces = loadedTables.flatMap((loaded, index) => lineOfSite(several ? page.runs[index].name : site, loaded, site, { color: lineColor(index) }));
     const isLog = wantsLog(traces.flatMap((trace) => trace.y));
     lines(byId("heat-curve"), { traces, title: `${kind} of ${site}`, label, xaxis: STEPS, isLog, legend: several, height: 240 });
   },

@@ -6,27 +6,16 @@ const histograms = {
     const names = [...new Map(page.runs.flatMap((run) => run.histograms.map((table) => [`${table.kind}/${table.statistic}`, table]))).values()];
     fill(byId("histograms-table"), names.map(({ kind, statistic }) => [JSON.stringify([kind, statistic]), statistic === "hist" ? kind : `${kind}, ${statistic}`]));
     const [kind, statistic] = JSON.parse(byId("histograms-table").value);
-    const loadedTables = page.runs.map((run) => this.load(run.histograms.find((table) => table.kind === kind && table.statistic === statistic)));
+    const loadedTables = loadAll(kind, statistic, "histograms");
     const sites = filtered(unionOfSites(loadedTables));
-    fill(byId("histograms-site"), sites.map((site) => [site]), byId("histograms-site").value || (sites.includes(first.site) ? first.site : this.widest(loadedTables, sites)));
-    const site = byId("histograms-site").value;
+    const site = chooseSite("histograms-site", sites, () => this.widest(loadedTables, sites));
     const boxes = charts(byId("histograms-charts"), page.runs.length);
     loadedTables.forEach((loaded, index) => this.drawRun(boxes[index], loaded, site, several ? page.runs[index].name : undefined));
   },
 
-  load(table) {
-    if (!table) return undefined;
-    if (!table.loaded) {
-      const [shares, nonfinite] = [unpack(table.data), unpack(table.nonfinite)];
-      const sites = page.lists[table.sites];
-      table.loaded = { shares, nonfinite, sites, steps: page.lists[table.steps], bins: table.bins, rowOf: new Map(sites.map((site, row) => [site, row])) };
-    }
-    return table.loaded;
-  },
-
   /** The site with elements in the most bins: a tensor of zeros, such as an initial bias, looks like an empty panel. */
   widest(loadedTables, sites) {
-    const bins = (loaded, row) => loaded.shares.subarray(row * loaded.steps.length * loaded.bins.length, (row + 1) * loaded.steps.length * loaded.bins.length).reduce((count, share) => count + (share > 0), 0);
+    const bins = (loaded, row) => loaded.values.subarray(row * loaded.columns * loaded.bins.length, (row + 1) * loaded.columns * loaded.bins.length).reduce((count, share) => count + (share > 0), 0);
     const counts = sites.map((site) => Math.max(...loadedTables.map((loaded) => (loaded?.rowOf.has(site) ? bins(loaded, loaded.rowOf.get(site)) : 0))));
     return sites[counts.indexOf(Math.max(...counts))];
   },
@@ -38,7 +27,7 @@ const histograms = {
       return;
     }
     const { steps, bins } = loaded;
-    const at = (bin, column) => loaded.shares[(row * steps.length + column) * bins.length + bin];
+    const at = (bin, column) => loaded.values[(row * steps.length + column) * bins.length + bin];
     const isFilled = (bin) => steps.some((_, column) => at(bin, column) > 0);
     const shown = withoutGaps(bins.map((_, bin) => bin).filter(isFilled)).reverse(); // the largest on top, as on an axis
     const names = shown.map((bin, row) => (bin < 0 ? `⋮${"\u200b".repeat(row)}` : decimal(bins[bin])));

@@ -21,7 +21,6 @@ function profileTables() {
   }).filter(Boolean);
 }
 
-const DASHES = ["solid", "dash", "dot", "dashdot"];
 const CROWD = 150; // sites whose line would be a band
 
 /** Lines over sites at a step, a line for each run; of a single run also its first record. */
@@ -44,12 +43,7 @@ function profileTraces(loadedTables, allSites, step, looks = {}) {
     const name = [several ? page.runs[index].name : "", looks.name ?? (several ? "" : `step ${loaded.steps[column]}`)].filter(Boolean).join(": ");
     const number = (row) => (row === undefined ? "not recorded" : format(loaded.values[row * loaded.columns + column]));
     const text = rows.map((row, rank) => `${escapeText(sites[rank])}<br>step ${loaded.steps[column]}: ${number(row)}${escapeText(moduleLine(page.runs[index], sites[rank])).replace("\n", "<br>")}`);
-    const bad = [...rows.keys()].filter((rank) => rows[rank] !== undefined && isRecorded(loaded, rows[rank], column) && values[rank] === null);
-    if (bad.length) {
-      const top = Math.max(...values.filter((value) => value > 0), 1e-30);
-      const cross = { symbol: "x", size: 8, color: NOT_FINITE };
-      traces.push({ x: bad.map((rank) => xs[rank]), y: bad.map(() => top), text: bad.map((rank) => text[rank]), hoverinfo: "text", mode: "markers", marker: cross, showlegend: false });
-    }
+    traces.push(...crosses(xs, values, text, (rank) => rows[rank] !== undefined && isRecorded(loaded, rows[rank], column)));
     const isCrowded = sites.length > CROWD;
     const marker = { size: sites.length > 80 ? 4 : 6, color: line, opacity: isCrowded ? 0.6 : 1 };
     const mode = isCrowded ? "markers" : "lines+markers";
@@ -57,8 +51,6 @@ function profileTraces(loadedTables, allSites, step, looks = {}) {
   });
   return traces;
 }
-
-const finiteOrNull = (value) => (Number.isFinite(value) ? value : null);
 
 const MOST_TICKS = 16;
 
@@ -94,17 +86,11 @@ function siteAxis(sites, base) {
   return { tickvals: ticks, ticktext: names.map(escapeText), tickangle: ticks.length > 4 ? -35 : 0, automargin: true, range };
 }
 
-/** Smallest and largest number of a site. */
-function extentOfRow(loaded, row, isPositive) {
-  loaded.rows ??= new Map();
-  if (!loaded.rows.has(row)) loaded.rows.set(row, rowOf(loaded, row)); // the same array each time
-  return extent(loaded.rows.get(row), 0, isPositive);
-}
-
 /** The range of all steps: the axis stays while the slider moves. */
 function steadyRange(loadedTables, sites, isLog) {
-  const numbers = loadedTables.flatMap((loaded) => (loaded ? sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined).map((row) => extentOfRow(loaded, row, isLog)) : []));
-  const low = Math.min(...numbers.map(([from]) => from).filter((from) => !isLog || from > 1e-30));
+  const rows = loadedTables.filter(Boolean).flatMap((loaded) => sites.filter((site) => loaded.rowOf.has(site)).map((site) => rowOf(loaded, loaded.rowOf.get(site))));
+  const numbers = rows.map((row) => extent(row, 0, isLog)).filter((extent) => !isLog || extent !== NOTHING);
+  const low = Math.min(...numbers.map(([from]) => from));
   const high = Math.max(...numbers.map(([, to]) => to));
   if (!Number.isFinite(low) || !Number.isFinite(high)) return undefined;
   if (isLog) return [Math.log10(low) - 0.1, Math.log10(high) + 0.1];
@@ -138,7 +124,7 @@ const profiles = {
     const boxes = charts(byId("profiles-charts"), names.length);
     names.forEach((name, index) => {
       const sites = filtered(unionOfSites(loaded[index]));
-      const isLog = wantsLog(loaded[index].flatMap((table) => (table ? extent(table.values, 0, true) : [])));
+      const isLog = needLog(loaded[index]);
       const containers = containersOf(sites.filter((site) => !site.includes(".head_")));
       const role = new Map(sites.map((site) => [site, roleOf(name.base, site, containers)]));
       const roles = [...new Set(role.values())];
@@ -158,11 +144,6 @@ const profiles = {
   },
 };
 
-/** The loaded tables of a kind and statistic, by run; undefined for a run without. */
-function loadAll(kind, statistic) {
-  return page.runs.map((run) => findTable(run, kind, statistic)).map((table) => (table ? load(table) : undefined));
-}
-
 const USUAL = 1e-3;
 const FEW_SITES = 8;
 
@@ -174,7 +155,7 @@ const updates = {
     const traces = loadedTables.flatMap((loaded, index) => {
       if (!loaded) return [];
       const rows = sites.map((site) => loaded.rowOf.get(site)).filter((row) => row !== undefined);
-      if (sites.length <= FEW_SITES && !several) return rows.flatMap((row, rank) => lineOverSteps(loaded.sites[row], loaded, row, { color: lineColor(rank), dash: rank < 6 ? "solid" : "dash" }));
+      if (sites.length <= FEW_SITES && !several) return rows.flatMap((row, rank) => lineOverSteps(loaded.sites[row], loaded, row, lineLook(index, rank)));
       return this.bands(loaded, rows, index);
     });
     const usual = { type: "line", xref: "paper", x0: 0, x1: 1, y0: USUAL, y1: USUAL, line: { color: color("ink"), width: 1.2, dash: "dash" } };
@@ -190,11 +171,9 @@ const updates = {
     const base = lineColor(index);
     const run = several ? `${escapeText(page.runs[index].name)}: ` : "";
     const x = loaded.steps;
-    const edge = { x, line: { width: 0 }, showlegend: false, hoverinfo: "skip" };
     const hovertemplate = "%{y:.3g}";
     const bands = [
-      { ...edge, y: low },
-      { ...edge, y: high, fill: "tonexty", fillcolor: faded(base, 0.3), name: `${run}middle half`, showlegend: true },
+      ...band({ x, y: low }, { x, y: high, name: `${run}middle half` }, { hoverinfo: "skip", fillcolor: faded(base, 0.3) }),
       { x, y: middle, name: `${run}median`, line: { color: base, width: 2.4 }, hovertemplate },
     ];
     if (several) return bands;
@@ -233,7 +212,7 @@ const rcc = {
   },
 
   drawView([overSites, overSteps], sources, { what, label, loaded, sites, step }) {
-    const isLog = what === "sizes" && wantsLog(loaded.flatMap((table) => (table ? extent(table.values, 0, true) : [])));
+    const isLog = what === "sizes" && needLog(loaded);
     const recorded = sites.filter((site) => loaded.some((table) => table && table.rowOf.has(site)));
     const looks = (term) => (several ? { dash: term.dash, name: term.name } : { dash: term.dash, name: `${term.name} ${what === "sizes" ? term.word : ""}`, color: lineColor(term.color), isTerm: true });
     const axis = what === "sizes" ? `${label} of the term` : "alignment (at most 1)";
@@ -249,12 +228,9 @@ const rcc = {
     });
     const site = byId("rcc-site").value;
     const traces = sources.flatMap(({ term, ...tables }) =>
-      tables[what].flatMap((table, index) => {
-        const row = table && table.rowOf.get(site);
-        if (row === undefined) return [];
-        const name = several ? `${page.runs[index].name}: ${term.name}` : term.name;
-        return lineOverSteps(name, table, row, { color: several ? lineColor(index) : lineColor(term.color), dash: term.dash });
-      }),
+      tables[what].flatMap((table, index) =>
+        lineOfSite(several ? `${page.runs[index].name}: ${term.name}` : term.name, table, site, { color: lineColor(several ? index : term.color), dash: term.dash }),
+      ),
     );
     const yaxis = what === "alignment" ? { range: [0, 1.08] } : {};
     lines(overSteps, { traces, title: `${label} of ${site} over steps`, label: axis, xaxis: STEPS, yaxis, isLog: isLog && wantsLog(traces.flatMap((trace) => trace.y)), legend: true, height: 320 });

@@ -12,8 +12,7 @@ const quantiles = {
     const kind = byId("quantiles-table").value;
     const loaded = new Map(names.map((name) => [name, loadAll(kind, name)]));
     const sites = filtered(unionOfSites([...loaded.values()].flat()));
-    fill(byId("quantiles-site"), sites.map((site) => [site]), byId("quantiles-site").value || (sites.includes(first.site) ? first.site : sites[0]));
-    const site = byId("quantiles-site").value;
+    const site = chooseSite("quantiles-site", sites, () => sites[0]);
     const boxes = charts(byId("quantiles-charts"), page.runs.length);
     page.runs.forEach((run, index) => {
       const traces = this.bands((name) => loaded.get(name)[index], site, lineColor(index));
@@ -31,15 +30,9 @@ const quantiles = {
     };
     const traces = BANDS.flatMap(([low, high], rank) => {
       const [least, most] = [valuesOf(low), valuesOf(high)];
-      if (!least || !most) return [];
-      const edge = { line: { width: 0 }, hovertemplate: "%{y:.3g}" };
-      return [
-        { ...least, ...edge, name: low, showlegend: false },
-        { ...most, ...edge, name: `${low} to ${high}`, fill: "tonexty", fillcolor: faded(base, 0.15 + 0.1 * rank) },
-      ];
+      const look = { hovertemplate: "%{y:.3g}", fillcolor: faded(base, 0.15 + 0.1 * rank) };
+      return least && most ? band({ ...least, name: low }, { ...most, name: `${low} to ${high}` }, look) : [];
     });
-    const middle = tableOf(MEDIAN);
-    const row = middle?.rowOf.get(site);
-    return row === undefined ? traces : [...traces, ...lineOverSteps(MEDIAN, middle, row, { color: base, width: 2.4 })];
+    return [...traces, ...lineOfSite(MEDIAN, tableOf(MEDIAN), site, { color: base, width: 2.4 })];
   },
 };

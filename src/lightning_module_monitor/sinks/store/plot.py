@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.display import Described, Description, counted
+from lightning_module_monitor.display import Described, Description, description_of_file
 from lightning_module_monitor.errors import ConfigError, nearest, require
 from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
 from lightning_module_monitor.record import CONTEXT_KIND, KINDS, LOSS, OWN_KIND, Key, is_total
@@ -60,14 +60,9 @@ class StorePlots(Described):
         self._store = store
 
     def _describe(self) -> Description:
-        try:
-            calls = list(self._calls())
-        except (OSError, ValueError) as error:  # a display raises no error
-            return Description(f"{str(self._store.path)!r}, which cannot be read: {error}", (), ())
-        return Description(f"{str(self._store.path)!r}: {counted(len(calls), 'figure')}", ("store.plot",), [[call] for call in calls])
+        return description_of_file(self._store.path, "figure", ("store.plot",), lambda: [[call] for call in self._calls()])
 
     def _calls(self) -> Iterator[str]:
-        """Calls that draw what the store has."""
         keys, modules = self._store.keys(), {module.name for module in self._store.modules()}
         sited = [parts for parts in map(Key.parse, keys) if parts.site and parts.kind != OWN_KIND and not is_total(parts, modules)]
         charts = Counter((parts.full_kind, parts.statistic) for parts in sited)

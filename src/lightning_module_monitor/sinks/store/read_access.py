@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.histogram import EDGES, LABELS
-from lightning_module_monitor.sinks.store import schema
+from lightning_module_monitor.sinks.store import rows, schema
 from lightning_module_monitor.sinks.store.space import NoSpaceError
 
 _logger = logging.getLogger(__name__)
@@ -143,23 +143,23 @@ def _check_content(file: h5py.File, path: Path) -> None:
             if size > num_bytes * (_MAX_COMPRESSION if item.compression else 1):
                 raise ValueError(f"{name!r} has the shape {item.shape}, of {size} bytes; the file has {num_bytes}")
     schema.read_attributes(file)
-    schema.read_modules(file)
+    rows.read_modules(file)
     for group, columns in schema.read_columns(file, with_superseded=True).items():
-        _check_table(file[group], columns, schema.has_histograms(group))
+        _check_table(file[group], columns, schema.is_of_histograms(group))
     for name, _item in items:
-        if schema.has_rows(name):
-            schema.read_findings(file[name].parent)
-            schema.read_facts(file[name].parent)
+        if schema.has_findings_or_facts(name):
+            rows.read_findings(file[name].parent)
+            rows.read_facts(file[name].parent)
 
 
-def _check_table(group: h5py.Group, columns: list[str], has_histograms: bool) -> None:
+def _check_table(group: h5py.Group, columns: list[str], histograms: bool) -> None:
     values, steps = group["values"], group["steps"]
-    shape = (len(columns), len(LABELS)) if has_histograms else (len(columns),)
+    shape = (len(columns), len(LABELS)) if histograms else (len(columns),)
     expected = {
         "columns": len(columns) > 0,
-        "values": values.shape[1:] == shape and values.dtype == (np.int64 if has_histograms else np.float64),
+        "values": values.shape[1:] == shape and values.dtype == (np.int64 if histograms else np.float64),
         "steps": steps.ndim == 1 and steps.dtype == np.int64,
-        "edges": not has_histograms or np.array_equal(values.attrs["edges"], EDGES),
+        "edges": not histograms or np.array_equal(values.attrs["edges"], EDGES),
     }
     for name, is_as_expected in expected.items():
         if not is_as_expected:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import h5py
 import numpy as np
 
-from lightning_module_monitor.display import Described, Description, Findings, Modules, counted
+from lightning_module_monitor.display import Described, Description, Findings, Modules, description_of_file
 from lightning_module_monitor.errors import nearest, require
 from lightning_module_monitor.record import Facts, Finding, Key, ModuleInfo
 from lightning_module_monitor.sinks import files
-from lightning_module_monitor.sinks.store import rewrite, schema, tensors
+from lightning_module_monitor.sinks.store import rewrite, rows, schema, tensors
 from lightning_module_monitor.sinks.store.matrices import read_numbers
 from lightning_module_monitor.sinks.store.plot import StorePlots
 from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, find_store, open_store
-from lightning_module_monitor.sinks.store.schema import StoredTensor
 from lightning_module_monitor.sinks.store.series import StoredSeries
+from lightning_module_monitor.sinks.store.tensor_paths import StoredTensor, read_tensors, tensor_path
 
 if TYPE_CHECKING:
     import pandas
@@ -70,13 +70,12 @@ class StoreReader(StoredSeries, Described):
         return StorePlots(self)
 
     def _describe(self) -> Description:
-        try:
-            recorded = {**self._recorded_columns(has_histograms=False), **self._recorded_columns(has_histograms=True)}
+        def cells() -> list[tuple[str, ...]]:
+            recorded = {**self._recorded_columns(histograms=False), **self._recorded_columns(histograms=True)}
             with open_store(self.path) as file:
-                rows = [_cells(file, group, columns) for group, columns in recorded.items()]
-        except (OSError, ValueError) as error:  # for example, the file is missing; a display raises no error
-            return Description(f"{str(self.path)!r}, which cannot be read: {error}", (), ())
-        return Description(f"{str(self.path)!r}: {counted(len(rows), 'table')}", ("kind", "sites", "statistics", "records", "steps"), rows)
+                return [_cells(file, group, columns) for group, columns in recorded.items()]
+
+        return description_of_file(self.path, "table", ("kind", "sites", "statistics", "records", "steps"), cells)
 
     def __enter__(self) -> StoreReader:
         return self
@@ -89,12 +88,12 @@ class StoreReader(StoredSeries, Described):
     def findings(self) -> list[Finding]:
         """The findings of training, in their order; a notebook shows them as a table."""
         with open_store(self.path) as file:
-            return Findings(schema.read_findings(file))
+            return Findings(rows.read_findings(file))
 
     def facts(self) -> list[tuple[int, Facts]]:
         """Facts about training besides numbers, each with the first step that it holds for."""
         with open_store(self.path) as file:
-            return schema.read_facts(file)
+            return rows.read_facts(file)
 
     def modules(self) -> list[ModuleInfo]:
         """The modules of the model, in its order: name, type, number of parameters, and shape and dtype of the first output.
@@ -102,7 +101,7 @@ class StoreReader(StoredSeries, Described):
         A notebook shows them as a table. Empty for a store of an earlier version, and if no module was monitored.
         """
         with open_store(self.path) as file:
-            return Modules(schema.read_modules(file))
+            return Modules(rows.read_modules(file))
 
     @property
     def attributes(self) -> dict[str, object]:
@@ -127,7 +126,7 @@ class StoreReader(StoredSeries, Described):
         """
         pd = require("pandas", "pandas")
         with open_store(self.path) as file:
-            matrices = [read_numbers(file, group) for group in schema.read_columns(file) if not schema.has_histograms(group)]
+            matrices = [read_numbers(file, group) for group in schema.read_columns(file, histograms=False)]
         parts = []
         for matrix in matrices:
             row, column = np.nonzero(matrix.is_recorded)
@@ -181,10 +180,10 @@ class StoreReader(StoredSeries, Described):
             FileNotFoundError: If no tensor was captured.
         """
         with self._open_tensors() as file:
-            value = tensors.find_tensor(file, schema.tensor_path(kind, site, step, call))
+            value = tensors.find_tensor(file, tensor_path(kind, site, step, call))
             if value is None:
                 request: dict[str, str | int] = {"kind": kind, "site": site, "step": step, "call": call}
-                raise AbsentKeyError(f"{str(self.path)!r} has no raw tensor of {_not_captured(schema.read_tensors(file), request)}")
+                raise AbsentKeyError(f"{str(self.path)!r} has no raw tensor of {_not_captured(read_tensors(file), request)}")
             return value
 
     def tensors(self, kind: str | None = None, site: str | None = None, step: int | None = None) -> list[StoredTensor]:
@@ -200,7 +199,7 @@ class StoreReader(StoredSeries, Described):
         """
         try:
             with self._open_tensors() as file:
-                stored = schema.read_tensors(file)
+                stored = read_tensors(file)
         except FileNotFoundError:
             return []
         return [entry for entry in stored if kind in (None, entry.kind) and site in (None, entry.site) and step in (None, entry.step)]

@@ -23,6 +23,8 @@ from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.sinks.files import replace, whole_file
 from lightning_module_monitor.sinks.store import lock, schema, space
 from lightning_module_monitor.sinks.store.read_access import is_in_use, open_store
+from lightning_module_monitor.sinks.store.rows import merged_modules, read_modules
+from lightning_module_monitor.sinks.store.tensor_paths import step_of
 
 _BYTES_PER_COPY = 1 << 22
 # The oldest format with SWMR: older HDF5 tools read it, too.
@@ -150,8 +152,8 @@ def rewrite(
     parts = [part for part in parts if len(part.rows) or (part.source == part.target and not has_tensors)]
     parts = [part for part in parts if with_superseded or not schema.is_superseded(part.target)]
     wider = {part.target: list(dict.fromkeys((*columns.get(part.source, ()), *more.get(part.target, ())))) for part in parts}
-    merged_modules = schema.merged_modules(schema.read_modules(source), modules)
-    new_file(target, attributes or schema.read_attributes(source), None if has_tensors else {**more, **wider}, merged_modules)
+    all_modules = merged_modules(read_modules(source), modules)
+    new_file(target, attributes or schema.read_attributes(source), None if has_tensors else {**more, **wider}, all_modules)
     with changes(target) as copy:
         for part in parts:
             if has_tensors:
@@ -174,8 +176,8 @@ def _steps_by_name(source: h5py.File, tables: Iterable[str]) -> Iterator[tuple[s
         yield group, np.arange(len(steps)), steps
     for name, dataset in schema.datasets(source):
         if schema.has_tensors(source):
-            yield name, np.zeros(1, np.int64), np.array([schema.step_of(name)])
-        elif schema.has_rows(name):
+            yield name, np.zeros(1, np.int64), np.array([step_of(name)])
+        elif schema.has_findings_or_facts(name):
             complete = np.flatnonzero(dataset[dataset.dtype.names[1]] != b"")  # a kill can leave a row without a text
             yield name, complete, dataset["step"][complete]
 

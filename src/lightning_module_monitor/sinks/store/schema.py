@@ -22,18 +22,16 @@ A file of raw tensors has a dataset for each tensor, see ``tensors.py``; the att
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import EDGES, LABELS
-from lightning_module_monitor.record import Facts, Finding, Key, ModuleInfo
+from lightning_module_monitor.record import Key, ModuleInfo
+from lightning_module_monitor.sinks.store.rows import DTYPES, FACTS, FINDINGS, MODULES, module_rows
 
 FORMAT_VERSION = 1
 """Increase it with each change that a reader must handle."""
@@ -46,29 +44,18 @@ ABSENT: float = np.uint64(ABSENT_BITS).view(np.float64)
 NOT_COUNTED = -1
 """Every count of a histogram that was never recorded."""
 
-SITELESS = "logged"
-"""Group of keys without a kind, such as ``loss``."""
+WITHOUT_KIND = "logged"
+"""Group of the keys without a kind, such as ``loss``."""
 
 HISTOGRAMS = "histograms"
 SUPERSEDED = "superseded"
-FINDINGS = "findings"
-FACTS = "facts"
-MODULES = "module table"
 LAST_RECORD = "last record"
-"""Names with a space, unlike any kind."""
+"""Name of a dataset; no kind has a space."""
 
-_RESERVED = {"", ".", SITELESS, HISTOGRAMS, SUPERSEDED, FINDINGS, FACTS, "values", "steps", "columns"}
+_RESERVED = {"", ".", WITHOUT_KIND, HISTOGRAMS, SUPERSEDED, FINDINGS, FACTS, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
-_TEXTS_OF_FINDING = [("name", "S40"), ("site", "S128"), ("key", "S250"), ("severity", "S8"), ("words", "S1600"), ("cause", "S40")]
-_FINDING = np.dtype([("step", "<i8"), *_TEXTS_OF_FINDING, ("steps_before", "<i8")])
-_FACTS = np.dtype([("step", "<i8"), ("text", "S500")])
-"""Part of the JSON of facts."""
 _ROWS_PER_CHUNK = 4
-_ROWS = {FINDINGS: _FINDING, FACTS: _FACTS}
-"""dtype of the datasets whose rows have a step, by name."""
 _TIME = np.dtype("S25")
-_MODULE = np.dtype([("name", "S128"), ("type", "S80"), ("num_parameters", "<i8"), ("output_shape", "S80"), ("output_dtype", "S20")])
-_CALL = ".call_"
 _RAW_TENSORS = "raw tensors"
 
 Values = NDArray[np.float64] | NDArray[np.int64]
@@ -83,7 +70,7 @@ def split(key: str) -> tuple[str, str]:
     parsed = Key.parse(key)
     column = f"{parsed.site}/{parsed.statistic}" if parsed.site else parsed.statistic
     if column == key:
-        return SITELESS, column
+        return WITHOUT_KIND, column
     head = key[: -len(column) - 1]
     # A reserved part gets a "_", and one more if it ends in "_"; `join` removes it.
     return "/".join(part + "_" if part.rstrip("_") in _RESERVED else part for part in head.split("/")), column
@@ -98,7 +85,7 @@ def split_histogram(key: str) -> tuple[str, str]:
 def join(group: str, column: str) -> str:
     """The key of a group and a column; the inverse of :func:`split` and :func:`split_histogram`."""
     group = group.removesuffix(f"/{HISTOGRAMS}")
-    if group == SITELESS:
+    if group == WITHOUT_KIND:
         return column
     parts = (part[:-1] if part.rstrip("_") in _RESERVED else part for part in group.split("/"))
     return "/".join((*parts, column))
@@ -109,7 +96,7 @@ def kind_of(group: str) -> str:
     return join(group, "").removesuffix("/") or group
 
 
-def has_histograms(group: str) -> bool:
+def is_of_histograms(group: str) -> bool:
     """Whether the values of a group are the counts of histograms."""
     return group.endswith(f"/{HISTOGRAMS}")
 
@@ -134,9 +121,9 @@ def is_superseded(name: str) -> bool:
     return name.startswith(f"{SUPERSEDED}/")
 
 
-def has_rows(name: str) -> bool:
+def has_findings_or_facts(name: str) -> bool:
     """Whether a dataset has findings or facts, also superseded ones."""
-    return name.rpartition("/")[2] in _ROWS
+    return name.rpartition("/")[2] in DTYPES
 
 
 # ------------------------------------------------------------------ reading
@@ -150,8 +137,8 @@ def walk(group: h5py.Group, path: str = "", visited: set[h5py.Group] | None = No
     """
     visited = {group} if visited is None else visited
     for name in group:
-        is_inside = group.id.links.get_info(name.encode(errors="surrogateescape")).type == h5py.h5l.TYPE_HARD
-        item = group[name] if is_inside else None
+        is_hard_link = group.id.links.get_info(name.encode(errors="surrogateescape")).type == h5py.h5l.TYPE_HARD
+        item = group[name] if is_hard_link else None
         yield path + name, item
         if isinstance(item, h5py.Group) and item not in visited:
             visited.add(item)
@@ -194,19 +181,13 @@ def read_attributes(file: h5py.File) -> Attributes:
     return Attributes(texts["package_version"], texts["started"], runs)
 
 
-def changed_options(run: Mapping[str, Any], configuration: Mapping[str, object]) -> list[str]:
-    """A text for each option with another value than in a run of ``Attributes.configurations``."""
-    before, now = run["configuration"], json.loads(json.dumps(dict(configuration), default=str))
-    texts = {name: [textwrap.shorten(json.dumps(options.get(name)), 100) for options in (before, now)] for name in {**before, **now}}
-    return [f"{name} was {was}, is {is_now}" for name, (was, is_now) in texts.items() if before.get(name) != now.get(name)]
-
-
-def read_columns(file: h5py.File, *, with_superseded: bool = False) -> dict[str, list[str]]:
-    """The columns of every table in a file, also of histograms, by group."""
+def read_columns(file: h5py.File, *, histograms: bool | None = None, with_superseded: bool = False) -> dict[str, list[str]]:
+    """The columns of every table, of those of histograms, or of the others, by group."""
+    groups = [name.removesuffix("/columns") for name, _dataset in datasets(file) if name.endswith("/columns")]
     return {
-        name.removesuffix("/columns"): [column.decode() for column in dataset[...].tolist()]
-        for name, dataset in datasets(file)
-        if name.endswith("/columns") and (with_superseded or not is_superseded(name))
+        group: read_columns_of(file, group)
+        for group in groups
+        if (with_superseded or not is_superseded(group)) and histograms in (None, is_of_histograms(group))
     }
 
 
@@ -219,48 +200,6 @@ def read_columns_of(file: h5py.File, group: str) -> list[str]:
 def read_steps(group: h5py.Group) -> NDArray[np.int64]:
     """The steps of the complete rows of a table, shape ``(rows,)``: a row is complete once its step is written."""
     return np.asarray(group["steps"][: len(group["values"])], np.int64)
-
-
-def read_findings(group: h5py.Group) -> list[Finding]:
-    """The findings in a file or in a group ``superseded``, in the order in which they were written; old files have none."""
-    if FINDINGS not in group:
-        return []
-    # A kill can leave a row without a name.
-    rows = group[FINDINGS][...]
-    complete = ([value.decode() if isinstance(value, bytes) else value for value in row.tolist()] for row in rows if row["name"])
-    return [Finding(**dict(zip(rows.dtype.names, values, strict=True))) for values in complete]
-
-
-def read_facts(file: h5py.File) -> list[tuple[int, Facts]]:
-    """The facts of training, each with the first step that they hold for; old files have none."""
-    texts: dict[int, bytes] = {}
-    for step, text in file[FACTS][...].tolist() if FACTS in file else ():
-        texts[step] = texts.get(step, b"") + text
-    facts = []
-    for step, text in texts.items():
-        with suppress(ValueError):  # a kill can leave an incomplete text
-            facts.append((step, Facts.of_json(json.loads(text))))
-    return facts
-
-
-def fact_rows(step: int, facts: Facts) -> NDArray[np.void]:
-    """Facts as rows of the dataset."""
-    text, size = json.dumps(asdict(facts)).encode(), _FACTS["text"].itemsize
-    return np.array([(step, text[first : first + size]) for first in range(0, len(text), size)], dtype=_FACTS)
-
-
-def read_modules(file: h5py.File) -> list[ModuleInfo]:
-    """The modules of the model, in its order; old files have none."""
-    rows = [] if MODULES not in file else file[MODULES][...].tolist()
-    texts = ((name.decode(), type_.decode(), size, shape.decode(), dtype.decode()) for name, type_, size, shape, dtype in rows)
-    return [ModuleInfo(name, type_, size, tuple(json.loads(shape)) if shape else None, dtype) for name, type_, size, shape, dtype in texts]
-
-
-def merged_modules(before: Iterable[ModuleInfo], more: Iterable[ModuleInfo]) -> list[ModuleInfo]:
-    """Modules updated by later descriptions; a known output is replaced only by another."""
-    by_name = {module.name: module for module in before}
-    by_name |= {module.name: module for module in more if module.output_shape is not None or module.name not in by_name}
-    return [*by_name.values()]
 
 
 # ------------------------------------------------------------------ writing
@@ -284,31 +223,31 @@ def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequenc
     if modules:
         file.create_dataset(MODULES, data=module_rows(modules)).make_scale(MODULES)
     for name, columns in {FINDINGS: (), FACTS: (), **tables}.items():
-        if has_rows(name):
+        if has_findings_or_facts(name):
             last = name.rpartition("/")[2]
             # Not compressed: a partly filled chunk would be compressed again, and move while others read it.
-            rows = file.create_dataset(name, (0,), _ROWS[last], maxshape=(None,), chunks=(_ROWS_PER_CHUNK,))
+            rows = file.create_dataset(name, (0,), DTYPES[last], maxshape=(None,), chunks=(_ROWS_PER_CHUNK,))
             rows.make_scale(last)  # xarray requires a dimension for each axis
         else:
             # The group may exist: "validation/activation" lies in "validation", the group of a user's "validation/loss".
-            _create_table(file.require_group(name), columns, has_histograms(name))
+            _create_table(file.require_group(name), columns, is_of_histograms(name))
 
 
-def _create_table(group: h5py.Group, columns: Sequence[str], has_histograms: bool) -> None:
-    shape = (len(columns), len(LABELS)) if has_histograms else (len(columns),)
+def _create_table(group: h5py.Group, columns: Sequence[str], histograms: bool) -> None:
+    shape = (len(columns), len(LABELS)) if histograms else (len(columns),)
     values = group.create_dataset(
         "values",
         (0, *shape),
-        "i8" if has_histograms else "f8",
+        "i8" if histograms else "f8",
         maxshape=(None, *shape),
         chunks=(1, *shape),
         shuffle=True,
         compression="gzip",
         compression_opts=1,
-        fillvalue=NOT_COUNTED if has_histograms else ABSENT,
+        fillvalue=NOT_COUNTED if histograms else ABSENT,
     )
     scales = [group.create_dataset("steps", (0,), "i8", maxshape=(None,), chunks=(_STEPS_PER_CHUNK,)), _texts(group, "columns", columns)]
-    if has_histograms:
+    if histograms:
         scales.append(_texts(group, "bins", LABELS))
         values.attrs["edges"] = EDGES
     for axis, scale in enumerate(scales):
@@ -322,70 +261,6 @@ def _texts(group: h5py.Group, name: str, texts: Sequence[str]) -> h5py.Dataset:
     return group.create_dataset(name, data=np.array(encoded, dtype=f"S{max(1, *map(len, encoded))}"))
 
 
-def finding_rows(findings: Sequence[Finding]) -> NDArray[np.void]:
-    """Findings as rows of the dataset."""
-    return _rows(_FINDING, map(vars, findings))
-
-
-def module_rows(modules: Sequence[ModuleInfo]) -> NDArray[np.void]:
-    """Modules as rows of the dataset; a shape that is too long is left out."""
-    size = _MODULE["output_shape"].itemsize
-    shapes = ["" if module.output_shape is None else json.dumps(module.output_shape) for module in modules]
-    rows = ({**module._asdict(), "output_shape": text if len(text) <= size else ""} for module, text in zip(modules, shapes, strict=True))
-    return _rows(_MODULE, rows)
-
-
-def _rows(dtype: np.dtype[np.void], items: Iterable[Mapping[str, Any]]) -> NDArray[np.void]:
-    """Rows of a dataset from values by field; a text that is too long is cut between characters."""
-    fields = [(name, dtype[name].itemsize) for name in dtype.names or ()]
-    rows = [tuple(_fitting(item[name], size) if isinstance(item[name], str) else item[name] for name, size in fields) for item in items]
-    return np.array(rows, dtype=dtype)
-
-
-def _fitting(text: str, size: int) -> bytes:
-    data = text.encode()
-    return data if len(data) <= size else data[: size - 3].decode(errors="ignore").encode() + b"..."
-
-
-# ------------------------------------------------------------------ raw tensors
-
-
-class StoredTensor(NamedTuple):
-    """Description of a raw tensor in a file."""
-
-    kind: str
-    site: str
-    step: int
-    call: int
-    """As in :class:`~lightning_module_monitor.record.RawTensor`."""
-    dtype: str
-    """Name in torch, such as ``bfloat16``."""
-    shape: tuple[int, ...]
-
-
 def has_tensors(file: h5py.File) -> bool:
     """Whether a file has raw tensors."""
     return bool(file.attrs.get("content") == _RAW_TENSORS)
-
-
-def tensor_path(kind: str, site: str, step: int, call: int) -> str:
-    """Path of a tensor in the file."""
-    return f"{kind}/{site}/{step}" + (f"{_CALL}{call}" if call else "")
-
-
-def step_of(path: str) -> int:
-    """The step of a tensor."""
-    return int(path.rpartition("/")[2].partition(_CALL)[0])
-
-
-def read_tensors(file: h5py.File) -> list[StoredTensor]:
-    """The tensors of a file, in the order in which they were captured."""
-    tensors = {}
-    for path, dataset in datasets(file):
-        if not is_superseded(path):
-            kind, _, rest = path.partition("/")
-            site, _, last = rest.rpartition("/")
-            call = int(last.partition(_CALL)[2] or 0)
-            stored = StoredTensor(kind, site, step_of(path), call, dataset.attrs["dtype"], dataset.shape)
-            tensors[stored] = int(dataset.attrs["index"])
-    return sorted(tensors, key=lambda stored: (stored.step, tensors[stored]))

@@ -47,8 +47,7 @@ class StoredSeries:
         Raises:
             KeyError: If it matches none.
         """
-        recorded = self._recorded_columns(has_histograms=False)
-        keys = [schema.join(group, column) for group, columns in recorded.items() for column in columns]
+        keys = self._recorded_keys(histograms=False)
         if pattern is None:
             return keys
         try:
@@ -62,7 +61,11 @@ class StoredSeries:
 
     def histogram_keys(self) -> list[str]:
         """The keys of all recorded histograms, for :meth:`histogram`, group by group in the order of the columns."""
-        return [schema.join(group, column) for group, columns in self._recorded_columns(has_histograms=True).items() for column in columns]
+        return self._recorded_keys(histograms=True)
+
+    def _recorded_keys(self, *, histograms: bool) -> list[str]:
+        recorded = self._recorded_columns(histograms=histograms)
+        return [schema.join(group, column) for group, columns in recorded.items() for column in columns]
 
     def series(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The values of a key, or of all keys that a pattern matches.
@@ -147,11 +150,11 @@ class StoredSeries:
 
         Keys without a kind, such as ``loss``, belong to ``logged``.
         """
-        return list(dict.fromkeys(map(schema.kind_of, self._recorded_columns(has_histograms=False))))
+        return list(dict.fromkeys(map(schema.kind_of, self._recorded_columns(histograms=False))))
 
     def histogram_kinds(self) -> list[str]:
         """The kinds with histograms, for :meth:`histogram_matrix`."""
-        return list(dict.fromkeys(map(schema.kind_of, self._recorded_columns(has_histograms=True))))
+        return list(dict.fromkeys(map(schema.kind_of, self._recorded_columns(histograms=True))))
 
     def matrix(self, kind: str) -> Matrix:
         """All numbers of a kind, in one read.
@@ -163,7 +166,7 @@ class StoredSeries:
             Steps, keys and values.
         """
         with open_store(self.path) as file:
-            return read_numbers(file, self._group(file, kind, has_histograms=False))
+            return read_numbers(file, self._group(file, kind, histograms=False))
 
     def histogram_matrix(self, kind: str, max_rows: int | None = None) -> HistogramMatrix:
         """The histograms of a kind, in one read.
@@ -176,22 +179,18 @@ class StoredSeries:
             Steps, keys and counts.
         """
         with open_store(self.path) as file:
-            return read_histograms(file, self._group(file, kind, has_histograms=True), max_rows)
+            return read_histograms(file, self._group(file, kind, histograms=True), max_rows)
 
-    def _group(self, file: h5py.File, kind: str, *, has_histograms: bool) -> str:
-        """The group with the numbers, or histograms, of a kind."""
-        groups = (group for group in schema.read_columns(file) if schema.has_histograms(group) is has_histograms)
-        group_by_kind = {schema.kind_of(group): group for group in groups}
+    def _group(self, file: h5py.File, kind: str, *, histograms: bool) -> str:
+        group_by_kind = {schema.kind_of(group): group for group in schema.read_columns(file, histograms=histograms)}
         if kind not in group_by_kind:
             raise AbsentKeyError(f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}")
         return group_by_kind[kind]
 
-    def _recorded_columns(self, *, has_histograms: bool) -> dict[str, list[str]]:
+    def _recorded_columns(self, *, histograms: bool) -> dict[str, list[str]]:
         """The columns of numbers, or of histograms, by group, that were ever recorded: a planned site may never run."""
         recorded = {}
         with open_store(self.path) as file:
-            for group, columns in schema.read_columns(file).items():
-                filled = np.flatnonzero(filled_columns(file[group])) if schema.has_histograms(group) is has_histograms else ()
-                if len(filled):
-                    recorded[group] = [columns[index] for index in filled]
-        return recorded
+            for group, columns in schema.read_columns(file, histograms=histograms).items():
+                recorded[group] = [columns[index] for index in np.flatnonzero(filled_columns(file[group]))]
+        return {group: columns for group, columns in recorded.items() if columns}

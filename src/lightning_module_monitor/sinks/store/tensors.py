@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import files
-from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
+from lightning_module_monitor.sinks.store import lock, rewrite, space
 from lightning_module_monitor.sinks.store.read_access import open_store
+from lightning_module_monitor.sinks.store.tensor_paths import read_tensors, tensor_path
 from lightning_module_monitor.sinks.store.writer import Store, Writer
 
 if TYPE_CHECKING:  # numbers are read without torch
@@ -48,7 +49,7 @@ class TensorStore(Writer):
             return False
         try:
             with open_store(self._resumed, has_writer=lock.has_holder(self._resumed)) as file:
-                return any((stored.step >= self._resume_from) is (self._resumed == self.path) for stored in schema.read_tensors(file))
+                return any((stored.step >= self._resume_from) is (self._resumed == self.path) for stored in read_tensors(file))
         except Exception:  # the damage is logged once there are tensors to write
             return False
 
@@ -61,7 +62,7 @@ class TensorStore(Writer):
         num_bytes = sum(raw.value.numel() * raw.value.element_size() for raw in record.tensors)
         with rewrite.successor(self.path) as file, space.room(file, num_bytes + space.bytes_beside_tensors(len(record.tensors))):
             for index, raw in enumerate(record.tensors):
-                path = schema.tensor_path(raw.kind, raw.site, record.step, raw.call)
+                path = tensor_path(raw.kind, raw.site, record.step, raw.call)
                 if path in file:  # a second record of the step replaces the first, as in the store
                     del file[path]
                 dataset = file.create_dataset(path, data=_to_array(raw.value))

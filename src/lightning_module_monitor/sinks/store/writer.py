@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
 from filelock import BaseFileLock
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import Log, package_version, shortened
-from lightning_module_monitor.record import ModuleInfo, Record
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import files
-from lightning_module_monitor.sinks.store import lock, rewrite, schema, space
+from lightning_module_monitor.sinks.store import lock, open_file, rewrite, schema, space
 from lightning_module_monitor.sinks.store.read_access import open_store
 
 _logger = logging.getLogger(__name__)
@@ -68,7 +66,7 @@ class Writer(ABC):
         self._lock: BaseFileLock | None = None
         """Held from the first record of this file to the end."""
         self.has_begun = False
-        """Whether this run has created the file at the path, or continued it."""
+        """Whether the file at the path is of this run, which has created or continued it."""
         self._num_missing = 0
         """Records lost since the last written record."""
         self._num_to_skip, self._next_num_to_skip = 0, 1
@@ -83,6 +81,10 @@ class Writer(ABC):
                 self._num_to_skip -= 1
                 self._num_missing += 1
                 return
+            if self._was_removed(f"the records from step {record.step} on are in a new file"):
+                self._finish()
+                self._release()
+                self._resumed = None
             if self._lock is None:
                 self._begin(record)
             self._append(record)
@@ -101,11 +103,21 @@ class Writer(ABC):
         """Close the file so that any HDF5 program opens it. Never raises; a second call does nothing."""
         self._is_closed = True
         try:
+            self._was_removed("its records are not there")
             self._finish()
         except Exception as error:  # see write
             self._give_up(error)
         finally:
             self._release()
+
+    def _was_removed(self, consequence: str) -> bool:
+        """Whether this run's open file is no longer at its path, for example because its folder was removed; a warning reports it."""
+        if self._lock is None or not self.has_begun or not _is_removed(self.path):
+            return False
+        message = "The store %s was removed or renamed while the run wrote to it: %s. Training goes on."
+        self._logger.warning(message, self.path, consequence)
+        self.has_begun = False
+        return True
 
     # -------------------------------------------------------------- content
 
@@ -145,7 +157,7 @@ class Writer(ABC):
 
     def _begin(self, record: Record) -> None:
         """Continue the resumed run's file, or create a new one; after an error no file is open."""
-        run: dict[str, object] = {"started": _now(), "first_step": record.step, "configuration": dict(self._configuration)}
+        run: dict[str, object] = {"started": open_file.now(), "first_step": record.step, "configuration": dict(self._configuration)}
         try:
             if self._resumed is not None and not files.has_content(self._resumed):
                 self._resumed = None
@@ -203,7 +215,7 @@ class Writer(ABC):
         try:
             with open_store(self._resumed, has_writer=has_writer, is_checked=False) as source:
                 attributes = schema.read_attributes(source)
-                changes = schema.changed_options(attributes.configurations[-1], self._configuration)
+                changes = _changed_options(attributes.configurations[-1], self._configuration)
                 if changes and columns is not None:  # the store logs them; the file of raw tensors has the same configurations
                     message = "The resumed run had another configuration (%s). In the store, rows from step %d on belong to the new one."
                     self._logger.warning(message, "; ".join(changes), record.step)
@@ -263,7 +275,7 @@ class Store(Writer):
     ) -> None:
         super().__init__(path, **options)
         self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
-        self._open_file: _OpenFile | None = None
+        self._open_file: open_file.OpenFile | None = None
 
     def _concerns(self, record: Record) -> bool:
         return bool(record.values or record.histograms or record.findings)
@@ -277,7 +289,7 @@ class Store(Writer):
         return schema.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
 
     def _put_in_place(self, temporary: Path) -> None:
-        self._open_file = _OpenFile(rewrite.append_in_place(temporary, self.path))
+        self._open_file = open_file.OpenFile(rewrite.append_in_place(temporary, self.path))
 
     def _append(self, record: Record) -> None:
         assert self._open_file is not None
@@ -293,16 +305,16 @@ class Store(Writer):
         self._open_file.append(record)
 
     def _finish(self) -> None:
-        open_file, self._open_file = self._open_file, None
-        if open_file is None:
+        opened, self._open_file = self._open_file, None
+        if opened is None:
             return
         temporary, is_rewritten = files.temporary_path(self.path), False
         # A row interrupted by Ctrl-C or by lack of space has values without a step, which xarray does not open.
-        if any(len(table.values) > table.num_rows for table in (*open_file.numbers.tables, *open_file.histograms.tables)):
+        if any(len(table.values) > table.num_rows for table in (*opened.numbers.tables, *opened.histograms.tables)):
             with suppress(space.NoSpaceError):
-                rewrite.rewrite(open_file.file, temporary)
+                rewrite.rewrite(opened.file, temporary)
                 is_rewritten = True
-        space.close(open_file.file)
+        space.close(opened.file)
         if is_rewritten:
             files.replace(temporary, self.path)
 
@@ -313,134 +325,20 @@ class Store(Writer):
         super()._release()
 
 
-class _OpenFile:
-    """A store's file that is open for appending."""
-
-    def __init__(self, file: h5py.File) -> None:
-        self.file = file
-        self.numbers, self.histograms = _Tables(file, has_histograms=False), _Tables(file, has_histograms=True)
-        self._findings, self._facts = file[schema.FINDINGS], file[schema.FACTS]
-        self._last_record = file[schema.LAST_RECORD]
-        self._last_facts = next((facts for _step, facts in reversed(schema.read_facts(file))), None)
-        self._modules: Sequence[ModuleInfo] = schema.read_modules(file)
-        self._last_modules: Sequence[ModuleInfo] = ()
-
-    def update_modules(self, modules: Sequence[ModuleInfo]) -> bool:
-        """Write shapes and dtypes of outputs in place, once they are known.
-
-        Returns:
-            Whether the file has a row for each module: not after the resume of a run with fewer. Without, nothing is written.
-        """
-        if modules is not self._last_modules:
-            merged = schema.merged_modules(self._modules, modules)
-            if len(merged) > len(self._modules):
-                return False
-            if merged != self._modules:
-                with space.room(self.file, 0):
-                    self.file[schema.MODULES][...] = schema.module_rows(merged)
-            self._modules, self._last_modules = merged, modules
-        return True
-
-    def append(self, record: Record) -> None:
-        """Append a record whose keys and modules are in the file."""
-        rows = self.numbers.rows(record.values, np.fromiter(record.values.values(), np.float64, len(record.values)))
-        if record.histograms:
-            counts = np.concatenate([histogram.row for histogram in record.histograms.values()])
-            rows += self.histograms.rows(record.histograms, counts.reshape(len(record.histograms), -1))
-        texts = [(self._findings, schema.finding_rows(record.findings))] if record.findings else []
-        if record.facts not in (None, self._last_facts):
-            texts.append((self._facts, schema.fact_rows(record.step, record.facts)))
-        for_steps = sum(space.index_bytes(table.num_rows) for table, _row in rows)
-        for_values = for_steps + sum(row.nbytes for _table, row in rows)
-        for_texts = sum(space.growth(dataset, len(new), len(dataset)) for dataset, new in texts)
-        with space.room(self.file, for_values + for_texts + for_steps):
-            for table, row in rows:
-                table.put_values(record.step, row)
-            for dataset, new in texts:
-                dataset.resize(len(dataset) + len(new), axis=0)
-                dataset[-len(new) :] = new
-        self._last_facts = record.facts or self._last_facts
-        # The steps last: a row is complete once its step is written, so its values must be flushed before.
-        with space.room(self.file, for_steps):
-            for table, _row in rows:
-                table.put_step(record.step)
-            self._last_record[()] = _now().encode()
+def _changed_options(run: Mapping[str, Any], configuration: Mapping[str, object]) -> list[str]:
+    """A text for each option with another value than in a run of ``Attributes.configurations``."""
+    before, now = run["configuration"], json.loads(json.dumps(dict(configuration), default=str))
+    texts = {name: [textwrap.shorten(json.dumps(options.get(name)), 100) for options in (before, now)] for name in {**before, **now}}
+    return [f"{name} was {was}, is {is_now}" for name, (was, is_now) in texts.items() if before.get(name) != now.get(name)]
 
 
-class _Tables:
-    """All tables of numbers, or all tables of histograms, of an open file. All columns together make one row."""
-
-    def __init__(self, file: h5py.File, *, has_histograms: bool) -> None:
-        self.tables: list[_TableWriter] = []
-        self._index_by_key: dict[str, int] = {}
-        for group, columns in schema.read_columns(file).items():
-            if schema.has_histograms(group) is has_histograms:
-                start = len(self._index_by_key)
-                self._index_by_key |= {schema.join(group, column): start + index for index, column in enumerate(columns)}
-                self.tables.append(_TableWriter(file[group], slice(start, start + len(columns))))
-        self._empty_row = np.concatenate([table.empty_row for table in self.tables]) if self.tables else np.empty(0)
-        self._last_keys: list[str] = []
-        self._indices = np.empty(0, np.int64)
-        self._tables_with_keys: list[_TableWriter] = []
-
-    def missing(self, keys: Iterable[str]) -> list[str]:
-        """The keys without a column."""
-        return [] if [*keys] == self._last_keys else [key for key in keys if key not in self._index_by_key]
-
-    def rows(self, keys: Iterable[str], values: schema.Values) -> list[tuple[_TableWriter, schema.Values]]:
-        """The tables that have a column of one of the keys, each with its row."""
-        if (keys := [*keys]) != self._last_keys:
-            # Looked up once for all records with the same keys: a quarter of the time that it takes to write 5,000 numbers.
-            self._last_keys, self._indices = keys, np.array([self._index_by_key[key] for key in keys], np.int64)
-            starts = [table.columns.start for table in self.tables]
-            self._tables_with_keys = [self.tables[index] for index in np.unique(np.searchsorted(starts, self._indices, "right") - 1)]
-        row = self._empty_row.copy()
-        row[self._indices] = values
-        return [(table, row[table.columns]) for table in self._tables_with_keys]
-
-
-class _TableWriter:
-    """Appends rows to a group of the open file, behind its last complete row.
-
-    ``columns`` are its columns in the row of all tables.
-    """
-
-    def __init__(self, group: h5py.Group, columns: slice) -> None:
-        steps = schema.read_steps(group)
-        self.values, self.steps, self.columns = group["values"], group["steps"], columns
-        self.empty_row = np.full(self.values.shape[1:], self.values.fillvalue)
-        self.num_rows = len(steps)
-        self._last_step = int(steps[-1]) if len(steps) else -1
-
-    def put_values(self, step: int, row: schema.Values) -> None:
-        """Write a row of shape ``(columns,)`` or ``(columns, bins)``; merge a second row of the same step into the first."""
-        if self.num_rows and step == self._last_step:
-            merged, recorded = self.values[self.num_rows - 1], schema.is_recorded(row)
-            merged[recorded] = row[recorded]
-            _put(self.values, self.num_rows - 1, merged)
-        else:
-            _put(self.values, self.num_rows, row)
-
-    def put_step(self, step: int) -> None:
-        """Write the step of the last row, which completes it: readers find it, also after a kill."""
-        if step != self._last_step or not self.num_rows:
-            _put(self.steps, self.num_rows, step)
-            self.num_rows += 1
-            self._last_step = step
-
-
-def _put(dataset: h5py.Dataset, index: int, item: object) -> None:
-    """Write one item of a dataset that grows along its first axis. ``dataset[index] = item`` takes four times as long."""
-    rows = np.array([item], dataset.dtype)
-    if len(dataset) <= index:
-        dataset.id.set_extent((index + 1, *rows.shape[1:]))
-    target = dataset.id.get_space()
-    target.select_hyperslab((index, *[0] * (rows.ndim - 1)), rows.shape)
-    dataset.id.write(h5py.h5s.create_simple(rows.shape), target, rows)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+def _is_removed(path: Path) -> bool:
+    """Whether there is no file at a path; false if the folder does not allow to look."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False
 
 
 def _reason(error: Exception) -> str:
