@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.errors import nearest, or_examples
-from lightning_module_monitor.model.compiled import Uncompiled
+from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules
@@ -56,8 +56,8 @@ class StepContext:
         """The schedule, if it picked the step by the clock."""
         self.num_unobserved = Unobserved.number
         """How much had not been observed before the step because torch traced it."""
-        self._uncompiled = None if recipe.keeps_compiled else Uncompiled()
-        """Has compiled code run uncompiled in the step."""
+        self._original_code = None if recipe.keeps_compiled else OriginalCode()
+        """Runs original code in place of compiled code in the step; ``None`` where compiled code is kept."""
         self.errors_key = recipe.figure_key("errors", stage)
         """The key of the number of errors."""
         calls = None if model.reference is None else ReferenceProbe(model.reference, tools)
@@ -109,8 +109,8 @@ class StepContext:
 
     def attach(self) -> None:
         """Register the hooks of the probes."""
-        if self._uncompiled is not None:
-            self._uncompiled.begin()
+        if self._original_code is not None:
+            self._original_code.begin()
         for probe in self.probes:
             probe.attach()
 
@@ -168,8 +168,8 @@ class StepContext:
     def close(self) -> None:
         """Remove every hook and release every tensor; a second call closes what an error or Ctrl-C in the first has left."""
         with ExitStack() as stack:
-            if self._uncompiled is not None:
-                stack.callback(self._uncompiled.end)
+            if self._original_code is not None:
+                stack.callback(self._original_code.end)
             for probe in reversed(self.probes):
                 stack.callback(probe.close)
 

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_module_monitor.distributed.shards import gathered, reshard
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.kernels.elements import plain, unwrapped
-from lightning_module_monitor.model.compiled import Uncompiled
+from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, requires_gradient
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, is_fsdp_wrapper, without_wrappers
@@ -133,7 +133,7 @@ class Reference:
                 unchanged_buffers(self.module),
                 flags_of_model(self._siblings.items()),
                 uncached_autocast(),
-                Uncompiled(),
+                OriginalCode(),
                 no_warning_of_checkpoints(),
                 torch.set_grad_enabled(is_grad_enabled),
             ):
