@@ -1,4 +1,4 @@
-"""Copies of a call's arguments: plain data alone, and no line of code of the classes that they are of."""
+"""Copies of a call's arguments: only plain data is copied, without a call of code of the arguments' classes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.outputs import named_tensors
 
 
-def _runs(*_args: object, **_kwargs: object) -> Any:
-    raise AssertionError("code of the argument's class was run")
+def never_called(*_args: object, **_kwargs: object) -> Any:
+    """Stands for code of an argument's class."""
+    raise AssertionError("code of the argument's class was called")
 
 
 class Pair(NamedTuple):
@@ -32,17 +33,17 @@ Content = TypeVar("Content")
 
 @dataclasses.dataclass
 class Batch(Generic[Content]):
-    """Its own code may be run by the model alone."""
+    """A class with code of its own, which only the model may call."""
 
     x: Tensor
     labels: Content
     note: str = "a"
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = __setattr__ = __post_init__ = _runs
+    __copy__ = __deepcopy__ = __reduce_ex__ = __setattr__ = __post_init__ = never_called
 
 
 def batch(x: Tensor) -> Batch[list[int]]:
-    """One that is made without its own code, too."""
+    """A batch, made without a call of its class's code."""
     batch: Batch[list[int]] = object.__new__(Batch)
     vars(batch).update(x=x, labels=[1, 2], note="a")
     return batch
@@ -53,7 +54,7 @@ class Color(enum.Enum):
 
 
 def test_tensors_are_copied_and_all_else_is_equal() -> None:
-    """In containers of the same types; what is there twice is there twice, and nothing mutable is shared."""
+    """Containers keep their types, a tensor that occurs twice is copied once, and copy and original share nothing mutable."""
     x = torch.randn(3, 4)
     value: dict[str, Any] = {
         "tuple": (x, None, True, 3, 2.5, 1j, "text", b"bytes", slice(1, 2), range(3), ..., Color.RED),
@@ -110,7 +111,9 @@ class TupleOf(tuple):  # type: ignore[type-arg]
 
 
 OTHERS: dict[str, Callable[[], object]] = {
-    "object": lambda: object.__new__(type("Graph", (), {"__copy__": _runs, "__deepcopy__": _runs, "__reduce_ex__": _runs})),
+    "object": lambda: object.__new__(
+        type("Graph", (), {"__copy__": never_called, "__deepcopy__": never_called, "__reduce_ex__": never_called})
+    ),
     "module": lambda: nn.Linear(2, 2),
     "function": lambda: torch.relu,
     "generator": torch.Generator,
@@ -125,8 +128,8 @@ OTHERS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_with_anything_else_there_is_no_copy(name: str) -> None:
-    """The type is named."""
+def test_any_other_argument_is_refused(name: str) -> None:
+    """The error names the type that cannot be copied."""
     types = {"object": "Graph", "within": "Linear", "module": "Linear", "function": "builtin", "mapping": "UserDict", "objects": "ndarray"}
     types |= {"generator": "Generator", "slots": "Slotted", "dict": "DictOf", "list": "ListOf", "tuple": "TupleOf"}
     with pytest.raises(NotPlainError, match=types[name]):

@@ -20,7 +20,7 @@ from lightning_module_monitor.plan.recipe import ActiveRules
 from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
-from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, failing_alone, unchanged_grad_mode
+from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, unchanged_grad_mode
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe
@@ -203,10 +203,9 @@ class StepContext:
 
     def _each(self, what: str, act: Callable[[Probe], None]) -> None:
         """Let every probe act; an error in one does not affect the others."""
-        with unchanged_grad_mode(), torch.no_grad():
-            for probe in self.probes:
-                with failing_alone(lambda error: self.tools.reporter.not_taken(what, error, self.accumulator)):
-                    act(probe)
+        for probe in self.probes:
+            with self.guard(what):
+                act(probe)
 
 
 def _identities(parameters: Iterable[Tensor] | None) -> Among:

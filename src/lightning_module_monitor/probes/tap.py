@@ -243,7 +243,7 @@ class GradientHook:
                 consumer.fail_gradient(call, gradient, error)
 
 
-def elements_of(tensor: Tensor) -> Tensor:
+def counted_elements(tensor: Tensor) -> Tensor:
     """The elements of an activation, or of its gradient, that this rank counts: of all samples under ``vmap``."""
     tensor = unwrapped(tensor)
     return tensor if type(tensor) is Tensor else local_part(tensor)
