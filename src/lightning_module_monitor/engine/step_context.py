@@ -73,7 +73,7 @@ class StepContext:
         if calls is not None:
             skipped_calls = model.stream_of_value(OWN_KIND, RCC_SKIPPED_CALLS, "sum")
             check = CoordinateCheckProbe(plan.modules, tools, calls, skipped_calls)
-        # After those that name the tensors of the reference that they need.
+        # Only now: the probes made so far have noted in `wanted` which tensors of the reference they need.
         self.reference = calls if calls is not None and calls.wanted else None
         """Keeps what the reference computes."""
         self.noise = None if plan.noise is None else GradientNoiseProbe(plan.noise, tools, self.modules, model.ranks, model.noise)

@@ -84,16 +84,16 @@ class _Compared(NamedTuple):
 class DifferenceProbe(Consumer[_Compared]):
     """Compares outputs with the outputs of the reference at the same call."""
 
-    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, reference: ReferenceProbe) -> None:
-        compared = ((module, module.streams.get(DIFFERENCE), reference.reference.sibling(module.site.module)) for module in watched)
+    def __init__(self, watched: Sequence[WatchedModule], tools: StepTools, calls: ReferenceProbe) -> None:
+        compared = ((module, module.streams.get(DIFFERENCE), calls.reference.sibling(module.site.module)) for module in watched)
         super().__init__(
             (module.site.module, _Compared(stream, sibling)) for module, stream, sibling in compared if stream and sibling is not None
         )
         for _module, target in self.targets:
-            reference.wanted[target.sibling, DIFFERENCE] = _floating_outputs, False
+            calls.wanted[target.sibling, DIFFERENCE] = _floating_outputs, False
         self._tools = tools
         self._accumulator = tools.accumulator
-        self._reference = reference
+        self._calls = calls
 
     def observe_output(self, target: _Compared, output: object, tensors: NamedTensors, is_repeated: bool) -> Iterable[Awaited]:
         """Compare every tensor with the same one of the sibling's call."""
@@ -101,13 +101,13 @@ class DifferenceProbe(Consumer[_Compared]):
             return ()
         stream, sibling = target
         with failing_alone(functools.partial(self._accumulator.fail, stream, output)):
-            references = dict(self._reference.take(sibling, DIFFERENCE) or ())
+            references = dict(self._calls.take(sibling, DIFFERENCE) or ())
             for path, tensor in tensors:
                 elements = unwrapped(tensor).detach()
                 if path not in references or not elements.is_floating_point():
                     continue
                 if elements.shape != references[path].shape:  # for example, routed experts
-                    self._reference.not_compared[OTHER_SHAPE].add(sibling)
+                    self._calls.not_compared[OTHER_SHAPE].add(sibling)
                     continue
                 output_stream = self._tools.output_stream(stream, path)
                 with failing_alone(functools.partial(self._accumulator.fail, output_stream, elements)):
@@ -117,7 +117,7 @@ class DifferenceProbe(Consumer[_Compared]):
     def fail(self, target: _Compared, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart. The sibling's tensors of this call must not be left for the next one."""
         if not is_in_backward():
-            self._reference.take(target.sibling, DIFFERENCE)
+            self._calls.take(target.sibling, DIFFERENCE)
         self._accumulator.fail(target.stream, output, error)
 
 

@@ -100,7 +100,7 @@ def failing_alone(report: Callable[[Exception], None]) -> Iterator[None]:
 
 
 class ErrorReporter:
-    """Reports everything once for each model, in all its runs. An error of the monitor never ends a run.
+    """Reports everything once for each model, in all its runs. With ``warn`` no error of the monitor ends a run.
 
     Args:
         logger: Receives the messages.

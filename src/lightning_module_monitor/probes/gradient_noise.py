@@ -273,14 +273,13 @@ class GradientNoiseProbe(Probe):
     def _exchanged(self, values: dict[str, float]) -> tuple[dict[str, dict[_Index, float]], dict[_Index, float]]:
         """Squared norms by site, and numbers of samples, each by micro-batch and rank; taken out of the values."""
         by_site: dict[str, dict[_Index, float]] = {site: {} for site in ("", *self._sites.members)}
-        number, has_any = 0, True
-        while has_any or number < self._number:  # other ranks may have had more micro-batches
-            has_any = False
-            for site, stream in self._sites.micro_batch_streams(number, self._num_ranks).items():
-                for rank, key in enumerate(stream.keys.values()):
-                    if key in values:
-                        by_site[site][number, rank], has_any = values.pop(key), True
-            number += 1
+        for number in itertools.count():
+            streams = self._sites.micro_batch_streams(number, self._num_ranks)
+            keys = [(site, rank, key) for site, stream in streams.items() for rank, key in enumerate(stream.keys.values()) if key in values]
+            if not keys and number >= self._number:  # other ranks may have had more micro-batches
+                break
+            for site, rank, key in keys:
+                by_site[site][number, rank] = values.pop(key)
         sizes = by_site.pop("")
         return by_site, sizes
 

@@ -188,9 +188,9 @@ class ReferenceProbe(Probe):
     def attach(self) -> None:
         """Register the hooks."""
         if self.reference.follows:
-            self._hooks.add_forward_pre(self.reference.live, UncopiedHook(self._run_beside), with_kwargs=True, prepend=True)
+            self._hooks.add_forward(self.reference.live, UncopiedHook(self._run_beside), with_kwargs=True, prepend=True, is_before=True)
         root = self.reference.module
-        self._hooks.add_forward_pre(root, UncopiedHook(self._begin_call), prepend=True)
+        self._hooks.add_forward(root, UncopiedHook(self._begin_call), prepend=True, is_before=True)
         for (module, by), (tensors, before_other_hooks) in self.wanted.items():
             hook = UncopiedHook(functools.partial(self._after_forward, by, tensors))
             self._hooks.add_forward(module, hook, with_kwargs=True, **({"prepend": True} if before_other_hooks else {}))
