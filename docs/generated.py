@@ -39,7 +39,7 @@ from lightning_module_monitor.health.causes import CAUSES  # noqa: E402
 from lightning_module_monitor.health.detector import Detector  # noqa: E402
 from lightning_module_monitor.health.detectors import DETECTORS  # noqa: E402
 from lightning_module_monitor.record import FACT_KIND  # noqa: E402
-from lightning_module_monitor.statistics.registry import STATISTICS, Statistic  # noqa: E402
+from lightning_module_monitor.statistics.registry import STATISTICS  # noqa: E402
 
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
 
@@ -49,10 +49,14 @@ REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["ur
 
 def statistics() -> str:
     """A table of the built-in statistics: each row is a name and the docstring of its formula."""
-    rows = [
-        f"| `{name}` | {_sentence(one.formula if isinstance(one, Statistic) else type(one).__doc__)} |" for name, one in STATISTICS.items()
-    ]
+    rows = [f"| `{name}` | {_sentence(formula(statistic))} |" for name, statistic in STATISTICS.items()]
     return "\n".join(["| statistic | formula |", "|---|---|", *rows])
+
+
+def formula(statistic: object) -> str | None:
+    """The docstring of the function that finishes a statistic; a histogram has none."""
+    finish = getattr(statistic, "finish", type(statistic))
+    return getattr(finish, "func", finish).__doc__  # the function of a partial
 
 
 def _sentence(docstring: str | None) -> str:

@@ -375,8 +375,8 @@ def counting_transfers() -> Iterator[list[int]]:
         return tensor.to("cpu")
 
     with ExitStack() as stack:
+        stack.enter_context(patch.object(elements, "transfer", transfer))
         for module in (elements, magnitudes):
-            stack.enter_context(patch.object(module, "transfer", transfer))
             stack.enter_context(patch.object(module, "is_on_host", lambda _tensor: False))
         stack.enter_context(patch.object(nonfinite_search, "marks_steps", lambda run: run.options.health.nonfinite == "warn"))
         yield sizes

@@ -121,6 +121,37 @@ def test_any_shares_give_what_one_process_would_have(first: list[list[ObservedTe
     assert maxima == meeting.calls.count("sum") == 2 + bool(known) + bool(new)
 
 
+def test_parts_of_a_dict_that_a_function_returns_count_on_all_ranks() -> None:
+    """Each part merges over ranks as a single result, also where one rank alone has it: the functions of a parameter run on rank 0."""
+
+    def work(rank: ThreadRank) -> list[dict[str, float]]:
+        functions: dict[str, Output] = {
+            name: Function(name, function=lambda x: {"all": x.flatten(), "rows": len(x)} | ({"first": x[0]} if len(x) == 2 else {}))
+            for name in ("mean", "sum", "max")
+        }
+        own_aggregate = Function(quartiles, function=lambda x: {"all": x.flatten()})
+        streams = [
+            Stream("activation", "a", functions),
+            Stream("parameter", "a", {"sum": functions["sum"], "own": own_aggregate}, is_replicated=True),
+        ]
+        state, collected = SeriesState(streams), []
+        for _step in range(2):
+            accumulator = StepAccumulator(no_error, state)
+            accumulator.observe(streams[0], torch.arange(2.0 + rank.index))
+            if rank.index == 0:
+                accumulator.observe(streams[1], torch.tensor([3.0, 4.0]))
+            collected.append(accumulator.collect(rank))
+        return collected
+
+    expected = {"activation/a/mean.all": 4 / 5, "activation/a/sum.all": 4.0, "activation/a/max.all": 2.0}
+    expected |= {"activation/a/mean.rows": (2 * 2 + 3 * 3) / 5, "activation/a/sum.rows": 5.0, "activation/a/max.rows": 3.0}
+    expected |= dict.fromkeys((f"activation/a/{name}.first" for name in ("mean", "sum", "max")), 0.0)
+    expected |= {"parameter/a/own.all.low": 3.25, "parameter/a/own.all.high": 3.75}
+    expected |= {"parameter/a/sum.all": 7.0, "parameter/a/sum.rows": 2.0, "parameter/a/sum.first": 3.0}
+    for values in Meeting[list[dict[str, float]]](2).run(work):
+        assert values == [expected, expected]
+
+
 def test_non_finite_results_are_kept() -> None:
     """A NaN result of one rank is NaN in every aggregate; an infinite one is infinite."""
 
@@ -155,6 +186,7 @@ def test_errors_and_lost_steps_of_any_rank_hold_on_all() -> None:
 
     for index, (values, num_errors, has_errors, is_lost) in enumerate(Meeting[Any](3).run(work)):
         assert all(np.isnan(values[f"activation/a/{name}"]) for name in PLAIN)
+        assert "activation/a/hist" not in values  # the key of a histogram is that of no number
         assert (num_errors, has_errors, is_lost) == (1, index == 1, True)
 
 

@@ -231,6 +231,26 @@ def test_results_of_functions_are_aggregated(aggregate: str, scalars: float, ten
     assert record.values["activation/_root_/all"] == tensors
 
 
+@pytest.mark.parametrize(("aggregate", "scalars", "tensors"), [("mean", 34 / 8, 36 / 8), ("max", 5.0, 8.0), (torch.median, 3.0, 4.0)])
+def test_each_part_of_a_dict_that_a_function_returns_is_a_value_of_its_own(aggregate: Any, scalars: float, tensors: float) -> None:
+    """Its key is ``statistic.part``; it is aggregated as a single result, and may be absent from some micro-batches."""
+
+    def split(x: Tensor) -> dict[str, Any]:
+        return {"rows": len(x), "all": x.flatten(), **({"n/a": x.sum()} if len(x) == 3 else {})}
+
+    with in_step(identity := nn.Identity(), rules=[Rule(kinds="activation", functions={"f": split}, aggregate=aggregate)]) as monitor:
+        identity(torch.arange(1.0, 4.0).view(3, 1))
+        monitor.after_micro_batch()
+        identity(torch.arange(4.0, 9.0).view(5, 1))
+        record = record_of(monitor)
+    assert record.values == {
+        "activation/_root_/f.rows": scalars,
+        "activation/_root_/f.all": tensors,
+        "activation/_root_/f.n_a": 6.0,
+        "monitor/errors": 0.0,
+    }
+
+
 def test_an_aggregate_of_the_users_sees_all_results_and_may_return_a_dict() -> None:
     """Custom function over the concatenated values; the keys of a dict are appended."""
     with ModuleMonitor() as monitor:
@@ -323,7 +343,7 @@ def test_a_metric_that_raises_is_logged_once_and_is_nan(caplog: pytest.LogCaptur
     assert (
         "activation 'layers.0', tensor of shape (3, 16): picky failed with RuntimeError: no tensors of shape (3, 16) please" in picky_said
     )
-    assert "text failed with TypeError: returned a str; expected a real tensor or a number" in text_said
+    assert "text failed with TypeError: returned a str; expected a real tensor, a number, or a dict of these" in text_said
 
 
 def test_on_error_raise_is_an_error_with_module_shape_and_cause() -> None:

@@ -218,10 +218,11 @@ def test_alerts_on_values_of_the_user_s_own(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_alerts_on_keys_that_come_later(tmp_path: Path) -> None:
-    """Those of further outputs are not known before they come; those of summaries are."""
-    rules = [Rule(kinds="activation", statistics="rms")]
+    """Those of further outputs and of parts of a dict are not known before they come; those of summaries are."""
+    rules = [Rule(kinds="activation", statistics="rms", functions={"f": lambda x: {"largest": x.max()}})]
     alerts = [
         Alert(keys=r"activation/model\.lstm\.output_1_0/rms", above=0, name="output"),
+        Alert(keys=r"activation/model\.lstm/f\.largest", above=-2, name="part"),
         Alert(keys=r"gradient_flow/_summary_/.*gain", above=0, name="gain"),
     ]
 
@@ -237,7 +238,7 @@ def test_alerts_on_keys_that_come_later(tmp_path: Path) -> None:
         1, rules=rules, alerts=alerts, store=False, gradient_flow=GradientFlow(blocks=["model.lstm", "model.head"])
     )
     trainer(tmp_path, [callback], max_steps=1).fit(Classifier(Recurrent()), loader(), loader(8))
-    assert [one.name for one in callback.findings] == ["output", "gain"]
+    assert [one.name for one in callback.findings] == ["output", "part", "gain"]
 
 
 def test_a_store_without_findings_can_be_read(tmp_path: Path) -> None:

@@ -425,15 +425,15 @@ def test_records_show_it_where_a_read_would_wait(option: str, device: str, world
 def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the search take tensors for those of an accelerator; returns the sizes of what it reads from there."""
     reads: list[int] = []
-    transfer = magnitudes.transfer
+    to_host = magnitudes.to_host
 
-    def count(tensor: Tensor) -> Tensor:
-        reads.append(tensor.numel())
-        return transfer(tensor)
+    def count(tensors: list[Tensor]) -> Any:
+        reads.extend([len(tensors)] if tensors else [])
+        return to_host(tensors)
 
     monkeypatch.setattr(nonfinite_search, "marks_steps", lambda run: run.options.health.nonfinite == "warn")
     monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
-    monkeypatch.setattr(magnitudes, "transfer", count)
+    monkeypatch.setattr(magnitudes, "to_host", count)
     return reads
 
 

@@ -1,7 +1,8 @@
-"""Values of ``per_module`` are no tensors of single parameters: who judges them, and who does not."""
+"""Totals, the values of ``per_module``: which alerts and detectors judge them, and which judge single parameters only."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ TOTAL = "gradient/_root_/norm"
 FACTS = Facts({"fc.weight": ParameterFacts("trained", 0, 4), "head.weight": ParameterFacts("trained", 0, 4)})
 
 
-def judged(name: str, series: dict[str, list[float]], facts: Facts | None = FACTS, losses: float = 1.0) -> list[Any]:
-    """The alarms of a detector in records of these series."""
+def judged(name: str, series: dict[str, list[float]], facts: Facts = FACTS) -> list[Any]:
+    """The alarms of a detector in records of steps 0, 1, ..., from values by key; a NaN is absent from its record."""
     judge = Judge([DETECTORS[name].alert()], ["fc", "fc.weight", "head.weight"], ["_root_", "fc", "head"])
     alarms = []
     for step in range(len(next(iter(series.values())))):
         values = {key: values[step] for key, values in series.items() if not np.isnan(values[step])}
-        alarms += judge.observe(Record(step, {**values, "context/loss": losses}, facts=facts))
+        alarms += judge.observe(Record(step, {**values, "context/loss": 1.0}, facts=facts))
     return alarms
 
 
@@ -49,13 +50,13 @@ def judged(name: str, series: dict[str, list[float]], facts: Facts | None = FACT
     ],
 )
 def test_an_alert_takes_a_total_that_its_pattern_names(pattern: str, site: str, is_named: bool) -> None:
-    """A pattern of any parameter leaves totals out; one that matches a module and no parameter takes it."""
+    """A pattern that also matches parameters leaves totals out; a pattern that names the module of a total takes it."""
     key = Key("gradient", site, "norm")
     assert naming(parse_patterns(pattern, "keys"))(key, key.format()) is is_named
 
 
 def test_alerts_of_a_run(tmp_path: Path) -> None:
-    """Of two alerts in one run each fires for its keys alone."""
+    """Each alert of a run fires for its own keys alone: of single parameters, of the whole model, of its layers."""
     rules = [Rule(kinds="gradient", statistics="norm"), Rule(kinds="gradient", statistics="norm", per_module=["_root_", r"model\.\d"])]
     alerts = [
         Alert(keys="gradient/.*/norm", above=0.0, name="each"),
@@ -65,22 +66,22 @@ def test_alerts_of_a_run(tmp_path: Path) -> None:
     callback = ModuleMonitorCallback(1, rules=rules, alerts=alerts, health=False)
     fit(tmp_path, [callback], max_steps=1)
     words = {finding.name: finding.words for finding in callback.findings}
-    found = {name: set(re.findall(r"gradient/([\w.]+)/norm", text)) for name, text in words.items()}
-    assert found["each"] == {"model.0.weight", "model.0.bias", "model.2.weight"}  # and one more
+    sites = {name: set(re.findall(r"gradient/([\w.]+)/norm", text)) for name, text in words.items()}
+    assert sites["each"] == {"model.0.weight", "model.0.bias", "model.2.weight"}  # the words name three of the four
     assert "and 1 more" in words["each"]
-    assert found["whole"] == {"_root_"}
-    assert found["layer"] == {"model.0", "model.2"}
+    assert sites["whole"] == {"_root_"}
+    assert sites["layer"] == {"model.0", "model.2"}
 
 
 def test_a_spike_of_the_whole_gradient_is_found_by_its_norm_alone() -> None:
-    """Without norms of single parameters it names no place."""
+    """Without norms of single parameters the finding names no parameter."""
     [alarm] = judged("gradient_spike", {TOTAL: [1.0] * 12 + [500.0]})
     assert alarm.finding.key == TOTAL
     assert alarm.finding.words == "Total gradient norm: 500 times its median, since step 12 at the latest."
 
 
-def test_a_spike_is_of_the_whole_and_shown_by_the_largest_part() -> None:
-    """Where both are recorded: parts that a rule picks may be small beside the whole."""
+def test_the_total_decides_on_a_spike_and_the_parameter_that_grew_most_is_named() -> None:
+    """If both are recorded, the total counts: a rule may have picked parameters with small gradients."""
     series = {TOTAL: [1.0] * 12 + [500.0], "gradient/fc.weight/norm": [1e-3] * 12 + [2e-3], "gradient/head.weight/norm": [1e-4] * 13}
     [alarm] = judged("gradient_spike", series)
     assert alarm.finding.key == "gradient/fc.weight/norm"
@@ -88,15 +89,15 @@ def test_a_spike_is_of_the_whole_and_shown_by_the_largest_part() -> None:
     assert judged("gradient_spike", {**series, TOTAL: [1.0] * 13}) == []
 
 
-def test_records_that_have_only_one_of_both_are_not_mixed() -> None:
-    """Of rules with schedules of their own: a part is no fall, and the whole no spike."""
+def test_totals_and_single_parameters_in_different_records_are_not_compared() -> None:
+    """With rules of different schedules, the larger norm of the total is no spike beside the norm of a parameter."""
     parts = [1e-3 if step % 2 else np.nan for step in range(30)]
     whole = [np.nan if step % 2 else 1.0 for step in range(30)]
     assert judged("gradient_spike", {TOTAL: whole, "gradient/fc.weight/norm": parts}) == []
 
 
 def test_frozen_weights_do_not_hide_that_trained_ones_grow() -> None:
-    """The norm of all parameters counts where all are trained; else those of the trained ones are put together."""
+    """The norm of all parameters counts if all are trained; otherwise the norms of the trained parameters are joined."""
     series = {
         "parameter/_root_/norm": [100.0, 100.18, 100.18, 100.18],
         "parameter/fc.weight/norm": [1.0, 6.0, 6.0, 6.0],
@@ -108,32 +109,38 @@ def test_frozen_weights_do_not_hide_that_trained_ones_grow() -> None:
     assert alarm.finding.site == "fc.weight"
 
 
-@pytest.mark.parametrize("site", ["_root_", "fc"])
-@pytest.mark.parametrize(
-    "name", [name for name, detector in DETECTORS.items() if "totals" not in str(detector.rule and detector.rule.figures)]
-)
-def test_no_other_detector_judges_totals(name: str, site: str) -> None:
-    """Whatever their values are: zero, not finite, unchanged, above and below every limit."""
-    detector = DETECTORS[name]
-    if detector.rule is None:
-        return
-    for kinds, statistics in detector.sources:
-        for kind in kinds:
-            for statistic in statistics:
-                key = f"{kind}/{site}/{statistic}"
-                if kind in ("gradient", "parameter", "update", "gradient_before_clip"):
-                    for value in (0.0, np.inf, 1e30, 1e-30):
-                        assert judged(name, {key: [value] * 25}) == [], key
+JUDGE_TOTALS = ("exploding", "gradient_spike", "growing_weights", "shrinking_weights")
+"""The detectors of the norm of all gradients, or of all parameters."""
+
+CASES = [
+    (name, f"{kind}/{site}/{statistic}")
+    for name, detector in DETECTORS.items()
+    if name not in JUDGE_TOTALS and detector.rule is not None
+    for kinds, statistics in detector.sources
+    for kind, statistic, site in itertools.product(kinds, statistics, ("_root_", "fc"))
+    if kind in ("gradient", "parameter", "update", "gradient_before_clip")
+]
 
 
-def test_a_module_s_total_is_no_norm_of_the_whole() -> None:
-    """The total of a part of the model is judged by no detector."""
-    assert judged("gradient_spike", {"gradient/fc/norm": [1.0] * 12 + [500.0]}) == []
+@pytest.mark.parametrize(("name", "key"), CASES)
+def test_no_other_detector_judges_totals(name: str, key: str) -> None:
+    """Whatever their values are: zero, infinite, unchanged, above and below every limit."""
+    for value in (0.0, np.inf, 1e30, 1e-30):
+        assert judged(name, {key: [value] * 25}) == []
+
+
+@pytest.mark.parametrize("name", JUDGE_TOTALS)
+def test_the_total_of_a_part_of_the_model_is_judged_by_no_detector(name: str) -> None:
+    """Of a module other than the root; the same values of the root are judged by each of these detectors."""
+    [(kinds, statistics)] = DETECTORS[name].sources
+    series = [1.0] * 12 + ([1e-3] if name == "shrinking_weights" else [1e9]) * 12
+    assert judged(name, {f"{kinds[0]}/_root_/{statistics[0]}": series})
+    assert judged(name, {f"{kinds[0]}/fc/{statistics[0]}": series}) == []
 
 
 def test_the_history_counts_the_whole_gradient_once(tmp_path: Path) -> None:
-    """Norms of single parameters and of all together are not added."""
-    first = []
+    """The norms of single parameters and their total are not added."""
+    first: list[float] = []
     for rules in (None, [Rule(kinds=["gradient", "parameter"], statistics="norm")]):
         callback = ModuleMonitorCallback(1, rules=rules)
         fit(tmp_path / str(len(first)), [callback], max_steps=2)

@@ -31,12 +31,29 @@ def digits(size: int = 32, change: Callable[[Tensor, Tensor], tuple[Tensor, Tens
     return batches(*(change(x, y) if change else (x, y)), size)
 
 
-def tabular(scale: float = 1.0, shift: float = 0.0, inputs: float = 1.0) -> DataLoader[Any]:
+def tabular(scale: float = 1.0, shift: float = 0.0, inputs: float = 1.0, noise: float = 0.1, size: int = 32) -> DataLoader[Any]:
     """A regression of ten inputs, with noise."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2000, 10, generator=generator)
-    y = torch.tanh(x @ torch.randn(10, 1, generator=generator)) + 0.1 * torch.randn(2000, 1, generator=generator)
-    return batches(x * inputs, y * scale + shift)
+    y = torch.tanh(x @ torch.randn(10, 1, generator=generator)) + noise * torch.randn(2000, 1, generator=generator)
+    return batches(x * inputs, y * scale + shift, size)
+
+
+def noise_as_targets(size: int = 32) -> DataLoader[Any]:
+    """A regression whose targets have nothing to do with its inputs."""
+    generator = torch.Generator().manual_seed(3)
+    return batches(torch.randn(2000, 10, generator=generator), torch.randn(2000, 1, generator=generator), size)
+
+
+def markov_chain(temperature: float, num_tokens: int = 20) -> DataLoader[Any]:
+    """Pieces of a text in which a token depends on the one before, and the same one token on: no model is better than its table."""
+    generator = torch.Generator().manual_seed(1)
+    table = torch.softmax(torch.randn(num_tokens, num_tokens, generator=generator) / temperature, -1)
+    tokens = [torch.tensor(0)]
+    for _ in range(8000):
+        tokens.append(torch.multinomial(table[tokens[-1]], 1, generator=generator)[0])
+    text = torch.stack(tokens)
+    return batches(text[:-1].view(500, 16), text[1:].view(500, 16), 16)
 
 
 def ratings() -> DataLoader[Any]:

@@ -335,6 +335,13 @@ class EvalNorm(Module):
                 one.eval()
 
 
+class Transposed(nn.Module):
+    """Classes in front of tokens, as a cross-entropy wants them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
 class Averaged(Module):
     """Averages its weights from the third epoch on."""
 

@@ -15,7 +15,18 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from helpers.lightning_package import LightningModule
-from helpers.small_data import characters, constant, digits, noisy, one_row, ratings, shuffled, tabular
+from helpers.small_data import (
+    characters,
+    constant,
+    digits,
+    markov_chain,
+    noise_as_targets,
+    noisy,
+    one_row,
+    ratings,
+    shuffled,
+    tabular,
+)
 from helpers.small_models import (
     Autoencoder,
     Averaged,
@@ -36,6 +47,7 @@ from helpers.small_models import (
     Policy,
     Recurrent,
     Residual,
+    Transposed,
     adam,
     cnn,
     finished,
@@ -101,6 +113,11 @@ class TwoScales(Module):
         return F.cross_entropy(output, batch[1]) + F.mse_loss(output[:, 0], 100.0 * batch[1])
 
 
+def _bigram() -> nn.Module:
+    """Tells the next token by this one alone."""
+    return nn.Sequential(nn.Embedding(20, 32), nn.Linear(32, 20), Transposed())
+
+
 HOUSE = dict(scale=2e4, shift=2e5)
 """Prices."""
 
@@ -119,6 +136,12 @@ SICK: dict[str, Case] = {
     "shuffled labels": Case(lambda: Module(mlp()), ("not_learning",), data=lambda: digits(change=shuffled), steps=120),
     "shuffled labels, CNN": Case(
         lambda: Module(cnn(), sgd(0.01)), ("not_learning",), levels=("watch", "unknown"), data=lambda: digits(change=shuffled)
+    ),
+    "noise as targets": Case(
+        lambda: Module(mlp((10, 64, 1)), adam(1e-3), _mse), ("not_learning",), ("watch", "unknown"), data=noise_as_targets
+    ),
+    "noise as targets, large batches": Case(
+        lambda: Module(mlp((10, 64, 1)), adam(1e-3), _mse), ("not_learning",), ("watch", "unknown"), data=lambda: noise_as_targets(128)
     ),
     "Adam at 1.0": Case(lambda: Module(mlp(), adam(1.0)), ("learning_rate",)),
     "SGD at 50": Case(lambda: Module(mlp(), sgd(50.0)), ("learning_rate",)),
@@ -268,6 +291,12 @@ HEALTHY: dict[str, Case] = {
     ),
     "a batch of one, Adam": Case(lambda: Module(mlp((64, 32, 1)), adam(3e-4), _mse), levels=EITHER, data=_noise_of_one, steps=600),
     "a ResNet": Case(lambda: Module(nn.Sequential(cnn()[:-2], Residual(32), cnn()[-2:])), steps=501, every=50),
+    "a bigram model": Case(lambda: Module(_bigram(), adam(1e-2)), levels=EITHER, data=lambda: markov_chain(1.0), steps=1000, every=50),
+    "a bigram model, next to no order": Case(lambda: Module(_bigram(), adam(1e-2)), levels=EITHER, data=lambda: markov_chain(1.4)),
+    "a linear regression in noise": Case(lambda: Module(nn.Linear(10, 1), adam(0.1), _mse), levels=EITHER, data=lambda: tabular(noise=1.0)),
+    "a linear regression in large noise": Case(
+        lambda: Module(nn.Linear(10, 1), adam(0.1), _mse), levels=EITHER, data=lambda: tabular(noise=2.0)
+    ),
     "large targets": Case(
         lambda: Module(mlp((64, 32, 1), nn.GELU), adam(0.1), lambda out, y: F.l1_loss(out[:, 0], 3000 + 100 * y.float())),
         steps=501,

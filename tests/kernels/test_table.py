@@ -20,7 +20,7 @@ from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
-from lightning_module_monitor.statistics.precision import unscaled
+from lightning_module_monitor.statistics.precision import divided_by_scale
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -200,7 +200,7 @@ def test_memory_that_was_given_back_is_not_read() -> None:
             lambda x, table=table: table.add((0,), torch.ones(x.shape), Need.EVERYTHING, x),
             in_memory,
             Magnitudes().add,
-            lambda x: unscaled(x, torch.tensor(2.0)),
+            lambda x: divided_by_scale(x, torch.tensor(2.0)),
         ):
             with pytest.raises(ValueError, match="its memory was given back"):
                 add(tensor)

@@ -9,6 +9,7 @@ import torch
 from helpers.operations import no_host_reads
 from torch import Tensor, nn
 
+from lightning_module_monitor import kernels
 from lightning_module_monitor.health.producer import producer
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
@@ -48,18 +49,18 @@ def test_one_transfer_reads_all_numbers_of_a_device(monkeypatch: pytest.MonkeyPa
     """However many tensors there were."""
     monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
     transfers: list[int] = []
-    original = magnitudes.transfer
+    original = kernels.elements.transfer
 
     def count(tensor: Tensor) -> Tensor:
         transfers.append(tensor.numel())
         return original(tensor)
 
-    monkeypatch.setattr(magnitudes, "transfer", count)
+    monkeypatch.setattr(kernels.elements, "transfer", count)
     numbers = Magnitudes()
     for number in range(20):
         numbers.add(torch.full((5,), float(number)))
     assert numbers.read() == [float(number) for number in range(20)]
-    assert transfers == [20]
+    assert transfers == [40]  # both extremes of each
 
 
 def test_nothing_is_read_in_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

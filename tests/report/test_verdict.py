@@ -96,6 +96,31 @@ def test_a_loss_that_does_not_fall_is_no_health() -> None:
     assert learned([*FALLING], Facts(is_manual=True)) == "unknown"
 
 
+def test_a_loss_that_is_low_at_once() -> None:
+    """Ranks of thirds do not show a fall between the first two records: it may be the lowest loss there is, or that of the mean alone."""
+    noise = np.random.default_rng(0).normal(0, 0.02, 29)
+    verdict = verdict_on(healthy_tables(30), [loss([2.93, *(2.58 + noise)])])
+    assert (verdict.level, verdict.findings) == ("unknown", [])
+    assert verdict.headline.startswith("loss 2.93 to 2.58 within the first records, without a clear fall since; no fault in ")
+    assert status_of(verdict, "not_learning")[0] == "unclear"
+    assert learned([4.2, *(2.58 + noise)]) == "unknown", "a third is not enough where all of it is in one record: it has stalled"
+    assert learned([2.62, *(2.58 + noise)]) == "watch", "the first record is within the noise"
+    # Guessing among ten classes, from a start above it, is not learning.
+    assert learned([2.5, *(math.log(10) + noise)], Facts(is_classification=True, num_classes=10)) == "watch"
+    # Noise in which a fall from the first record by a fifth cannot be seen.
+    assert learned([4.0, *(5.0 + 30 * noise)]) == "unknown"
+
+
+def test_what_does_not_fall_is_said_with_its_figures() -> None:
+    """Medians may differ by less than their noise."""
+    noise = np.random.default_rng(1).normal(0, 0.02, 30)
+    [finding] = verdict_on(healthy_tables(30), [loss([*(2.3 + noise)])]).findings
+    first, last = np.median(2.3 + noise[:10]), np.median(2.3 + noise[-10:])
+    assert finding.words == (
+        f"The loss does not fall by more than its noise: its median is {first:.4g} in the first 10 records and {last:.4g} in the last 10."
+    )
+
+
 @pytest.mark.parametrize("num", [12, 16, 30])
 def test_a_loss_that_stalls_is_not_called_healthy(num: int) -> None:
     """It fell at the start, and then no more; a loss that goes on to fall and one near 0 are healthy."""

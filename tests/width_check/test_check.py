@@ -245,7 +245,7 @@ def test_nan_is_named() -> None:
     assert rows["net.0", "effective_update"].verdict == "nonfinite"
 
 
-def test_own_exponents() -> None:
+def test_exponents_by_pattern() -> None:
     """Named terms are compared, the rest is open."""
     exponents = {"net.4": {"effective_update": 1.0}}
     rows = check(lambda width: WideMlp(width, learning_rate=1e-2), [64, 256, 1024], seeds=4, tolerance=0.5, parametrization=exponents)

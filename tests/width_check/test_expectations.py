@@ -39,7 +39,7 @@ def test_layers_that_do_not_get_wider() -> None:
     assert exponents(layers, "propagating_update") == [None, None, 0, 0]
 
 
-def test_own_exponents_by_pattern() -> None:
+def test_exponents_by_pattern_by_pattern() -> None:
     """The first pattern that matches counts, for all terms or for the named ones; others are open."""
     patterns = {"out": {"effective_update": 0.25, "propagating_update": None}, "mid|out": 1}
     expected = expected_exponents(patterns, MLP)

@@ -17,8 +17,9 @@ from lightning_module_monitor.config.schedule import ParsedSchedule, Schedule, p
 from lightning_module_monitor.errors import ConfigError, glob_as_pattern, nearest
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, ROOT_SITE, fit_for_loggers
+from lightning_module_monitor.statistics.channels import ChannelStatistic
 from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
-from lightning_module_monitor.statistics.registry import STATISTICS, ChannelStatistic, Statistic, UnitStatistic
+from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.stream import Output
 
 
@@ -41,7 +42,7 @@ class Rule(PlainFields):
         leaf_modules: Only modules without children.
         statistics: One name or several of ``STATISTICS``; of ``rcc_operator_norm`` and ``rcc_alignment`` names of their values.
         functions: Function of the tensor (of a difference: of the model's and the reference's), or torchmetrics object, by the
-            name that it gets in the key.
+            name that it gets in the key; of a result that is a dict, each part has the key ``name.part``.
         aggregate: How the functions' results are joined over micro-batches and calls: ``mean`` (every element counts
             once), ``sum``, ``min``, ``max``, or a function (or its import path) of the concatenated results.
         every_n_steps: The rule's own schedule, instead of the monitor's.
@@ -289,7 +290,7 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
 
 def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str) -> None:
     """Check that a statistic exists for all kinds of a rule."""
-    if isinstance(statistic, UnitStatistic | ChannelStatistic):
+    if isinstance(statistic, ChannelStatistic):
         why, fit = "is of the units of a layer, and {!r} has none", [name for name, kind in KINDS.items() if kind.has_units]
     elif isinstance(statistic, Statistic) and statistic.compared_with:
         compared_with = statistic.compared_with
@@ -312,7 +313,7 @@ def _parse_per_module(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[r
     unfit = [f"kind {kind!r} is of modules" for kind in kinds if KINDS[kind].site != "parameter"]
     known = [(name, STATISTICS.get(str(name))) for name in as_tuple(rule.statistics)]
     unfit += [f"{name!r} is of tokens" for name, output in known if isinstance(output, Statistic) and output.needs & Need.TOKENS]
-    unfit += [f"{name!r} is of units" for name, output in known if isinstance(output, UnitStatistic)]
+    unfit += [f"{name!r} is of units" for name, output in known if isinstance(output, ChannelStatistic)]
     unfit += [f"{name!r} is a function" for name, output in known if callable(output)]
     unfit += ["functions get one parameter at a time"] if rule.functions else []
     if unfit:

@@ -97,7 +97,7 @@ class _Name(NamedTuple):
 
     identity: Identity
     origin: Identity | None
-    """The stream that it is a further site of."""
+    """The stream that it is derived from."""
     aggregates: dict[str, str | None]
     """Aggregate of each value; ``None`` for a function of the user."""
     is_compared: bool
@@ -123,7 +123,7 @@ def _learn(layout: Layout, names: Iterable[Iterable[_Name]], streams: Iterable[S
     for name in itertools.chain.from_iterable(names):
         origin = None if name.origin not in layout.positions else layout.streams[layout.positions[name.origin]]
         known = stream_by_identity.get(name.identity)
-        layout.add([known or (_made_of(name) if origin is None else origin.at(name.identity[1], name.identity[4:]))])
+        layout.add([known or (_made_of(name) if origin is None else origin.known_as(name.identity[1], name.identity[4:]))])
 
 
 def _made_of(name: _Name) -> Stream:

@@ -27,9 +27,9 @@ from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.rcc_terms import intermediate_streams
 from lightning_module_monitor.probes.reference import Reference, structural_differences
 from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN
+from lightning_module_monitor.statistics.channels import Recent, recent_units
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.layout import SeriesState
-from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.stream import Identity, Stream
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class ObservedModel:
         """Number of attempts to compile when compiled code was last looked for in the module."""
         self._states: dict[tuple[str, ActiveRules], SeriesState] = {}
         """State kept between steps, by stage and active rules."""
-        self._units: defaultdict[str, Recent] = defaultdict(memory)
+        self._units: defaultdict[str, Recent] = defaultdict(recent_units)
         """What units did in the last monitored steps, by key, whatever else was due in them."""
         self.previous_updates = PreviousUpdates()
 

@@ -54,12 +54,14 @@ DETECTORS = {
             NOT_LEARNING,
             [([CONTEXT_KIND], [LOSS])],
             formula="a rank test (Mann-Whitney, one-sided) of the losses of the last third of the records against those of the first; "
-            "of halves below 15 records. It also falls if it fell by 20 % within the first records, far more than it "
-            "varies. Losses below 0, and those of manual optimization, are not judged, nor is a cross-entropy that begins below 0.5, "
-            "as that of trained weights does, or that falls no further than to the logarithm of the number of classes, which is guessing",
-            limit="the last losses are not lower at the level of 5 %, and that they are lower by 20 % is excluded at 5 %; between the two "
-            "nothing is known. Or all steps together can move no weight by more than 2 % of its norm, and the loss is not 10 % lower; or "
-            "a schedule has brought the rate down so far that those of the last two thirds of the records cannot, and the loss has stalled",
+            "of halves below 15 records. It also falls if it fell by a third within the first records, far more than it varies; a smaller "
+            "fall in them alone is not judged. Losses below 0, and those of manual optimization, are not judged, nor is a cross-entropy "
+            "that begins below 0.5, as that of trained weights does, or that falls no further than to the logarithm of the number of "
+            "classes, which is guessing",
+            limit="the last losses are not lower at the level of 5 %, and that they are lower by 20 % is excluded at 5 %, also from the "
+            "first record on; between the two nothing is known. Or all steps together can move no weight by more than 2 % of its norm, "
+            "and the loss is not 10 % lower; or a schedule has brought the rate down so far that those of the last two thirds of the "
+            "records cannot, and the loss has stalled",
             source='H. Mann, D. Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947',
             without=_NO_LOSS,
             min_records=10,

@@ -31,7 +31,7 @@ UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
 
 
 _NOT_LEARNING = {
-    "flat": "does not fall",
+    "flat": "does not fall by more than its noise",
     "still": "hardly changes, and the weights hardly move",
     "stopped": "falls no more, and the weights hardly move",
 }

@@ -31,6 +31,7 @@ WITHOUT_FINDING = (NOT_FOUND, PASSED_OVER, *WITHOUT_ANSWER, NOT_APPLICABLE)
 _LOSS_IN_WORDS = {
     "stalled": "loss {first:.3g} to {last:.3g}, without a clear fall since step {stalled_since}",
     "chance": "loss {first:.3g} to {last:.3g}, which is that of guessing among {num_classes} classes",
+    "at once": "loss {first:.3g} to {last:.3g} within the first records, without a clear fall since",
     "unclear": "too noisy losses to tell whether they fall",
     "settled": "the loss hardly changes, as that of trained weights may",
     "too few": f"too few losses ({{num}} of {MIN_LOSSES}), use a smaller every_n_steps",

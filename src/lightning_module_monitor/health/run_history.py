@@ -39,6 +39,9 @@ below the second, if it falls by less than ``A_LITTLE``."""
 A_GOOD_PART, A_LITTLE = 0.2, 0.1
 """A loss does not fall if its records exclude, at 5 %, that it fell by a good part; a loss that fell before has stalled if they exclude
 that it fell by a little."""
+A_LARGE_PART = 1 / 3
+"""A loss that falls within the first records alone falls by more than this part of its first value where a network learns. It falls by less
+where its outputs only shrink to the mean of its targets."""
 CONVERGED = 1 / 3
 """A loss below this part of its first value has converged where it stalls."""
 NUM_FIRST = 5
@@ -55,7 +58,9 @@ _ADAM_LIKE = ("Adam", "Lion", "RMSprop", "Adagrad")
 NO_FACTS = Facts()
 """The facts of a run of which only numbers are known: none."""
 
-Learning = Literal["falls", "chance", "stalled", "stopped", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"]
+Learning = Literal[
+    "falls", "chance", "stalled", "stopped", "at once", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"
+]
 
 
 def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
@@ -160,11 +165,14 @@ class History:
         if unjudged is not None:
             return unjudged
         before, after = self.ends
-        if rank_test(before, after) > FALLS or self._fell_at_once(after):
-            if np.median(after) > NEAR_CHANCE * math.log(self.facts.num_classes or math.inf):
+        is_chance = np.median(after) > NEAR_CHANCE * math.log(self.facts.num_classes or math.inf)
+        if rank_test(before, after) > FALLS or self._fell_at_once(after, A_LARGE_PART):
+            if is_chance:
                 return "chance"
             return "falls" if self.stalled_since is None else "stopped" if self.is_stopped_by_schedule else "stalled"
-        if not excludes_fall(before, after, A_GOOD_PART):
+        if self._fell_at_once(after) and not is_chance:
+            return "at once"
+        if not excludes_fall(before, after, A_GOOD_PART) or self._may_have_fallen_at_once(after):
             return "unclear"
         return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
 
@@ -205,10 +213,15 @@ class History:
         spread = 1.05 * float(np.median(changes))  # the standard deviation of the logarithm, of normal noise
         return newest / max(first) if math.log(newest / max(first)) > 2 * spread else 0.0
 
-    def _fell_at_once(self, after: Sequence[float]) -> bool:
-        """Whether the loss fell within the first records by far more than it varies, and has stayed there."""
-        mean, first = float(np.mean(after)), self.losses[0]
-        return mean < 0.8 * first and mean + 4 * float(np.std(after)) < first and max(after) < first
+    def _fell_at_once(self, after: Sequence[float], part: float = 0.0) -> bool:
+        """Whether the loss fell by a part within the first records, by far more than it varies, and has stayed there."""
+        mean, first = float(np.mean(after)), self.first_loss
+        return mean < (1 - part) * first and mean + 4 * float(np.std(after)) < first and max(after) < first
+
+    def _may_have_fallen_at_once(self, after: Sequence[float]) -> bool:
+        """Whether a fall by a good part from the first record cannot be excluded at 1 %, or would not show in the noise."""
+        mean = float(np.mean(after))
+        return mean - FALLS * float(np.std(after)) < (1 - A_GOOD_PART) * max(self.first_loss, mean)
 
     @property
     def has_risen(self) -> bool:

@@ -87,12 +87,12 @@ def strided(tensor: Tensor) -> Tensor:
     return in_memory(own_elements(tensor))
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
-    """The :func:`plain` tensor inside the wrappers of functorch transforms, which it outlives.
+def without_transforms(tensor: Tensor) -> Tensor:
+    """The :func:`plain` tensor inside the wrappers of functorch transforms. It stays valid after the transforms.
 
     Returns:
-        The tensor itself if it is not wrapped. Under ``vmap`` the tensor of all samples, shape ``(samples, ...)`` for each ``vmap``,
-        the outermost first.
+        The tensor itself if it is not wrapped. Under ``vmap`` the tensor of all samples: each ``vmap`` adds a first dimension, the
+        outermost ``vmap`` the first of these.
     """
     if type(tensor) is not Tensor:
         tensor = plain(tensor)
@@ -137,7 +137,7 @@ def transfer(tensor: Tensor) -> Tensor:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether a value is read without a transfer."""
+    """Whether a tensor is read without a transfer."""
     return tensor.is_cpu
 
 

@@ -7,7 +7,7 @@ second order these are the formulas of Chan, Golub and LeVeque, 1979.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,15 +87,6 @@ class Moments(NamedTuple):
         """Moments of empty tensors: the identity of :meth:`merge`."""
         zeros = torch.zeros(num_rows, dtype=torch.float64, device=device)
         return cls(*[zeros] * len(cls._fields))._replace(maximum=zeros - torch.inf, minimum=zeros + torch.inf)
-
-    @classmethod
-    def joined(cls, parts: Iterable[Moments]) -> Moments:
-        """Concatenate the rows of several."""
-        return cls(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
-
-    def rows(self, index: Tensor) -> Moments:
-        """Select rows by ``index``, int64 of shape ``(selected,)``, in its order."""
-        return Moments(*(field[index] for field in self))
 
     def about(self, center: Tensor | Array) -> Moments:
         """Sums about a center, of shape ``(rows,)``, which can be added: ``mean`` becomes the sum of ``x - center``."""

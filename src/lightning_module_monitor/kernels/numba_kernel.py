@@ -117,7 +117,6 @@ class NumbaKernel:
     """The kernel of tensors in host memory; see :class:`~lightning_module_monitor.kernels.table.Kernel`."""
 
     def __init__(self, _device: torch.device) -> None:
-
         self._table = np.tile(_EMPTY_ROW, (FIRST_ROWS, 1))
         """Moments of the rows, shape ``(rows, NUM_FIELDS)``."""
         self._counts: dict[tuple[Bins, int], NDArray[np.int64]] = {}

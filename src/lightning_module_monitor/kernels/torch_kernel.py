@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins, counts_of, needed_bins
-from lightning_module_monitor.kernels.elements import unwrapped, widened
+from lightning_module_monitor.kernels.elements import widened, without_transforms
 from lightning_module_monitor.kernels.moments import Moments, Need, num_features
 
 CPU_PORTION = 1 << 17
@@ -74,7 +74,7 @@ class TorchKernel:
                 tensor = widened(tensor) - widened(operand)
         for bins in needed_bins(needs):
             portions = (counts_of(portion, bins, self._wide) for portion in tensor.reshape(-1).split(self._portion))
-            self._add_counts(bins, rows, unwrapped(functools.reduce(torch.add, portions)))
+            self._add_counts(bins, rows, without_transforms(functools.reduce(torch.add, portions)))
         if not needs & Need.EVERYTHING:
             return
         features = num_features(tensor) if needs & Need.TOKENS else 1
@@ -130,8 +130,12 @@ class TorchKernel:
                     order += pieces
                     index += [*rows] * (len(pieces) // len(rows))
                 start += len(pieces)
-            groups.append(moments if len(order) == start else moments.rows(torch.tensor(order, device=device)))
-        return torch.stack(Moments.joined(groups).merge(torch.tensor(index, device=device), num_rows))
+            if len(order) > start:  # some pieces are for several rows
+                repeated = torch.tensor(order, device=device)
+                moments = Moments(*(field[repeated] for field in moments))
+            groups.append(moments)
+        moments = Moments(*(torch.cat(fields) for fields in zip(*groups, strict=True)))
+        return torch.stack(moments.merge(torch.tensor(index, device=device), num_rows))
 
     def counts(self, bins: Bins, rows: Sequence[int]) -> Tensor:
         """Counts of some rows, float64, shape ``(len(rows), bins.num_counts)``."""
@@ -162,7 +166,7 @@ class TorchKernel:
             scale = {"scale": factor.reciprocal()}
         figures = _figures(x, pieces, needs, features, counted) | scale
         # Within a transform of torch.func results are wrapped; the wrapper would not outlive the transform.
-        stacked = unwrapped(torch.stack(list(figures.values()))).view(len(figures), -1)
+        stacked = without_transforms(torch.stack(list(figures.values()))).view(len(figures), -1)
         self._pieces[tuple(figures)].append(_Pieces(stacked, rows, pieces.shape[-1], features))
 
 

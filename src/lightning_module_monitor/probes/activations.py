@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from lightning_module_monitor.kernels.elements import plain, unwrapped
+from lightning_module_monitor.kernels.elements import plain, without_transforms
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModuleSite, unwrapped_class
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
@@ -20,7 +20,7 @@ from lightning_module_monitor.probes.base import StepTools, WatchedModule, faili
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, ReferenceProbe
 from lightning_module_monitor.probes.tap import Awaited, Consumer, counted_elements
 from lightning_module_monitor.record import ModuleInfo
-from lightning_module_monitor.statistics.precision import unscaled
+from lightning_module_monitor.statistics.precision import divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
 ACTIVATION, GRADIENT, DIFFERENCE = "activation", "activation_gradient", "activation_difference"
@@ -65,7 +65,7 @@ class ActivationProbe(Consumer[WatchedModule]):
     def observe_gradient(self, stream: Stream, gradient: Tensor, scale: Tensor | None) -> None:
         """Measure the gradient of an output."""
         gradient = counted_elements(gradient)
-        self._accumulator.observe(stream, gradient if scale is None else unscaled(gradient, scale))
+        self._accumulator.observe(stream, gradient if scale is None else divided_by_scale(gradient, scale))
 
     def fail_gradient(self, stream: Stream, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""
@@ -103,7 +103,7 @@ class DifferenceProbe(Consumer[_Compared]):
         with failing_alone(functools.partial(self._accumulator.fail, stream, output)):
             references = dict(self._calls.take(sibling, DIFFERENCE) or ())
             for path, tensor in tensors:
-                elements = unwrapped(tensor).detach()
+                elements = without_transforms(tensor).detach()
                 if path not in references or not elements.is_floating_point():
                     continue
                 if elements.shape != references[path].shape:  # for example, routed experts

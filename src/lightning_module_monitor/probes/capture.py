@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.distributed.shards import is_sharded
-from lightning_module_monitor.kernels.elements import in_memory, own_elements, unwrapped
+from lightning_module_monitor.kernels.elements import in_memory, own_elements, without_transforms
 from lightning_module_monitor.model.outputs import NamedTensors
 from lightning_module_monitor.probes.base import StepTools, WatchedModule
 from lightning_module_monitor.probes.tap import Awaited, Consumer
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.statistics.precision import unscaled
+from lightning_module_monitor.statistics.precision import divided_by_scale
 
 _Call = tuple[str, int]
 """Name of an output, and number of the call in the step."""
@@ -40,7 +40,7 @@ class CaptureProbe(Consumer[WatchedModule]):
 
         One that is no output has call 0.
         """
-        tensor = unwrapped(tensor).detach()  # under ``vmap`` all samples
+        tensor = without_transforms(tensor).detach()  # under ``vmap`` all samples
         tensor = tensor.to_local() if is_sharded(tensor) else tensor
         copy = in_memory(own_elements(tensor)).clone() if tensor.layout is torch.strided else tensor.to_dense()
         self._kept.append(RawTensor(kind, name, call, copy))
@@ -71,7 +71,7 @@ class CaptureProbe(Consumer[WatchedModule]):
 
     def observe_gradient(self, call: _Call, gradient: Tensor, scale: Tensor | None) -> None:
         """Copy the gradient of an output."""
-        self.keep("activation_gradient", *call, unscaled(gradient, scale))
+        self.keep("activation_gradient", *call, divided_by_scale(gradient, scale))
 
     def fail_gradient(self, call: _Call, gradient: Tensor, error: Exception) -> None:
         """Report a gradient that cannot be copied."""

@@ -24,7 +24,7 @@ from lightning_module_monitor.probes.base import Among, Probe, StepTools
 from lightning_module_monitor.probes.tap import ModuleTap
 from lightning_module_monitor.record import UNDEFINED, is_undefined
 from lightning_module_monitor.statistics.functions import Value
-from lightning_module_monitor.statistics.noise_scale import NoiseAndSignal, largest, noise_and_signal
+from lightning_module_monitor.statistics.noise_scale import NoiseAndSignal, largest_over_median, noise_and_signal
 from lightning_module_monitor.statistics.stream import Stream
 
 KIND = "gradient_noise"
@@ -292,10 +292,10 @@ class GradientNoiseProbe(Probe):
         known = [sizes.get(index, UNDEFINED) for index in squares]
         estimate = noise_and_signal(undivided, np.array(known), whole * (divisor * self._num_ranks / num) ** 2)
         scale = UNDEFINED if is_undefined(estimate.noise) else math.nan
-        if estimate.is_finite():
-            average = self._state.averages[site] = estimate.averaged(self._state.averages.get(site))
-            scale = average.scale()
-        index, ratio = largest(undivided)
+        if all(map(math.isfinite, estimate)):
+            average = self._state.averages[site] = estimate.moving_average(self._state.averages.get(site))
+            scale = average.noise_scale()
+        index, ratio = largest_over_median(undivided)
         number, rank = [*squares][index]
         return [estimate.noise, estimate.signal, scale, ratio, float(rank), float(number)]
 

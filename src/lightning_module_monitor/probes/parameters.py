@@ -30,7 +30,7 @@ from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
 from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.precision import unscaled
+from lightning_module_monitor.statistics.precision import divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
 
@@ -199,7 +199,7 @@ class ParameterTap(Probe):
 
         def read_unscaled(parameter: Tensor) -> Tensor | None:
             gradient = self.access.gradient(parameter)
-            return None if gradient is None else unscaled(gradient, scale)
+            return None if gradient is None else divided_by_scale(gradient, scale)
 
         read = self.access.gradient if scale is None else read_unscaled
         for gradients in self._read({kind}, among, read, makes_copies=scale is not None):

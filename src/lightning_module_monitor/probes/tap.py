@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.kernels.elements import unwrapped
+from lightning_module_monitor.kernels.elements import without_transforms
 from lightning_module_monitor.model.hooks import (
     HookSet,
     UncopiedHook,
@@ -245,5 +245,5 @@ class GradientHook:
 
 def counted_elements(tensor: Tensor) -> Tensor:
     """The elements of an activation, or of its gradient, that this rank counts: of all samples under ``vmap``."""
-    tensor = unwrapped(tensor)
+    tensor = without_transforms(tensor)
     return tensor if type(tensor) is Tensor else local_part(tensor)

@@ -18,7 +18,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_module_monitor.errors import ConfigError, nearest, require
-from lightning_module_monitor.kernels.elements import plain, unwrapped
+from lightning_module_monitor.kernels.elements import plain, without_transforms
 from lightning_module_monitor.model.hooks import (
     HookSet,
     UncopiedHook,
@@ -108,7 +108,7 @@ def default_stash_value(tensor: Tensor) -> Tensor:
 
     For a tensor that ``torch.func.vmap`` maps over, the tensor of all samples, shape ``(samples, ...)``.
     """
-    return unwrapped(tensor).detach().to("cpu", copy=True)
+    return without_transforms(tensor).detach().to("cpu", copy=True)
 
 
 def default_stash(event: Event, stash_value: StashValueFn) -> Stash:

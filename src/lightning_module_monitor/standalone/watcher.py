@@ -141,7 +141,6 @@ class TorchWatcher:
         self.close()
 
     def _begin_forward(self, *_call: object) -> None:
-        """Called before the model's forward."""
         if is_in_backward():
             return
         is_training = self.model.training and torch.is_grad_enabled()
@@ -157,7 +156,6 @@ class TorchWatcher:
         mode.begin_forward(is_expected)
 
     def _end_update(self, optimizer: Optimizer, *_call: object) -> None:
-        """Called after an optimizer's step."""
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not any(id(parameter) in updated for parameter in self.model.parameters()):
             return

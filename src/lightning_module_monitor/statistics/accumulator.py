@@ -1,4 +1,4 @@
-"""All that is observed in one monitored step (or one validation loop), until it is finished into values by key."""
+"""The observations of one monitored step, or one validation loop, until they are finished into values by key."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from lightning_module_monitor.kernels.elements import in_words, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import widest
-from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelSums, in_both, outlier_channels
+from lightning_module_monitor.statistics.channels import ChannelSums, merged_sums
 from lightning_module_monitor.statistics.functions import (
     Aggregate,
     Results,
     aggregated,
-    by_part,
+    as_tensor,
     computed,
+    joined,
     metric_of,
+    parts_of,
     synchronized,
     undisturbed,
 )
 from lightning_module_monitor.statistics.layout import NO_MOMENTS, Numbers, Observed, SeriesState
 from lightning_module_monitor.statistics.precision import Difference
-from lightning_module_monitor.statistics.registry import dead_fraction
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream
 
 OnError = Callable[[Stream, str, str, Exception], None]
@@ -74,8 +75,6 @@ class StepAccumulator:
         """Totals that were not planned, of streams that were observed."""
         self._failed: set[str] = set()
         self._failed_streams: set[Identity] = set()
-        self._uncounted: set[str] = set()
-        """The keys among these of histograms that lack elements."""
         self.num_errors = 0
         self.is_lost = False
         """Whether an error has ended the monitoring of this step, on any rank once :meth:`collect` was called."""
@@ -97,7 +96,7 @@ class StepAccumulator:
             if stream.channel_sums and tensor.numel():
                 for sort in stream.channel_sums:
                     sums = sort.measure(strided(tensor).detach())
-                    self._sums[stream, sort] = in_both(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
+                    self._sums[stream, sort] = merged_sums(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
             if stream.functions:
                 self.call_functions(stream, tensor)
         except MonitorError:
@@ -106,7 +105,7 @@ class StepAccumulator:
             self.fail(stream, tensor, error)
 
     def observe_for(self, terms: Iterable[tuple[Difference, Sequence[tuple[Stream, int]]]]) -> None:
-        """Take tensors, each for several rows, and measure it once where they need no more than another of them does.
+        """Take tensors, each for several rows. Rows that need no more than another row of the tensor share its measurement.
 
         Args:
             terms: Differences of tensors as :meth:`observe` takes them, each with streams, and for each of these the row that it
@@ -137,24 +136,22 @@ class StepAccumulator:
     def measure_pair(self, stream: Stream, current: Tensor, reference: Tensor) -> None:
         """:meth:`observe_pair` without the functions: of tensors that are parts of what a function receives."""
         current, reference = strided(current), strided(reference)
-        difference = Difference(current, reference)
-        if stream.statistics or stream.histograms or stream.shared:
-            row = self._row(stream)
-            if stream.needs:
-                self._table.add((row + OWN,), difference.tensor, stream.needs, difference.other)
-            if stream.base_needs:
-                self._table.add((row + BASE,), reference, stream.base_needs)
-            if "reference" in stream.compared_with:
-                self._table.add_product(row + OTHER, row + PRODUCT, current, reference)
+        difference, row = Difference(current, reference), self._row(stream)
+        if stream.needs:
+            self._table.add((row + OWN,), difference.tensor, stream.needs, difference.other)
+        if stream.base_needs:
+            self._table.add((row + BASE,), reference, stream.base_needs)
+        if "reference" in stream.compared_with:
+            self._table.add_product(row + OTHER, row + PRODUCT, current, reference)
 
     def measure_comparison(self, stream: Stream, name: str, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
-        """Take what statistics need that compare a tensor with another, besides the moments of the tensor itself.
+        """Take another tensor and the product with it, for statistics that compare a tensor with it; not the tensor itself.
 
         Args:
-            stream: What is recorded of it.
-            name: What the other one is: ``gradient`` or ``previous``.
+            stream: What is recorded of the tensor.
+            name: The other tensor's name: ``gradient`` or ``previous``.
             tensor: The tensor, or this rank's part of it.
-            other: Of the same shape, on any device.
+            other: The other tensor, of the same shape, on any device.
             is_opposite: Whether minus the tensor is compared.
 
         Raises:
@@ -162,11 +159,11 @@ class StepAccumulator:
         """
         tensor, other = strided(tensor).detach(), strided(other).detach()
         Difference(tensor, other)  # checks the shapes
-        row, (_tensor, of_other, of_product) = self._row(stream), COMPARED_ROWS[name]
-        self._table.add_product(row + of_other, row + of_product, other.to(tensor.device), tensor, is_opposite=is_opposite)
+        first, (_tensor, other_row, product_row) = self._row(stream), COMPARED_ROWS[name]
+        self._table.add_product(first + other_row, first + product_row, other.to(tensor.device), tensor, is_opposite=is_opposite)
 
     def observe_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
-        """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. What cannot be read fails alone."""
+        """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. A tensor that cannot be read fails alone."""
         pairs = list(pairs)
         self.measure_all(pairs)
         for stream, tensor in pairs:
@@ -204,7 +201,7 @@ class StepAccumulator:
                 self.call_functions(stream, torch.where(is_counted, row, torch.nan))
 
     def observe_base(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
-        """Take what relative statistics are relative to, for streams that have one."""
+        """Take the tensors that relative statistics are relative to; streams without such a statistic are left out."""
         for stream, tensor in pairs:
             if stream.base_needs:
                 try:
@@ -213,7 +210,7 @@ class StepAccumulator:
                     self.fail(stream, tensor, error)
 
     def call_functions(self, stream: Stream, *tensors: Tensor) -> None:
-        """Give a tensor, or both of a pair, to the user's functions, and to nothing else."""
+        """Call the user's functions with a tensor, or with both tensors of a pair."""
         for name, function in stream.functions.items():
             try:
                 with undisturbed(tensors[0].device), self._unobserved():
@@ -223,7 +220,9 @@ class StepAccumulator:
                     if isinstance(function.function, Metric):
                         self._update_metric(stream, function.function, name, copies)
                     else:
-                        self.add_result(stream, name, function.function(*copies), tensors[0].numel())
+                        result = function.function(*copies)
+                        for part, value in parts_of(result).items():
+                            self.add_result(*stream.part(name, part), value, tensors[0].numel())
             except Exception as error:
                 self._fail(stream, name, in_words(tensors[0]), error)
 
@@ -282,27 +281,26 @@ class StepAccumulator:
             return {}
         layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
-            self._failed.update(stream.keys[name] for name in stream.outputs if name not in stream.values)
+            self._failed.update(stream.keys[name] for name in (*stream.statistics, *stream.channels))
         self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
         # Further collectives come before everything that may fail: an error must not keep this rank from a collective.
         results = self._finished_once(observed, numbers, copied, ranks)
-        sums = layout.rows_of_sums(numbers)
-        values = self._state.finisher(numbers.observed).values(numbers.moments, sums[FINE], self._fail)
+        values = self._state.finisher(numbers.observed).values(numbers.moments, layout.rows_of_counts(FINE, numbers), self._fail)
         merged_values = zip(layout.values, numbers.merged([value.aggregate for _stream, _name, value in layout.values]), strict=True)
         observed_values = itertools.compress(merged_values, numbers.called)
         values |= {stream.keys[name]: result for (stream, name, value), result in observed_values if value.is_number} | results
-        for stream, row in sums[UNIT_SUMS].items():
-            num_alive, is_unit = row.reshape(2, -1)
-            alive = num_alive[is_unit > 0] > 0
-            for key in (stream.keys[name] for name in stream.units) if len(alive) else ():
-                self._state.units[key].append(alive)
-                values[key] = dead_fraction(self._state.units[key])
-        channels = [(stream, row) for stream, row in sums[CHANNEL_SUMS].items() if row.any()]
-        values |= {stream.keys[name]: outlier_channels(row) for stream, row in channels for name in stream.channels}
-        counted = [stream for stream in sums[HISTOGRAM] if numbers.observed[layout.positions[stream.identity]]]
-        by_key = {key: Histogram(sums[HISTOGRAM][stream].astype(np.int64)) for stream in counted for key in stream.histogram_keys}
-        self.histograms = {key: histogram for key, histogram in by_key.items() if key not in self._failed}
-        return values | dict.fromkeys(self._failed - self._uncounted, math.nan)
+        for stream, name, statistic in layout.channels:
+            row = numbers.counts[layout.slices[stream.identity, statistic.sums]]
+            if row.any():
+                key = stream.keys[name]
+                values[key] = statistic.finish(row, self._state.units[key])
+        self.histograms = {
+            key: Histogram(row.astype(np.int64))
+            for stream, row in layout.rows_of_counts(HISTOGRAM, numbers).items()
+            for key in stream.histogram_keys
+            if numbers.observed[position := layout.positions[stream.identity]] and not numbers.failed[position]
+        }
+        return values | dict.fromkeys(self._failed, math.nan)
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
@@ -332,8 +330,7 @@ class StepAccumulator:
         counts: dict[tuple[Identity, Bins | ChannelSums], Array] = {}
         for bins, streams, _share in counted_shares:
             for stream, row in zip(streams, next(arrived), strict=True):
-                counted_as = stream.identity, bins
-                counts[counted_as] = counts[counted_as] + row if counted_as in counts else row
+                counts[stream.identity, bins] = counts.get((stream.identity, bins), 0.0) + row
         counts |= {(stream.identity, sort): sort.row(next(arrived)) for stream, sort in self._sums}
         return Observed(
             streams=[
@@ -410,16 +407,15 @@ class StepAccumulator:
     def _parts(self, stream: Stream, name: str, compute: Callable[[], object]) -> dict[str, Tensor]:
         """A final result by key; each part of a dict has a key of its own."""
         try:
-            parts = by_part(compute())
+            parts = [(*stream.part(name, part), joined(as_tensor(value), "mean")) for part, value in parts_of(compute()).items()]
         except Exception as error:
             self._fail(stream, name, "its results", error)
             return {}
-        return {stream.part_key(name, part) if part else stream.keys[name]: value for part, value in parts.items()}
+        return {stream_of_part.keys[part]: value for stream_of_part, part, value in parts}
 
     def _give_up(self, stream: Stream) -> None:
         self._failed_streams.add(stream.identity)
-        self._failed.update(stream.keys.values())
-        self._uncounted.update(stream.histogram_keys)
+        self._failed.update(stream.number_keys)
 
     def _cannot_send(self, stream: Stream, error: Exception) -> None:
         self._give_up(stream)

@@ -1,31 +1,34 @@
-"""The channels of a layer's output: their root mean squares, and which of them stand out."""
+"""The channels (units) of a layer's output: the number of outliers, by root mean square, and the fraction of dead ones."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_module_monitor.kernels.moments import Array
 from lightning_module_monitor.kernels.torch_kernel import CPU_PORTION, PORTION, widest
 
 MAX_CHANNELS = 4096
-"""Limit of observed channels. In larger layers evenly spaced channels are observed."""
+"""Limit of channels whose sums of squares are taken. In larger layers evenly spaced channels are observed."""
 
 MAX_UNITS = 1024
-"""The same, where only whether they are alive is observed."""
+"""Limit of units for which it is observed whether they are alive, likewise."""
 
 OUTLYING = 6.0
 """A channel whose rms is more than so many times the median of all is an outlier."""
 
 
 def _with_channels(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """A tensor with at least two dimensions, and those besides the one of channels: the second one of four or five, else the last."""
+    """The tensor with at least two dimensions, and all dimensions but that of channels: the second of four or five, else the last."""
     tensor = tensor if tensor.dim() > 1 else tensor.reshape(1, -1)
     dimension = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
     return tensor, [axis for axis in range(tensor.dim()) if axis != dimension]
@@ -50,14 +53,14 @@ def channel_sums(tensor: Tensor) -> Tensor:
     return torch.stack([squares, torch.full_like(squares, num_elements)])
 
 
-def in_both(sums: Tensor, other: Tensor) -> Tensor:
+def merged_sums(sums: Tensor, other: Tensor) -> Tensor:
     """The sums of two tensors together, whose numbers of channels may differ; shape ``(2, most channels)``."""
     longer, shorter = (sums, other) if sums.shape[1] >= other.shape[1] else (other, sums)
     return longer + nn.functional.pad(shorter, (0, longer.shape[1] - shorter.shape[1]))
 
 
 def unit_sums(tensor: Tensor) -> Tensor:
-    """For each unit, 1 if it is alive: if it has an element that is not zero, or is NaN. And for each unit 1.
+    """For each unit, whether it is alive, 0 or 1: whether it has an element that is not zero, or is NaN; then for each unit 1.
 
     Args:
         tensor: Any shape, with at least one element. A unit is a channel (dimension 1) of four or five dimensions, else an index along
@@ -77,10 +80,10 @@ def unit_sums(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ChannelSums:
-    """The sums of a stream's channels, which are merged as counts are: first the sums, then the numbers of what was added."""
+    """Sums over each channel of a stream, and the number of addends of each sum. They are added up as counts are."""
 
     measure: Callable[[Tensor], Tensor]
-    """Returns both, of a tensor, for each channel: shape ``(2, channels)``."""
+    """Returns sums and numbers of a tensor, shape ``(2, channels)``."""
     max_channels: int
 
     @functools.cached_property
@@ -96,8 +99,47 @@ class ChannelSums:
 CHANNEL_SUMS, UNIT_SUMS = ChannelSums(channel_sums, MAX_CHANNELS), ChannelSums(unit_sums, MAX_UNITS)
 
 
-def outlier_channels(row: Array) -> float:
-    """The number of channels that stand out, from a row of sums; NaN without channels, or if an element is not finite."""
+Recent: TypeAlias = deque[NDArray[np.bool_]]
+"""For each of the last steps, whether each unit was alive: had an element that was not zero, or NaN."""
+
+NUM_STEPS = 10
+"""Number of monitored steps throughout which a dead unit was zero."""
+
+
+def recent_units() -> Recent:
+    """A memory for the last steps."""
+    return deque(maxlen=NUM_STEPS)
+
+
+@dataclass(frozen=True)
+class ChannelStatistic:
+    """A statistic that is computed from sums over each channel of a layer.
+
+    Attributes:
+        sums: The sums.
+        finish: Takes a row of the sums of at least one channel, and the memory of the last steps, and returns the statistic.
+    """
+
+    sums: ChannelSums
+    finish: Callable[[Array, Recent], float]
+
+
+def outlier_channels(row: Array, _recent: Recent) -> float:
+    """The number of channels (units, as above) whose root mean square is more than six times the median of all.
+
+    Of up to 4096 evenly spaced channels. Six times is the limit of LLM.int8() (arXiv 2208.07339), relative to the median channel. NaN if an
+    element is not finite.
+    """
     squares, elements = row.reshape(2, -1)
     rms = np.sqrt(squares[elements > 0] / elements[elements > 0])
-    return float(np.count_nonzero(rms > OUTLYING * np.median(rms))) if len(rms) and np.isfinite(rms).all() else math.nan
+    return float(np.count_nonzero(rms > OUTLYING * np.median(rms))) if np.isfinite(rms).all() else math.nan
+
+
+def dead_fraction(row: Array, recent: Recent) -> float:
+    """The fraction of units (channels, features) that were zero throughout the last monitored steps, up to ten, from 0 to 1."""
+    num_alive, is_unit = row.reshape(2, -1)
+    recent.append(num_alive[is_unit > 0] > 0)
+    alive = np.zeros(max(map(len, recent)), bool)
+    for alive_in_step in recent:
+        alive[: len(alive_in_step)] |= alive_in_step
+    return np.count_nonzero(~alive) / len(alive)

@@ -104,7 +104,7 @@ def as_tensor(result: object) -> Tensor:
     result = plain(result) if isinstance(result, Tensor) else result
     if not isinstance(result, Tensor) or result.is_complex() or result.is_meta:
         what = f"a tensor of dtype {result.dtype} on {result.device}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-        raise TypeError(f"returned {what}; expected a real tensor or a number")
+        raise TypeError(f"returned {what}; expected a real tensor, a number, or a dict of these")
     return own_elements(result if result.layout is torch.strided else result.to_dense())
 
 
@@ -114,10 +114,9 @@ def joined(tensor: Tensor, aggregate: str) -> Tensor:
     return wide if wide.dim() == 0 else AGGREGATES[aggregate](wide)
 
 
-def by_part(result: object) -> dict[str, Tensor]:
-    """A final result as one number, by ``""``, or for a dict several, by the names of its parts; each of shape ``()``, on its device."""
-    parts = result if isinstance(result, Mapping) else {"": result}
-    return {str(part): joined(as_tensor(value), "mean") for part, value in parts.items()}
+def parts_of(result: object) -> Mapping[Any, object]:
+    """The parts of a result that is a dict; any other result by ``""``."""
+    return result if isinstance(result, Mapping) else {"": result}
 
 
 def metric_of(value: Value) -> Metric | None:

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, Bins
+from lightning_module_monitor.kernels.bins_of_floats import Bins
 from lightning_module_monitor.kernels.moments import Array, Moments, Need, merged_groups
-from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelSums
+from lightning_module_monitor.statistics.channels import ChannelStatistic, ChannelSums, Recent, recent_units
 from lightning_module_monitor.statistics.fine_counts import FineCounts
 from lightning_module_monitor.statistics.functions import Aggregate, Value
-from lightning_module_monitor.statistics.registry import Recent, memory
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OWN, Identity, Stream
 
 Flags: TypeAlias = NDArray[np.float64]
@@ -46,6 +45,7 @@ class Layout:
         slices: Where these rows are in ``Numbers.counts``, which has ``num_counts`` elements.
         replicated: Streams whose tensors are expected to be equal on every rank.
         values: Functions and values, each with its stream and name.
+        channels: Statistics of channels, likewise.
         totals: Streams with members; they are merged after the reduction over ranks.
     """
 
@@ -59,6 +59,7 @@ class Layout:
         self.num_counts = 0
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
+        self.channels: list[tuple[Stream, str, ChannelStatistic]] = []
         self.totals: list[Stream] = []
         self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] = {}, np.zeros(0), np.full(0, -1)
         self.add(streams)
@@ -80,13 +81,11 @@ class Layout:
             self.__dict__.pop("_merged", None)  # computed again
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
+            self.channels += [(stream, name, statistic) for name, statistic in stream.channels.items()]
 
-    def rows_of_sums(self, numbers: Numbers) -> dict[Bins | ChannelSums, dict[Stream, Array]]:
-        """The rows of each stream, by their sort."""
-        rows: dict[Bins | ChannelSums, dict[Stream, Array]] = {sort: {} for sort in (*ALL_BINS, CHANNEL_SUMS, UNIT_SUMS)}
-        for stream, sort in self.summed:
-            rows[sort][stream] = numbers.counts[self.slices[stream.identity, sort]]
-        return rows
+    def rows_of_counts(self, bins: Bins, numbers: Numbers) -> dict[Stream, Array]:
+        """The rows of counts in a set of bins, by stream."""
+        return {stream: numbers.counts[self.slices[stream.identity, bins]] for stream, sort in self.summed if sort == bins}
 
     def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
         """Which streams were observed, and for each row of the layout its row in the table; -1 where there is none.
@@ -354,7 +353,7 @@ class SeriesState:
         self.layout = Layout(streams)
         self.metrics: dict[str, Metric] = {}
         """The copy of the user's torchmetrics object by key."""
-        self.units: defaultdict[str, Recent] = defaultdict(memory) if units is None else units
+        self.units: defaultdict[str, Recent] = defaultdict(recent_units) if units is None else units
         self._finisher = Finisher(())
 
     def finisher(self, is_observed: Flags) -> Finisher:

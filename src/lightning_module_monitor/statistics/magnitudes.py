@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.kernels.elements import in_memory, is_on_host, plain, transfer
+from lightning_module_monitor.kernels.elements import in_memory, is_on_host, plain, to_host
 
 UNKNOWN = -1
 """The index of a number that does not exist."""
@@ -45,16 +44,8 @@ class Magnitudes:
 
     def read(self) -> list[float]:
         """The largest magnitudes, NaN and infinity included, by one transfer from each device."""
-        values = [math.nan if isinstance(number, tuple) else number for number in self._numbers]
-        by_device: defaultdict[torch.device, list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
-        for index, number in enumerate(self._numbers):
-            if isinstance(number, tuple):
-                by_device[number[0].device].append((index, *number))
-        for extremes in by_device.values():
-            both = torch.stack([torch.stack([-least.double(), largest.double()]) for _index, least, largest in extremes])
-            for (index, *_tensors), value in zip(extremes, transfer(both.amax(1)).tolist(), strict=True):
-                values[index] = value
-        return values
+        extremes = iter(to_host([extreme for number in self._numbers if isinstance(number, tuple) for extreme in number]))
+        return [max(-float(next(extremes)), float(next(extremes))) if isinstance(number, tuple) else number for number in self._numbers]
 
     def nonfinite(self) -> Tensor:
         """Whether any element is not finite, without a host read: shape ``()``, bool, on the first of the devices."""

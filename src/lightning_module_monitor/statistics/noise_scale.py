@@ -1,11 +1,10 @@
-"""The simple noise scale: how much gradients of small batches differ, relative to their mean. Plain numbers, no model.
+"""The simple noise scale: how much gradients of small batches differ, relative to their mean.
 
 S. McCandlish and others, "An Empirical Model of Large-Batch Training", 2018, arXiv 1812.06162, appendix A.1.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -25,24 +24,23 @@ class NoiseAndSignal(NamedTuple):
     signal: float
     """Squared norm of the true gradient. An estimate may be negative."""
 
-    def is_finite(self) -> bool:
-        """Whether both are finite."""
-        return math.isfinite(self.noise) and math.isfinite(self.signal)
-
-    def scale(self) -> float:
-        """The noise scale ``noise / signal``, in samples; undefined while the signal is not above 0."""
+    def noise_scale(self) -> float:
+        """``noise / signal``, in samples; undefined while the signal is not above 0."""
         return self.noise / self.signal if self.signal > 0 else UNDEFINED
 
-    def averaged(self, before: NoiseAndSignal | None) -> NoiseAndSignal:
-        """The exponential averages, from those before; ``None`` before the first record.
+    def moving_average(self, previous: NoiseAndSignal | None) -> NoiseAndSignal:
+        """The exponential moving averages after these estimates.
 
-        They lack the correction for the bias to 0, a factor that both have in common: :meth:`scale` is the same with it.
+        They are not corrected for their bias to 0. The bias is the same factor for both, so it cancels in :meth:`noise_scale`.
+
+        Args:
+            previous: The averages before; ``None`` at the first record.
         """
-        before = before or NoiseAndSignal(0.0, 0.0)
-        return NoiseAndSignal(*(DECAY * old + (1 - DECAY) * new for old, new in zip(before, self, strict=True)))
+        previous = previous or NoiseAndSignal(0.0, 0.0)
+        return NoiseAndSignal(*(DECAY * average + (1 - DECAY) * new for average, new in zip(previous, self, strict=True)))
 
 
-def noise_and_signal(squares: Array, sizes: Array, mean_square: float) -> NoiseAndSignal:
+def noise_and_signal(squares: Array, sizes: Array, square_of_mean: float) -> NoiseAndSignal:
     """Unbiased estimates from the gradients ``g_i`` of ``n`` batches with ``b_i`` samples each, and their mean ``g``.
 
     With ``h = mean(1 / b_i)``: ``noise = (mean(|g_i|**2) - |g|**2) / (h - h / n)`` and ``signal = |g|**2 - noise * h / n``.
@@ -50,27 +48,27 @@ def noise_and_signal(squares: Array, sizes: Array, mean_square: float) -> NoiseA
     Args:
         squares: ``|g_i|**2``, shape ``(n,)``.
         sizes: ``b_i``, of the same shape.
-        mean_square: ``|g|**2``.
+        square_of_mean: ``|g|**2``.
 
     Returns:
-        Noise and signal, in squared units of the gradient. Both are undefined for one gradient, and where a size is.
+        Noise and signal, in squared units of the gradient. Both are undefined for fewer than two gradients, or if a size is undefined.
     """
     num = len(squares)
     if num < 2 or is_undefined(sizes).any():
         return NoiseAndSignal(UNDEFINED, UNDEFINED)
     with np.errstate(all="ignore"):  # gradients that are not finite give NaN
         h = np.mean(1 / sizes)
-        noise = (np.mean(squares) - mean_square) / (h - h / num)
-        return NoiseAndSignal(float(noise), float(mean_square - noise * h / num))
+        noise = (np.mean(squares) - square_of_mean) / (h - h / num)
+        return NoiseAndSignal(float(noise), float(square_of_mean - noise * h / num))
 
 
-def largest(squares: Array) -> tuple[int, float]:
-    """Index of the gradient with the largest norm, and that norm over the median of all.
+def largest_over_median(squares: Array) -> tuple[int, float]:
+    """Index of the gradient with the largest norm, and that norm over the median norm.
 
     A norm that is not finite counts as the largest. ``squares`` as in :func:`noise_and_signal`.
     """
     norms = np.sqrt(squares)
     index = int(np.argmax(np.where(np.isnan(norms), np.inf, norms)))
-    middle = float(np.median(norms))
+    median = float(np.median(norms))
     with np.errstate(all="ignore"):
-        return index, UNDEFINED if norms[index] == middle == 0 else float(np.divide(norms[index], middle))
+        return index, UNDEFINED if norms[index] == median == 0 else float(np.divide(norms[index], median))

@@ -1,4 +1,4 @@
-"""Differences, and gradients without the scale of their loss, in at least float32."""
+"""Differences of tensors, and gradients divided by the scale of their loss, in float32 or float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_module_monitor.kernels.elements import in_memory, widened
 
 
-def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
+def divided_by_scale(gradient: Tensor, scale: Tensor | None) -> Tensor:
     """A gradient divided by the scale of its loss, without a host read.
 
     Args:

@@ -8,20 +8,17 @@ statistic that a finite tensor does not have (the variance of one element, zero 
 from __future__ import annotations
 
 import functools
-import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.kernels.number_formats import NUMBER_FORMATS
 from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.statistics import casts
+from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelStatistic, dead_fraction, outlier_channels
 from lightning_module_monitor.statistics.fine_counts import FineCounts
 
 
@@ -45,29 +42,10 @@ class Statistic:
     relative: bool = False
     compared_with: str = ""
 
-    @property
-    def formula(self) -> str:
-        """The docstring of ``finish``."""
-        function = self.finish.func if isinstance(self.finish, functools.partial) else self.finish
-        return " ".join((function.__doc__ or "").split())
-
 
 @dataclass(frozen=True)
 class HistogramStatistic:
     """The number of elements in each of the fixed bins."""
-
-
-@dataclass(frozen=True)
-class UnitStatistic:
-    """A number computed from the activity of every unit of a layer in this monitored step and earlier ones."""
-
-
-@dataclass(frozen=True)
-class ChannelStatistic:
-    """The number of channels (units, as above) whose root mean square is more than six times the median of all.
-
-    Of up to 4096 evenly spaced channels. Six times is the limit of LLM.int8() (arXiv 2208.07339), relative to the median channel.
-    """
 
 
 TensorFunction = Callable[[Tensor], Tensor]
@@ -211,7 +189,7 @@ def _over(numerator: Array, denominator: Array) -> Array:
 QUANTILES = {"p01": 1, "p05": 5, "p25": 25, "median": 50, "p75": 75, "p95": 95, "p99": 99}
 """Percent by name."""
 
-STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | ChannelStatistic | TensorFunction] = {
+STATISTICS: dict[str, Statistic | HistogramStatistic | ChannelStatistic | TensorFunction] = {
     "mean": Statistic(Need.MEAN, _mean),
     "std": Statistic(Need.DEVIATIONS, _std),
     "var": Statistic(Need.DEVIATIONS, _var),
@@ -246,34 +224,13 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | UnitStatistic | ChannelSt
     "cosine_to_gradient": Statistic(Need.SQUARES, _cosine_to_gradient, compared_with="gradient"),
     "cosine_to_previous": Statistic(Need.SQUARES, _cosine_to_previous, compared_with="previous"),
     "hist": HistogramStatistic(),
-    "dead_fraction": UnitStatistic(),
-    "outlier_channels": ChannelStatistic(),
+    "dead_fraction": ChannelStatistic(UNIT_SUMS, dead_fraction),
+    "outlier_channels": ChannelStatistic(CHANNEL_SUMS, outlier_channels),
 }
-"""Statistic by name; the formulas are in the functions above. ``hist`` is a histogram over the bins of ``Histogram``; ``dead_fraction`` is
-the fraction of units (channels, features) that were zero throughout the last monitored steps, up to ten. To name a statistic of your own in
-rules, add an entry: a function ``Tensor -> Tensor``, or a :class:`Statistic`."""
+"""Statistic by name; their functions have the formulas. ``hist`` is a histogram over the bins of ``Histogram``. To name a statistic of your
+own in rules, add an entry: a function ``Tensor -> Tensor``, or a :class:`Statistic`."""
 
-# Dead units, and saturated outputs of squashing functions
-
-Recent: TypeAlias = deque[NDArray[np.bool_]]
-"""For each of the last steps, whether each unit was alive: had an element that was not zero, or NaN."""
-
-NUM_STEPS = 10
-"""Number of monitored steps throughout which a dead unit was zero."""
-
-
-def dead_fraction(recent: Recent) -> float:
-    """The fraction of units, 0 to 1, that were dead in every step; NaN without units."""
-    alive = np.zeros(max(map(len, recent)), bool)
-    for alive_in_step in recent:
-        alive[: len(alive_in_step)] |= alive_in_step
-    return np.count_nonzero(~alive) / len(alive) if len(alive) else math.nan
-
-
-def memory() -> Recent:
-    """A memory for the last steps."""
-    return deque(maxlen=NUM_STEPS)
-
+# Saturated outputs of squashing functions
 
 FLAT = 0.04
 """A slope below this fraction of the largest slope is flat."""

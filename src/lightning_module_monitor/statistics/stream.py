@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins, needed_bins
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
-from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelSums
+from lightning_module_monitor.statistics.channels import ChannelStatistic, ChannelSums
 from lightning_module_monitor.statistics.functions import Function, Value
-from lightning_module_monitor.statistics.registry import ChannelStatistic, HistogramStatistic, Statistic, UnitStatistic
+from lightning_module_monitor.statistics.registry import HistogramStatistic, Statistic
 
 OWN, BASE, OTHER, PRODUCT, PREVIOUS, PREVIOUS_PRODUCT = range(6)
-"""Row offsets of a stream in the table: the tensor, what it is relative to (the reference, of a difference), the gradient (of a difference
-the model's tensor), the product with it; the tensor of the monitored step before, and the product with that."""
+"""Row offsets of a stream in the table: the tensor; the tensor that it is relative to (of a difference the reference); the tensor that it
+is compared with (the gradient; of a difference the model's tensor), and the product of both; the tensor of the previous monitored step, and
+the product with that."""
 
 COMPARED_ROWS = {"reference": (OTHER, BASE, PRODUCT), "gradient": (OWN, OTHER, PRODUCT), "previous": (OWN, PREVIOUS, PREVIOUS_PRODUCT)}
 """The rows of two tensors and of their product, by what a statistic compares with."""
 
-Output: TypeAlias = Statistic | HistogramStatistic | UnitStatistic | ChannelStatistic | Value
-"""What a stream records: a number made of moments, counts of bins, of units or of channels; the result of a function, or a value."""
+Output: TypeAlias = Statistic | HistogramStatistic | ChannelStatistic | Value
+"""What a stream records: a number made of moments, counts of bins; sums of channels; the result of a function, or a value."""
 
 Identity: TypeAlias = tuple[str, ...]
 
@@ -40,7 +41,7 @@ class Stream:
         prefix: Put before every key.
         is_compared: Whether ranks that share their input compare their tensors; equal ones count once.
         is_replicated: Whether the tensor is expected to be equal on every rank; it then counts once.
-        origin: The stream of the module, if this one is for a further site of it.
+        origin: The stream of the module, if this one is for a further site of it; that of the output, if this one is of a part of it.
         members: For a total, the streams whose moments are merged into its own; no probe observes a total.
         shared: The outputs of totals that this stream is a member of. They need its moments, and have no keys here.
     """
@@ -68,19 +69,9 @@ class Stream:
         return {name: output for name, output in self.outputs.items() if isinstance(output, Statistic)}
 
     @functools.cached_property
-    def histograms(self) -> tuple[str, ...]:
-        """Names of the histograms: none, or the one that ``STATISTICS`` has."""
-        return tuple(name for name, output in self.outputs.items() if isinstance(output, HistogramStatistic))
-
-    @functools.cached_property
-    def units(self) -> tuple[str, ...]:
-        """Names of the statistics of units."""
-        return tuple(name for name, output in self.outputs.items() if isinstance(output, UnitStatistic))
-
-    @functools.cached_property
-    def channels(self) -> tuple[str, ...]:
-        """Names of the statistics of channels."""
-        return tuple(name for name, output in self.outputs.items() if isinstance(output, ChannelStatistic))
+    def channels(self) -> dict[str, ChannelStatistic]:
+        """The outputs that are made of sums over channels."""
+        return {name: output for name, output in self.outputs.items() if isinstance(output, ChannelStatistic)}
 
     @functools.cached_property
     def values(self) -> dict[str, Value]:
@@ -108,8 +99,8 @@ class Stream:
 
     @functools.cached_property
     def channel_sums(self) -> tuple[ChannelSums, ...]:
-        """What the statistics of units and of channels are computed from."""
-        return (*([UNIT_SUMS] if self.units else []), *([CHANNEL_SUMS] if self.channels else []))
+        """What the statistics of channels are computed from."""
+        return tuple(dict.fromkeys(statistic.sums for statistic in self.channels.values()))
 
     @functools.cached_property
     def rows_of_sums(self) -> tuple[Bins | ChannelSums, ...]:
@@ -144,19 +135,19 @@ class Stream:
 
     @functools.cached_property
     def keys(self) -> dict[str, str]:
-        """The key of every output, by its name; a function that returns a dict has others instead."""
+        """The key of every output, by its name; a function that returns a dict has a key for each part instead."""
         fit = {name: fit_for_loggers(name, MAX_STATISTIC_LENGTH) for name in self.outputs}
         return {name: Key(self.kind, self.site, short, self.stage, self.prefix).format() for name, short in fit.items()}
 
     @functools.cached_property
     def histogram_keys(self) -> list[str]:
         """Keys of the histograms."""
-        return [self.keys[name] for name in self.histograms]
+        return [self.keys[name] for name, output in self.outputs.items() if isinstance(output, HistogramStatistic)]
 
     @functools.cached_property
     def number_keys(self) -> list[str]:
-        """Keys of the numbers: of statistics, functions, values, units and channels, in this order."""
-        return [self.keys[name] for name in (*self.statistics, *self.values, *self.units, *self.channels)]
+        """Keys of the numbers: of statistics, functions, values and channels, in this order."""
+        return [self.keys[name] for name in (*self.statistics, *self.values, *self.channels)]
 
     @functools.cached_property
     def planned_keys(self) -> list[str]:
@@ -164,9 +155,21 @@ class Stream:
         unknown = {self.keys[name] for name, output in self.values.items() if not output.is_number}
         return [key for key in self.number_keys if key not in unknown]
 
-    def part_key(self, name: str, part: str) -> str:
-        """The key of one part of an output that is a dict."""
-        return Key(self.kind, self.site, fit_for_loggers(f"{name}.{part}", MAX_STATISTIC_LENGTH), self.stage, self.prefix).format()
+    def part(self, name: str, part: object) -> tuple[Stream, str]:
+        """The stream of one part of an output that is a dict, and the part's name there; ``""`` is the output itself."""
+        if part == "":
+            return self, name
+        part_name, value = f"{name}.{part}", Value(self.values[name].aggregate)
+        # The functions of a parameter are called on one rank alone: no other rank has to have the value.
+        return self.derive(("part", part_name), outputs={part_name: value}, shared={}, origin=self, is_replicated=False), part_name
+
+    def known_as(self, site: str, names: Sequence[str]) -> Stream:
+        """The stream of this site and these outputs that another rank has derived: for a further site, or of a part of an output."""
+        if site != self.site:
+            return self.at(site, names)
+        [part_name] = names
+        name = max((name for name in self.values if part_name.startswith(f"{name}.")), key=len)
+        return self.part(name, part_name.removeprefix(f"{name}."))[0]
 
     def at(self, site: str, names: Iterable[str] | None = None) -> Stream:
         """The same for a further site, as a further output of the module; with ``names`` only these of its outputs.

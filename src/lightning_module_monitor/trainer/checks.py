@@ -157,7 +157,7 @@ def check_awaited(awaited: AwaitedKeys, record: Record) -> None:
 
 
 def _may_come(planner: Planner, pattern: str) -> bool:
-    """Whether a pattern without a planned key may match a later key: that of a further output, of a head, or of a logged value."""
+    """Whether a pattern without a planned key may match a later key: of a further output, a head, a part of a dict, or a logged value."""
     start = f"{planner.recipe.prefix}/" if planner.recipe.prefix else ""
     stage, *rest = pattern.removeprefix(start).split("/", 1)
     kind, *_more = rest[0].split("/") if stage in STAGES and rest else [stage]
@@ -165,9 +165,11 @@ def _may_come(planner: Planner, pattern: str) -> bool:
     known_kinds = (*KINDS, OWN_KIND, *STAGES)
     if is_plain and kind not in known_kinds:
         return not difflib.get_close_matches(kind, known_kinds, n=1, cutoff=0.75)
-    without_output = re.sub(r"\\?\.output_[\w.-]+", "", pattern)
-    if without_output != pattern and any(re.fullmatch(without_output, key) for key in planner.planned_keys((TRAIN, *STAGES))):
-        return True
+    planned = planner.planned_keys((TRAIN, *STAGES))
+    for addition in (r"\\?\.output_[\w.-]+", r"\\?\.[\w-]+$"):  # to a site, or to the name of a statistic
+        shorter = re.sub(addition, "", pattern)
+        if shorter != pattern and any(re.fullmatch(shorter, key) for key in planned):
+            return True
     return not planner.plan().knows_all_keys(kind if is_plain else "")
 
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.lightning_packages import LightningModule
-from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, expected_exponents, own_exponents
+from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, expected_exponents, exponents_by_pattern
 from lightning_module_monitor.width_check.layers import over_widths
 from lightning_module_monitor.width_check.power_law import Row, judge
 from lightning_module_monitor.width_check.report import WidthCheck
@@ -108,7 +108,7 @@ def coordinate_check(
                 trainings[width, seed] = train(make_module, data, width, seed, settings)
                 _check_comparable(trainings, (width, seed))
                 if isinstance(settings.parametrization, Mapping):
-                    own_exponents(settings.parametrization, trainings[width, seed].layers)  # reports a wrong name after one training
+                    exponents_by_pattern(settings.parametrization, trainings[width, seed].layers)  # reports a wrong name after one training
                 bar.update()
     return WidthCheck(_rows(trainings, settings), settings)
 
@@ -140,13 +140,13 @@ def _check_comparable(trainings: Trainings, latest: tuple[int, int]) -> None:
         ConfigError: If not; names the first layer that exists at one width only.
     """
     first = next(iter(trainings))
-    for here, there in ((first, latest), (latest, first)):
-        for noun, names_of in (("layer", lambda training: training.layers), ("value", _update_keys)):
-            names_there = names_of(trainings[there])
-            only_here = next((name for name in names_of(trainings[here]) if name not in names_there), None)
-            if only_here is not None:
-                where = f"exists at width {here[0]} and not at width {there[0]}"
-                raise ConfigError(f"The {noun} {only_here!r} {where}; expected networks of the same layers.")
+    for (width, seed), (other_width, other_seed) in ((first, latest), (latest, first)):
+        training, other = trainings[width, seed], trainings[other_width, other_seed]
+        for noun, names, other_names in (("layer", training.layers, other.layers), ("value", _update_keys(training), _update_keys(other))):
+            for name in names:
+                if name not in other_names:
+                    where = f"exists at width {width} and not at width {other_width}"
+                    raise ConfigError(f"The {noun} {name!r} {where}; expected networks of the same layers.")
 
 
 def _update_keys(training: Training) -> list[str]:

@@ -2,7 +2,7 @@ r"""The expected exponents: how the terms of the refined coordinate check should
 
 A term's root mean square is :math:`\Theta(n^e)`. Under **mup**, the maximal update parametrization, every e is 0: the effects of a
 layer's change of weights, and of the change of its input, depend neither on the width nor on the optimizer. This is the criterion of a
-sound parametrization. Other exponents are the user's own, by name of the layer.
+sound parametrization. Users may give other exponents, by name of the layer.
 
 References:
     Yang and others, "Tensor Programs V", 2022, arXiv 2203.03466, tables 3 and 8 (mup by role and optimizer).
@@ -32,7 +32,7 @@ NOTHING = -math.inf
 """The exponent of a term that is exactly zero."""
 
 Exponents = Mapping[str, float | Mapping[str, float | None] | None]
-"""The user's own: by pattern (``re.fullmatch``) of module names a number for all terms, or numbers by term. ``None`` leaves open."""
+"""The user's exponents: by pattern (``re.fullmatch``) of module names a number for all terms, or numbers by term. ``None`` leaves open."""
 
 Parametrization = Literal["mup"] | Exponents
 Expected = dict[tuple[str, str], float | None]
@@ -65,10 +65,10 @@ def expected_exponents(parametrization: Parametrization, layers: Mapping[str, La
     """The expected exponents of every layer's terms.
 
     Raises:
-        ConfigError: As :func:`own_exponents`.
+        ConfigError: As :func:`exponents_by_pattern`.
     """
     if isinstance(parametrization, Mapping):
-        return own_exponents(parametrization, layers)
+        return exponents_by_pattern(parametrization, layers)
     expected: Expected = {(name, term): 0.0 for name in layers for term in TERMS}
     has_fixed = any(layer.role == "fixed" and layer.is_trained for layer in layers.values())
     for name, layer in layers.items():
@@ -81,8 +81,8 @@ def expected_exponents(parametrization: Parametrization, layers: Mapping[str, La
     return expected
 
 
-def own_exponents(parametrization: Exponents, layers: Iterable[str]) -> Expected:
-    """The user's own exponents for the layers of these names.
+def exponents_by_pattern(parametrization: Exponents, layers: Iterable[str]) -> Expected:
+    """The user's exponents for the layers of these names.
 
     Raises:
         ConfigError: If a pattern matches no layer.

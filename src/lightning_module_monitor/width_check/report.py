@@ -94,11 +94,8 @@ class WidthCheck(Described):
         Raises:
             ImportError: If pandas is not installed.
         """
-        names = ("module", "role", "term", "exponent", "lower", "upper", "expected", "verdict", "note")
-        frame: pd.DataFrame = require("pandas", "pandas").DataFrame(
-            [[getattr(row, name) for name in names] for row in self.rows], columns=names
-        )
-        return frame.astype({"expected": float})
+        frame: pd.DataFrame = require("pandas", "pandas").DataFrame([vars(row) for row in self.rows])
+        return frame.drop(columns="values").astype({"expected": float})
 
     def figure(self) -> Figure:
         """The curves: a panel for every term, a line for every module.

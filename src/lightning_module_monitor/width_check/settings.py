@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, TypeGuard
 
 from lightning_module_monitor.config.plain import plain
@@ -69,7 +68,7 @@ class Settings:
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _parse_widths(widths: object) -> tuple[int, ...]:
@@ -114,6 +113,6 @@ def _parse_trainer(trainer: object) -> dict[str, Any]:
 
 
 def _whole_numbers(value: object) -> tuple[int, ...] | None:
-    """A number or several, also of NumPy, as a tuple; ``None`` for anything else."""
-    numbers = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    return tuple(map(int, numbers)) if all(map(_is_whole, numbers)) else None
+    """A number or several as a tuple; ``None`` for anything else."""
+    numbers: list[Any] = value if isinstance(value, list) else [value]
+    return tuple(numbers) if all(map(_is_whole, numbers)) else None
