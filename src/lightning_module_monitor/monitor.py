@@ -30,7 +30,7 @@ from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.engine.step_context import as_scale
 from lightning_module_monitor.errors import ConfigError, Log
-from lightning_module_monitor.model.compiled import COMPILED, KEEP
+from lightning_module_monitor.model.compiled import COMPILED_CHOICES, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
 from lightning_module_monitor.plan.blocks import OF_BLOCKS
 from lightning_module_monitor.plan.matching import OF_WATCHES
@@ -124,7 +124,7 @@ class ModuleMonitor(Described, MetricMethods):
             raise ConfigError(f"on_error is {on_error!r}; expected 'warn' or 'raise'.")
         if module is not None and not isinstance(module, str):
             raise ConfigError(f"module is {module!r:.60}; expected the name of a submodule, e.g. 'encoder'.")
-        check_choice(compiled, COMPILED, f"compiled is {compiled!r}")
+        check_choice(compiled, COMPILED_CHOICES, f"compiled is {compiled!r}")
         excluded = parse_patterns(as_tuple(exclude), "exclude")
         if excluded_modules_regex is not None:
             excluded += parse_patterns(beginning_with(excluded_modules_regex), "excluded_modules_regex")

@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, Rule
-from lightning_module_monitor.model.compiled import Uncompiled
+from lightning_module_monitor.model.compiled import OriginalCode
 
 RULES = [
     Rule(
@@ -146,7 +146,7 @@ def is_compiling() -> Callable[[], bool]:
 def test_overlapping_monitors_leave_the_compiler_as_it_was() -> None:
     """Two monitors begin one after the other and end in the same order: compiled code runs again when the last has ended."""
     is_compiled = is_compiling()
-    first, second = Uncompiled(), Uncompiled()
+    first, second = OriginalCode(), OriginalCode()
     states = [is_compiled()]
     for call in (first.begin, first.begin, second.begin, first.end, first.end, second.end):
         call()

@@ -1,4 +1,4 @@
-"""Networks of the package mup in a Trainer: their parameters need attributes, also in a copy."""
+"""Networks of the package mup in a Trainer: mup sets attributes on parameters, and a copy of the network needs them, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], stat
 
 
 def run(optimizer: Literal["sgd", "adam"], folder: Path, callbacks: list[Any]) -> tuple[KeepLosses, dict[str, Tensor]]:
-    """Two steps: losses and weights."""
+    """Train two steps; returns the losses and the final weights."""
     seed()
     live, keep = MicrosoftMlp(256, optimizer), KeepLosses()
     trainer(folder, [*callbacks, keep], max_steps=2).fit(live)

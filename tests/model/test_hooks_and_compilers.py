@@ -60,7 +60,7 @@ def test_hooks_inside_a_compiled_function_change_nothing_in_it(fullgraph: bool) 
         hooks = HookSet()
         for module in model.modules() if number % 2 == 0 else ():
             hooks.add_forward(module, UncopiedHook(calls.append), with_kwargs=True, always_call=True)
-            hooks.add_forward_pre(module, UncopiedHook(calls.append), with_kwargs=True)
+            hooks.add_forward(module, UncopiedHook(calls.append), with_kwargs=True, is_before=True)
         run(torch.ones(3, 2))
         hooks.close()
     assert backend.counts == (1, 6)

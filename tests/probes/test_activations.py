@@ -53,3 +53,31 @@ def test_a_gradient_that_cannot_be_read_is_an_error_of_its_own(kind: str) -> Non
         assert record.values["activation_gradient/1/norm"] == pytest.approx(math.sqrt(2))
     else:
         assert math.isnan(record.values["gradient_flow/0-1/gain"])
+
+
+class LateHead(nn.Module):
+    """Its lazy layer runs from the second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.num_calls = nn.Linear(2, 3), nn.LazyLinear(4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.body(x) if self.num_calls == 1 else self.head(self.body(x))
+
+
+def test_a_lazy_module_that_first_runs_late_has_its_size_and_shape_then() -> None:
+    """Before it has run, it has no parameters with a size."""
+    model = LateHead()
+    descriptions = []
+    with ModuleMonitor(rules=[Rule(kinds="activation", statistics="norm")]) as monitor:
+        monitor.set_module(model)
+        for step in range(3):
+            monitor.begin_step(step)
+            model(torch.randn(5, 2))
+            descriptions.append(record_of(monitor).modules)
+    sizes = [{info.name: (info.num_parameters, info.output_shape) for info in modules} for modules in descriptions]
+    assert sizes[0] == {"_root_": (9, (5, 3)), "body": (9, (5, 3)), "head": (0, None)}
+    assert sizes[1] == {"_root_": (25, (5, 3)), "body": (9, (5, 3)), "head": (16, (5, 4))}
+    assert descriptions[2] is descriptions[1], "the same object until more is known"

@@ -53,7 +53,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:  # noqa: ANN401  # anything that can be pickled
         """Gather the objects of all ranks, in the order of the ranks. For rare data and objects of the user."""
-        values: list[Any] = [None] * distributed.get_world_size()
+        values: list[Any] = [None] * self.size
         with self._lost_ranks():
             distributed.all_gather_object(values, value, group=self.group)
         return values

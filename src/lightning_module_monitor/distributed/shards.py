@@ -108,9 +108,8 @@ def fsdp1_units(root: nn.Module) -> dict[nn.Module, Any]:
     """The innermost unit of FSDP1 around each module that is in a unit."""
     # This call makes FSDP determine the outermost units. Otherwise FSDP would take the first gathered unit for an outermost unit.
     _fsdp1_units(root, root_only=True)
-    return {
-        module: unit for unit in _fsdp1_units(root) for module in unit.modules()
-    }  # an inner unit follows its outer unit, and replaces it
+    # An inner unit follows its outer unit, and replaces it.
+    return {module: unit for unit in _fsdp1_units(root) for module in unit.modules()}
 
 
 def _fsdp1_units(root: nn.Module, *, root_only: bool = False) -> list[Any]:

@@ -15,7 +15,7 @@ from lightning_module_monitor.distributed.ranks import Ranks, disagreement, num_
 from lightning_module_monitor.distributed.shards import fsdp1_units
 from lightning_module_monitor.errors import ConfigError, shortened
 from lightning_module_monitor.health.alerts import ReplicaAlert
-from lightning_module_monitor.model.compiled import compiled_parts, num_compiled
+from lightning_module_monitor.model.compiled import compiled_parts, num_compile_attempts
 from lightning_module_monitor.model.names import ROOT, ModelIndex
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import DETAIL, ActiveRules, Recipe
@@ -93,9 +93,9 @@ class ObservedModel:
         self.access = access
         self._has_agreed = False
         """Whether all ranks are known to record the same."""
-        self._num_compiled_before = num_compiled()
-        self._num_compiled = -1
-        """How much was compiled when compiled code was last looked for in the module."""
+        self._num_attempts_before = num_compile_attempts()
+        self._num_attempts = -1
+        """Number of attempts to compile when compiled code was last looked for in the module."""
         self._states: dict[tuple[str, ActiveRules], SeriesState] = {}
         """State kept between steps, by stage and active rules."""
         self._units: defaultdict[str, Recent] = defaultdict(recent_units)
@@ -175,7 +175,7 @@ class ObservedModel:
 
     def report_not_run(self, step: int) -> None:
         """After the first step report modules that may have run in a compiled function which nothing in the model holds."""
-        has_compiled = self.planner.recipe.keeps_compiled and num_compiled() > self._num_compiled_before
+        has_compiled = self.planner.recipe.keeps_compiled and num_compile_attempts() > self._num_attempts_before
         names = self.table.not_run() if has_compiled else []
         if names:
             what = f"{shortened(names)} did not run in step {step}, or inside a compiled function, where nothing is observed"
@@ -183,8 +183,8 @@ class ObservedModel:
 
     def read_names_again(self) -> None:
         """Look for what was compiled since the names were read, if anything was, and for what was taken out of the model."""
-        if self.planner.recipe.keeps_compiled and self._num_compiled != num_compiled():
-            self._num_compiled, compiled = num_compiled(), compiled_parts(self.module, self.wrapper)
+        if self.planner.recipe.keeps_compiled and self._num_attempts != num_compile_attempts():
+            self._num_attempts, compiled = num_compile_attempts(), compiled_parts(self.module, self.wrapper)
             if compiled != self.index.compiled:
                 self._use(self.planner.after_compiling(self.module, compiled))
         removed = self.index.forget_removed_modules()

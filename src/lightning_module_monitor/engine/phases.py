@@ -139,17 +139,15 @@ class StepEngine:
 
     def lose(self) -> None:
         """After an error the open steps give no record when they end, which they must all the same: other ranks wait for that."""
-        for context in (self.open_step, *self._suspended):
-            if context is not None:
-                context.lose()
+        for context in self._open_steps():
+            context.lose()
 
     def abandon(self) -> None:
         """Close the step, and the step that it suspended, at once and without a record, on this rank alone."""
         self.begun = None
         with ExitStack() as stack:
-            for context in (self.open_step, *self._suspended):
-                if context is not None:
-                    stack.callback(context.close)
+            for context in self._open_steps():
+                stack.callback(context.close)
         self._go_on_with(None)
         self._suspended.clear()
 
@@ -256,6 +254,9 @@ class StepEngine:
         self._reporter.log_once(f"Monitoring ends {after}: {error}. Training goes on.", logging.WARNING)
 
     # Inside
+
+    def _open_steps(self) -> list[StepContext]:
+        return [context for context in (self.open_step, *self._suspended) if context is not None]
 
     def _go_on_with(self, context: StepContext | None) -> None:
         """Continue with this step, or with none: hooks give their tensors to its accumulator."""

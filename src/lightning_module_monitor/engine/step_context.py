@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.errors import nearest, or_examples
-from lightning_module_monitor.model.compiled import Uncompiled
+from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules
 from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
-from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, failing_alone, unchanged_grad_mode
+from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, unchanged_grad_mode
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe
@@ -56,8 +56,8 @@ class StepContext:
         """The schedule, if it picked the step by the clock."""
         self.num_unobserved = Unobserved.number
         """How much had not been observed before the step because torch traced it."""
-        self._uncompiled = None if recipe.keeps_compiled else Uncompiled()
-        """Has compiled code run uncompiled in the step."""
+        self._original_code = None if recipe.keeps_compiled else OriginalCode()
+        """Runs original code in place of compiled code in the step; ``None`` where compiled code is kept."""
         self.errors_key = recipe.figure_key("errors", stage)
         """The key of the number of errors."""
         calls = None if model.reference is None else ReferenceProbe(model.reference, tools)
@@ -73,7 +73,7 @@ class StepContext:
         if calls is not None:
             skipped_calls = model.stream_of_value(OWN_KIND, RCC_SKIPPED_CALLS, "sum")
             check = CoordinateCheckProbe(plan.modules, tools, calls, skipped_calls)
-        # After those that name the tensors of the reference that they need.
+        # Only now: the probes made so far have noted in `wanted` which tensors of the reference they need.
         self.reference = calls if calls is not None and calls.wanted else None
         """Keeps what the reference computes."""
         self.noise = None if plan.noise is None else GradientNoiseProbe(plan.noise, tools, self.modules, model.ranks, model.noise)
@@ -109,8 +109,8 @@ class StepContext:
 
     def attach(self) -> None:
         """Register the hooks of the probes."""
-        if self._uncompiled is not None:
-            self._uncompiled.begin()
+        if self._original_code is not None:
+            self._original_code.begin()
         for probe in self.probes:
             probe.attach()
 
@@ -168,8 +168,8 @@ class StepContext:
     def close(self) -> None:
         """Remove every hook and release every tensor; a second call closes what an error or Ctrl-C in the first has left."""
         with ExitStack() as stack:
-            if self._uncompiled is not None:
-                stack.callback(self._uncompiled.end)
+            if self._original_code is not None:
+                stack.callback(self._original_code.end)
             for probe in reversed(self.probes):
                 stack.callback(probe.close)
 
@@ -203,10 +203,9 @@ class StepContext:
 
     def _each(self, what: str, act: Callable[[Probe], None]) -> None:
         """Let every probe act; an error in one does not affect the others."""
-        with unchanged_grad_mode(), torch.no_grad():
-            for probe in self.probes:
-                with failing_alone(lambda error: self.tools.reporter.not_taken(what, error, self.accumulator)):
-                    act(probe)
+        for probe in self.probes:
+            with self.guard(what):
+                act(probe)
 
 
 def _identities(parameters: Iterable[Tensor] | None) -> Among:

@@ -1,4 +1,4 @@
-"""Compiled code in a model: which modules run it, which modules are inside of it, and how to run it uncompiled."""
+"""Compiled code in a model: which modules run it, which modules it calls, and how to run the original code in its place."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ import torch
 from torch import nn
 
 KEEP, UNCOMPILED = "keep", "uncompiled"
-COMPILED = (KEEP, UNCOMPILED)
-"""The values of the option ``compiled``: compiled code runs as without the monitor; or monitored steps run uncompiled."""
+COMPILED_CHOICES = (KEEP, UNCOMPILED)
+"""The values of the option ``compiled``: compiled code runs as without the monitor; or monitored steps run the original code."""
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of every module."""
-_CALLED = ("forward", "_compiled_call_impl")
+_IN_PLACE = "_compiled_call_impl"
+"""The attribute in which ``module.compile()`` puts the compiled call."""
+_CALLED = ("forward", _IN_PLACE)
 """Attributes that the call of a module calls. Hooks of the module itself run outside of them."""
+_EMPTY_CELL = types.CellType()
+"""Equal to the cell of a closure whose name has no value yet."""
 _ALL_CHILDREN = ("children", "named_children", "modules", "named_modules", "_modules")
 """Names by which a method accesses every child of its module."""
 
 
 def is_compiler_loaded() -> bool:
-    """Whether code may have been compiled. Lightning loads the compiler, too."""
+    """Whether this process has imported the compiler, without which nothing is compiled. Lightning and optimizers import it, too."""
     return "torch._dynamo" in sys.modules
 
 
-def num_compiled() -> int:
-    """How many times torch has compiled code in this process; it has no public function for that."""
+def num_compile_attempts() -> int:
+    """How many frames torch has tried to compile in this process; it has no public function for that."""
     return torch._dynamo.utils.counters["frames"]["total"] if is_compiler_loaded() else 0
 
 
@@ -39,14 +43,15 @@ class CompiledParts:
     """The compiled parts of a model."""
 
     outermost: frozenset[nn.Module] = frozenset()
-    """Modules whose call runs compiled code, and that no compiled code calls."""
+    """Modules that run compiled code when they are called, and that no compiled code calls."""
     inside: frozenset[nn.Module] = frozenset()
-    """Modules that compiled code calls."""
+    """Modules that are not observed: compiled code calls them, or they are :attr:`unhooked`."""
     callers: frozenset[nn.Module] = frozenset()
-    """Modules outside of compiled code that call some: they hold a compiled function or name it in their code, or a child of theirs is
-    also called by other compiled code, so that it is no outermost module."""
+    """Uncompiled modules that call compiled code. They hold a compiled function, name one in their code, or have a compiled child that
+    other compiled code calls as well, so that the child is not outermost."""
     unhooked: frozenset[nn.Module] = frozenset()
-    """The modules of ``inside`` that themselves run the outermost compiled code, and that torch would compile differently with a hook."""
+    """Modules of torch's own classes that were compiled in place, and that no compiled code calls. torch compiles only the modules in them,
+    and with a hook it would compile others."""
     names: tuple[str, ...] = ()
     """Names of the compiled modules and methods, as in ``named_modules``."""
 
@@ -63,29 +68,31 @@ def compiled_parts(root: nn.Module, wrapper: nn.Module | None = None) -> Compile
         root: The model.
         wrapper: The model as wrapped by a strategy; it may be compiled, too.
     """
-    called, in_place, inside, callers = [], set[nn.Module](), set[nn.Module](), set[nn.Module]()
-    names, functions = list[str](), list[tuple[nn.Module, str]]()
-    named = dict.fromkeys(() if wrapper is None else wrapper.modules(), "") | {module: name for name, module in root.named_modules()}
-    globals_by_class = {kind: [*_compiled_globals(kind)] for kind in {type(module) for module in named}}
-    for module, name in named.items():
-        for attribute, function in (*_compiled_functions(module), *globals_by_class[type(module)]):
-            if attribute in _CALLED:
-                called.append(module)
-                names.append(name)
-                inside.update(part for part in module.modules() if part is not module)
-                # In place, torch compiles none of its own classes, but the modules inside; a hook would change which.
-                in_place.update([module] if attribute != "forward" and type(module).__module__.startswith("torch.nn.") else [])
-            else:
-                callers.add(module)
-                inside.update(part for callee in _modules_of(function, module) for part in callee.modules())
-                functions.append((module, f"{name}.{attribute}".strip(".")))
-    unhooked, shared = frozenset(in_place - inside), inside.intersection(called)
-    inside |= unhooked
-    outermost = frozenset(called) - inside
-    callers |= {module for module in named if not shared.isdisjoint(module.children())}
-    # Of a module that is compiled as a whole, Lightning's or torch's copies of its methods are no further names.
-    names += [function for module, function in functions if module not in called]
-    return CompiledParts(outermost, frozenset(inside), frozenset(callers) - inside - outermost, unhooked, tuple(dict.fromkeys(names)))
+    names = dict.fromkeys(() if wrapper is None else wrapper.modules(), "") | {module: name for name, module in root.named_modules()}
+    globals_by_class = {kind: [*_compiled_globals(kind)] for kind in {type(module) for module in names}}
+    functions = [
+        (module, attribute, function)
+        for module in names
+        for attribute, function in (*_compiled_functions(module), *globals_by_class[type(module)])
+    ]
+    called = dict.fromkeys(module for module, attribute, _function in functions if attribute in _CALLED)
+    held = [(module, attribute, function) for module, attribute, function in functions if attribute not in _CALLED]
+    inside = {part for module in called for part in module.modules() if part is not module}
+    inside |= {part for module, _attribute, function in held for callee in _modules_of(function, module) for part in callee.modules()}
+    in_place = {module for module, attribute, _function in functions if attribute == _IN_PLACE}
+    unhooked = {module for module in in_place - inside if type(module).__module__.startswith("torch.nn.")}
+    shared = inside & called.keys()
+    callers = {module for module, _attribute, _function in held}.union(module for module in names if shared & {*module.children()})
+    outermost = called.keys() - inside - unhooked
+    # A module that is compiled as a whole holds copies of its methods, made by Lightning or torch, which are no further names.
+    shown = [f"{names[module]}.{attribute}".strip(".") for module, attribute, _function in held if module not in called]
+    return CompiledParts(
+        outermost=frozenset(outermost),
+        inside=frozenset(inside | unhooked),
+        callers=frozenset(callers - inside - unhooked - outermost),
+        unhooked=frozenset(unhooked),
+        names=tuple(dict.fromkeys([*(names[module] for module in called), *shown])),
+    )
 
 
 def _compiled_functions(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -95,9 +102,9 @@ def _compiled_functions(module: nn.Module) -> Iterator[tuple[str, Callable[..., 
             continue
         members = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         for member in members:
-            original = _original(vars(member).get("forward") if isinstance(member, nn.Module) else member)
-            if original is not None:
-                yield attribute, original
+            function = vars(member).get("forward") if isinstance(member, nn.Module) else member
+            if is_compiled(function):
+                yield attribute, original_of(function)
 
 
 def _user_attributes(kind: type) -> Iterator[tuple[str, object]]:
@@ -107,25 +114,29 @@ def _user_attributes(kind: type) -> Iterator[tuple[str, object]]:
 
 def _compiled_methods(kind: type[nn.Module]) -> tuple[tuple[str, object], ...]:
     """The compiled methods of a class of modules, without overridden ones."""
-    compiled = ((name, value) for name, value in _user_attributes(kind) if _original(value) is not None)
-    return tuple((name, value) for name, value in compiled if getattr(kind, name, None) is value)
+    attributes = _user_attributes(kind)
+    return tuple((name, value) for name, value in attributes if is_compiled(value) and getattr(kind, name, None) is value)
 
 
 def _compiled_globals(kind: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The originals of compiled functions that methods of a class of modules call, as ``f()`` or ``package.f()``."""
     for _name, method in _user_attributes(kind):
         if isinstance(method, types.FunctionType):
-            names = names_used(method, object)
+            names = names_used(method)
             packages = [vars(value) for value in map(method.__globals__.get, names) if isinstance(value, types.ModuleType)]
-            originals = ((name, _original(namespace.get(name))) for namespace in (method.__globals__, *packages) for name in names)
-            yield from ((f"{name}()", original) for name, original in originals if original is not None)
+            values = ((name, namespace.get(name)) for namespace in (method.__globals__, *packages) for name in names)
+            yield from ((f"{name}()", original_of(value)) for name, value in values if is_compiled(value))
 
 
-def _original(function: object) -> Callable[..., Any] | None:
-    """The original of a compiled function; ``None`` for any other. ``torch.compiler.disable`` wraps functions in the same way."""
-    if not isinstance(function, _Function) or hasattr(function, "_torchdynamo_disable"):
-        return None
-    return getattr(function, "_torchdynamo_orig_callable", None)
+def is_compiled(value: object) -> bool:
+    """Whether a value is a compiled function."""
+    is_wrapper = isinstance(value, _Function) and hasattr(value, "_torchdynamo_orig_callable")
+    return is_wrapper and not hasattr(value, "_torchdynamo_disable")  # torch.compiler.disable wraps functions in the same way
+
+
+def original_of(value: Any) -> Any:  # noqa: ANN401  # whatever it is
+    """The original of a compiled function; any other value unchanged."""
+    return value._torchdynamo_orig_callable if is_compiled(value) else value
 
 
 class CallHook:
@@ -133,10 +144,10 @@ class CallHook:
 
     def __init__(self, module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._module, self._before, self._after = module, before, after
-        self._call: Any = vars(module)["_compiled_call_impl"]
+        self._call: Any = vars(module)[_IN_PLACE]
         self._torchdynamo_orig_callable = self._call._torchdynamo_orig_callable  # marks it as compiled
         self._is_removed = False
-        vars(module)["_compiled_call_impl"] = self
+        vars(module)[_IN_PLACE] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         """Call the module."""
@@ -150,25 +161,19 @@ class CallHook:
         """Remove it at once if it was added last, else together with the last of the hooks that were added later."""
         self._is_removed = True
         attributes = vars(self._module)
-        while isinstance(call := attributes.get("_compiled_call_impl"), CallHook) and call._is_removed:
-            attributes["_compiled_call_impl"] = call._call
+        while isinstance(call := attributes.get(_IN_PLACE), CallHook) and call._is_removed:
+            attributes[_IN_PLACE] = call._call
 
 
 _Function = types.FunctionType | types.MethodType | CallHook
 
 
-def uncompile(modules: Iterable[nn.Module]) -> None:
-    """Make modules, which are copies, run uncompiled, whatever stance of the compiler the user's code sets."""
+def take_out_compiled_code(modules: Iterable[nn.Module]) -> None:
+    """Make modules, which are copies, run their original code, whatever stance of the compiler the user's code sets."""
     for module in modules:
-        methods = {name: types.MethodType(uncompiled(method), module) for name, method in _compiled_methods(type(module))}
-        vars(module).update(methods | {name: uncompiled(value) for name, value in vars(module).items()})
-        vars(module).pop("_compiled_call_impl", None)
-
-
-def uncompiled(value: Any) -> Any:  # noqa: ANN401  # whatever it is
-    """The original of a compiled function; any other value unchanged."""
-    original = _original(value)
-    return value if original is None else original
+        methods = {name: types.MethodType(original_of(method), module) for name, method in _compiled_methods(type(module))}
+        vars(module).update(methods | {name: original_of(value) for name, value in vars(module).items()})
+        vars(module).pop(_IN_PLACE, None)
 
 
 def _modules_of(function: Callable[..., Any], holder: nn.Module) -> list[nn.Module]:
@@ -177,7 +182,7 @@ def _modules_of(function: Callable[..., Any], holder: nn.Module) -> list[nn.Modu
     A method calls the children of its module that it names, directly or through other methods, and the module itself if its forward is
     compiled too. Any other function calls the modules in its closure, in its defaults, and those that it names.
     """
-    is_method = any(_original(value) is function for _name, value in _compiled_methods(type(holder)))
+    is_method = any(original_of(value) is function for _name, value in _compiled_methods(type(holder)))
     owner = getattr(function, "__self__", holder if is_method else None)
     if isinstance(owner, nn.Module):
         names = names_used(getattr(function, "__func__", function), type(owner))
@@ -188,14 +193,17 @@ def _modules_of(function: Callable[..., Any], holder: nn.Module) -> list[nn.Modu
         return [child for name, child in owner._modules.items() if name in names and child]
     if not isinstance(function, types.FunctionType):
         return [function] if isinstance(function, nn.Module) else []
-    enclosed = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    enclosed = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY_CELL]
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     owners = [getattr(value, "__self__", value) for value in (*enclosed, *named, *(function.__defaults__ or ()))]
     return [value for value in owners if isinstance(value, nn.Module)]
 
 
-def names_used(function: Callable[..., Any], owner: type) -> set[str]:
-    """The names in the code of a method and, recursively, in the methods of its class that it names; of its bases, if it uses ``super``."""
+def names_used(function: Callable[..., Any], owner: type = object) -> set[str]:
+    """The names in the code of a function; of a method of ``owner`` also, recursively, those in the methods that it names.
+
+    These are methods of the class and, if the code uses ``super``, of its bases.
+    """
     names, waiting = set[str](), [function]
     while waiting:
         function_code = getattr(waiting.pop(), "__code__", None)
@@ -211,31 +219,30 @@ def names_used(function: Callable[..., Any], owner: type) -> set[str]:
     return names
 
 
-class Uncompiled:
-    """Runs all compiled code uncompiled from :meth:`begin` to :meth:`end`, because a graph skips hooks that are registered later.
+class OriginalCode:
+    """From :meth:`begin` to :meth:`end` original code runs in place of compiled code, which skips hooks that are registered later.
 
     Code is not compiled again: the graphs stay, and calls bypass them. Several may overlap in any order, e.g. of two monitors in a loop.
     """
 
-    _begun: ClassVar[set[Uncompiled]] = set()
+    _begun: ClassVar[set[OriginalCode]] = set()
     _stance: ClassVar[AbstractContextManager[None] | None] = None
 
     def begin(self) -> None:
-        """Run uncompiled from now on. Does nothing if the compiler was never loaded."""
-        # A compiled function around the model cannot be found, but it has loaded the compiler.
+        """Run original code from now on, if the compiler was imported: a compiled function may be anywhere around the model."""
         # Before torch 2.6 there is no stance; the callback refuses `compiled: uncompiled` there.
         if is_compiler_loaded() and hasattr(torch.compiler, "set_stance"):
-            Uncompiled._begun.add(self)
-            if Uncompiled._stance is None:
-                Uncompiled._stance = torch.compiler.set_stance("force_eager")
-                Uncompiled._stance.__enter__()
+            OriginalCode._begun.add(self)
+            if OriginalCode._stance is None:
+                OriginalCode._stance = torch.compiler.set_stance("force_eager")
+                OriginalCode._stance.__enter__()
 
     def end(self) -> None:
         """Run compiled code again; a second call does nothing."""
-        Uncompiled._begun.discard(self)
-        if not Uncompiled._begun and Uncompiled._stance is not None:
-            Uncompiled._stance.__exit__(None, None, None)
-            Uncompiled._stance = None
+        OriginalCode._begun.discard(self)
+        if not OriginalCode._begun and OriginalCode._stance is not None:
+            OriginalCode._stance.__exit__(None, None, None)
+            OriginalCode._stance = None
 
     def __enter__(self) -> None:
         self.begin()

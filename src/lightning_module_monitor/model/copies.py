@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.compiled import uncompile, uncompiled
+from lightning_module_monitor.model.compiled import is_compiled, original_of, take_out_compiled_code
 
 Tensors = Mapping[str, Tensor]
 """Parameters and buffers by name."""
@@ -76,7 +76,7 @@ def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) 
     if modules & copies:
         raise RuntimeError(f"a copy of {type(module).__name__} shares its {type((modules & copies).pop()).__name__} with it")
     _rebind((*module.modules(), *tensors), modules, memo)
-    uncompile([value for value in memo.values() if issubclass(type(value), nn.Module)])
+    take_out_compiled_code([value for value in memo.values() if issubclass(type(value), nn.Module)])
     for part in copies:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             for key, hook in list(hooks.items()):
@@ -96,7 +96,7 @@ def _rebind(originals: Iterable[nn.Module | Tensor], modules: set[nn.Module], me
                 vars(memo[id(original)])[attribute] = _rebound(value, modules, memo)
     for container in [value for value in memo.values() if type(value) in (list, dict)]:
         for key, value in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
-            if uncompiled(value) is not value:
+            if is_compiled(value):
                 container[key] = _rebound(value, modules, memo)
 
 
@@ -237,7 +237,7 @@ def _rebound(function: Callable[..., Any], modules: set[nn.Module], memo: dict[i
 
     ``deepcopy`` keeps functions in the attributes of a module, e.g. a patched ``forward``, which would run the original.
     """
-    function = uncompiled(function)
+    function = original_of(function)
     if isinstance(function, types.MethodType):
         return copy.deepcopy(function, memo) if function.__self__ in modules else function
     if not isinstance(function, types.FunctionType) or not function.__closure__:

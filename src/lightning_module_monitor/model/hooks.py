@@ -113,19 +113,11 @@ class HookSet:
         """Add the handle of a hook that is not on a module."""
         self._handles.append(handle)
 
-    def add_forward(self, module: nn.Module, hook: UncopiedHook, **options: bool) -> None:
-        """Register a forward hook, with options of ``register_forward_hook``; the user's class may override it without options."""
-        self._add_to_module(module, module.register_forward_hook, hook, options)
-
-    def add_forward_pre(self, module: nn.Module, hook: UncopiedHook, **options: bool) -> None:
-        """Register a hook before forward, with the options of ``register_forward_pre_hook``."""
-        self._add_to_module(module, module.register_forward_pre_hook, hook, options)
-
-    def _add_to_module(
-        self, module: nn.Module, register: Callable[..., RemovableHandle], hook: UncopiedHook, options: dict[str, bool]
-    ) -> None:
+    def add_forward(self, module: nn.Module, hook: UncopiedHook, *, is_before: bool = False, **options: bool) -> None:
+        """Register a hook after forward, or before it, with options of torch's method, which the user's class may override without."""
         if not self._handles:
             _Compiling.add(self)
+        register: Callable[..., RemovableHandle] = module.register_forward_pre_hook if is_before else module.register_forward_hook
         # The call of a module that was compiled in place would compile its hooks.
         called = hook if module._compiled_call_impl is None else not_compiled(hook)
         self._handles.append(register(called, **options))

@@ -260,16 +260,16 @@ class ModelIndex:
         names = {alias for site in self.modules for alias in site.aliases}
         return frozenset(module for raw, module in root.named_modules(remove_duplicate=False) if self._format_name(raw) in names)
 
-    def further_name(self, site: str, path: Path, of: str = "output") -> str:
-        """The name of a further output or input of a module, the same in every call."""
-        key = (site, path, of)
-        if key not in self._names_of_parts:
-            self._names_of_parts[key] = self.namer.name(f"{site}.{suffix(path, of)}")
-        return self._names_of_parts[key]
+    def output_name(self, site: str, path: Path, of: str = "output") -> str:
+        """The name of a further output of a module, or ``of`` its input: the same in every call."""
+        return self.part_name(site, suffix(path, of), path)
 
-    def part_name(self, site: str, part: str) -> str:
-        """The name of an attention head (``head_0``), of its tensor (``head_0.query``) or of a parameter's state, always the same."""
-        key = (site, part)
+    def part_name(self, site: str, part: str, path: Path = ()) -> str:
+        """The name of an attention head (``head_0``), of its tensor (``head_0.query``) or of a parameter's state, always the same.
+
+        With a ``path`` two parts of equal names, as the entries ``1`` and ``"1"`` of a mapping, get two names.
+        """
+        key = (site, part, path)
         if key not in self._names_of_parts:
             self._names_of_parts[key] = self.namer.name(f"{site}.{part}")
         return self._names_of_parts[key]

@@ -106,7 +106,7 @@ class AttentionProbe(Probe):
         """Register the hooks."""
         for hooked in self._hooked:
             enter, leave = UncopiedHook(functools.partial(self._enter, hooked)), UncopiedHook(functools.partial(self._leave, hooked))
-            self._hooks.add_forward_pre(hooked.module, enter)
+            self._hooks.add_forward(hooked.module, enter, is_before=True)
             self._hooks.add_forward(hooked.module, leave, with_kwargs=True, always_call=True)
         for hooked in self._unhooked:
             self._calls.append(CallHook(hooked.module, functools.partial(self._enter, hooked), functools.partial(self._end, hooked)))

@@ -100,7 +100,7 @@ def failing_alone(report: Callable[[Exception], None]) -> Iterator[None]:
 
 
 class ErrorReporter:
-    """Reports everything once for each model, in all its runs. An error of the monitor never ends a run.
+    """Reports everything once for each model, in all its runs. With ``warn`` no error of the monitor ends a run.
 
     Args:
         logger: Receives the messages.
@@ -202,7 +202,12 @@ class StepTools(NamedTuple):
 
     def output_name(self, site: str, path: Path) -> str:
         """The name of an output of a module; of the output itself, or the first element of it, the module's own."""
-        return site if is_first(path) else self.names.further_name(site, path)
+        return site if is_first(path) else self.names.output_name(site, path)
+
+    def output_stream(self, stream: Stream, path: Path) -> Stream:
+        """The stream of an output of a module; of the output itself, or the first element of it, the module's own."""
+        name = self.output_name(stream.site, path)
+        return stream if name == stream.site else stream.at(name)
 
     def log_unsupported(self, what: str, names: Mapping[torch.dtype | type, list[str]]) -> None:
         """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype or class."""

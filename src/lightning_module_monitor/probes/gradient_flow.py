@@ -16,7 +16,7 @@ from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModelIndex, Namer
 from lightning_module_monitor.model.outputs import NamedTensors
 from lightning_module_monitor.probes.base import StepTools
-from lightning_module_monitor.probes.tap import Awaited, Consumer, elements_of
+from lightning_module_monitor.probes.tap import Awaited, Consumer, counted_elements
 from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
 from lightning_module_monitor.statistics.precision import divided_by_scale
@@ -127,7 +127,7 @@ class GradientFlowProbe(BlockGradientProbe):
 
     def observe_gradient(self, index: int, gradient: Tensor, scale: Tensor | None) -> None:
         """Observe the gradient at a block."""
-        self._accumulator.observe(self._chain.streams[index], divided_by_scale(elements_of(gradient), scale))
+        self._accumulator.observe(self._chain.streams[index], divided_by_scale(counted_elements(gradient), scale))
 
     def fail_block(self, index: int, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""

@@ -22,7 +22,7 @@ from lightning_module_monitor.model.hooks import HookSet, is_tracing, register_g
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import Among, Probe, StepTools
 from lightning_module_monitor.probes.tap import ModuleTap
-from lightning_module_monitor.record import UNDEFINED, Key, is_undefined
+from lightning_module_monitor.record import UNDEFINED, is_undefined
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.noise_scale import NoiseAndSignal, largest_over_median, noise_and_signal
 from lightning_module_monitor.statistics.stream import Stream
@@ -48,11 +48,12 @@ class NoiseSites:
 
     def keys(self) -> list[str]:
         """The keys of a step."""
-        return [self._key(site, name) for site in self.members for name in VALUES]
+        return [key for stream in self.recorded_streams.values() for key in stream.keys.values()]
 
-    def values(self, site: str, numbers: Sequence[float]) -> dict[str, float]:
-        """The recorded values of a site, by key; ``numbers`` in the order of :data:`VALUES`."""
-        return {self._key(site, name): number for name, number in zip(VALUES, numbers, strict=True)}
+    @functools.cached_property
+    def recorded_streams(self) -> dict[str, Stream]:
+        """The streams of what is recorded, by site; the outputs are in the order of :data:`VALUES`."""
+        return {site: Stream(KIND, site, {name: Value() for name in VALUES}, prefix=self.prefix) for site in self.members}
 
     # What ranks exchange, and no record has: each stream has a value of each rank.
 
@@ -73,9 +74,6 @@ class NoiseSites:
         """All streams of a step with so many micro-batches."""
         of_micro_batches = (self.micro_batch_streams(number, num_ranks).values() for number in range(num_micro_batches))
         return [*self.step_streams.values(), *itertools.chain.from_iterable(of_micro_batches)]
-
-    def _key(self, site: str, name: str) -> str:
-        return Key(KIND, site, name, prefix=self.prefix).format()
 
 
 def of_rank(number: int, rank: int) -> str:
@@ -269,19 +267,19 @@ class GradientNoiseProbe(Probe):
         for site, stream in self._sites.step_streams.items():
             whole = values.pop(stream.keys["square"], None)
             if whole is not None and squares[site]:
-                values.update(self._sites.values(site, self._finished(site, squares[site], sizes, whole)))
+                keys = self._sites.recorded_streams[site].keys.values()
+                values.update(zip(keys, self._finished(site, squares[site], sizes, whole), strict=True))
 
     def _exchanged(self, values: dict[str, float]) -> tuple[dict[str, dict[_Index, float]], dict[_Index, float]]:
         """Squared norms by site, and numbers of samples, each by micro-batch and rank; taken out of the values."""
         by_site: dict[str, dict[_Index, float]] = {site: {} for site in ("", *self._sites.members)}
-        number, has_any = 0, True
-        while has_any or number < self._number:  # other ranks may have had more micro-batches
-            has_any = False
-            for site, stream in self._sites.micro_batch_streams(number, self._num_ranks).items():
-                for rank, key in enumerate(stream.keys.values()):
-                    if key in values:
-                        by_site[site][number, rank], has_any = values.pop(key), True
-            number += 1
+        for number in itertools.count():
+            streams = self._sites.micro_batch_streams(number, self._num_ranks)
+            keys = [(site, rank, key) for site, stream in streams.items() for rank, key in enumerate(stream.keys.values()) if key in values]
+            if not keys and number >= self._number:  # other ranks may have had more micro-batches
+                break
+            for site, rank, key in keys:
+                by_site[site][number, rank] = values.pop(key)
         sizes = by_site.pop("")
         return by_site, sizes
 

@@ -52,14 +52,15 @@ class Call(NamedTuple):
     caller: int
     """The event in which the innermost running module was entered, whose code called it."""
     input: int
-    """Index of the largest magnitude of its first tensor; likewise for the other tensors."""
+    """Index of the largest magnitude of its first input that is a tensor; ``UNKNOWN`` without one."""
     is_new: bool
     """Whether that tensor was made by code between modules: it is not the last output, or that was changed."""
     output: int
+    """Index of the largest magnitude of its output, or of one of its outputs; ``UNKNOWN`` while it runs."""
     entered: int
     """The event in which the module was entered; ``NO_CALL`` if it is this event."""
     others: tuple[int, ...] = ()
-    """Indices of its further inputs."""
+    """Indices of the largest magnitudes of its further inputs."""
 
 
 class Gradient(NamedTuple):
@@ -215,7 +216,7 @@ class NonfiniteProbe:
             if next(site.module.children(), None) is None:
                 self._hooks.add_forward(site.module, self._hook(self._observe_call, index), with_kwargs=True)
             else:
-                self._hooks.add_forward_pre(site.module, self._hook(self._enter, index), with_kwargs=True)
+                self._hooks.add_forward(site.module, self._hook(self._enter, index), with_kwargs=True, is_before=True)
                 self._hooks.add_forward(site.module, self._hook(self._leave, index), with_kwargs=True)
 
     def _hook(self, observe: Callable[[int, Args, Kwargs, object], None], site: int) -> UncopiedHook:
@@ -383,7 +384,6 @@ class MaskedRows(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  # the result of the function
-        """Call a function of torch, and check its result."""
         result = func(*args, **(kwargs or {}))
         if not self.is_found and (func in _SOFTMAX or func in _MASKS):
             output = result[0] if isinstance(result, tuple) else result

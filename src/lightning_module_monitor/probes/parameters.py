@@ -65,7 +65,7 @@ def update(before: Tensor, after: Tensor) -> Tensor:
 
 
 class WholeTensors:
-    """Keeps a copy of this rank's part until the step is over.
+    """Gives whole tensors to functions; of a tensor that is laid out over ranks it keeps this rank's part until the step is over.
 
     When a parameter or a gradient is observed, an error may have ended the step on one rank, and the others would wait for its part.
     At the end of the step the ranks exchange which parts they have; a tensor is assembled if every rank has its part.
@@ -210,7 +210,7 @@ class ParameterTap(Probe):
     def observe_updates(self, among: Among = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()) -> None:
         """Observe parameters minus their copies, release the copies, and observe what optimizers keep of the parameters.
 
-        The update of a skipped step is 0, whatever else moved them. It is not known here whether a tensor is not 0.
+        The update of a skipped step is 0, whatever else moved them. Where ``is_skipped`` is a tensor, its value is not read.
         """
         optimizers = [*optimizers]
         self._observe_states(among, optimizers, is_skipped)

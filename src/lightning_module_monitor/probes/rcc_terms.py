@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import is_laid_out
-from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
@@ -191,20 +190,19 @@ class CoordinateCheckProbe(Probe):
         """Observe the terms of a call. A call that cannot be compared is counted; one whose terms cannot be computed gives NaN."""
         if not self._tools.is_observed() or is_in_backward():
             return  # a recomputation repeats a call that was counted
-        try:
-            # Modes of torch functions run code of others, and no public function turns them off.
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                call = self._calls.take(layer.reference, layer)
-                if call is None:
-                    self._num_skipped += 1  # the reference probe logs the missing call
-                    return
-                with self._reference.gathered(layer.reference):
-                    self._observe(layer, layer.type.bind(layer.module, args, kwargs), output, call)
-        except MonitorError:
-            raise
-        except Exception as error:
+
+        def fail(error: Exception) -> None:
             for stream in layer.streams.values():
                 self._accumulator.fail(stream, output, error)
+
+        # Modes of torch functions run code of others, and no public function turns them off.
+        with failing_alone(fail), torch.no_grad(), torch._C.DisableTorchFunction():
+            call = self._calls.take(layer.reference, layer)
+            if call is None:
+                self._num_skipped += 1  # the reference probe logs the missing call
+                return
+            with self._reference.gathered(layer.reference):
+                self._observe(layer, layer.type.bind(layer.module, args, kwargs), output, call)
 
     def _observe(self, layer: CheckedLayer, inputs: list[Tensor] | None, output: object, call: NamedTensors) -> None:
         tensors = None if inputs is None else _tensors(layer, inputs, output, call)
@@ -226,7 +224,7 @@ class CoordinateCheckProbe(Probe):
         if layer.type.has_tensor_input:
             yield from _terms_of_input(layer, value, reference, layer.alignments, layer.streams, layer.weight_streams)
         for index, (further, other) in enumerate(zip(tensors.inputs[1:], tensors.reference_inputs[1:], strict=True), start=1):
-            site = self._tools.names.further_name(layer.site, (index,), "input")
+            site = self._tools.names.output_name(layer.site, (index,), "input")
             yield from _terms_of_input(layer, further, other, {}, {kind: stream.at(site) for kind, stream in layer.streams.items()})
 
     def _observe_operator_norms(self) -> None:

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_module_monitor.distributed.shards import gathered, reshard
 from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.kernels.elements import plain, without_transforms
-from lightning_module_monitor.model.compiled import Uncompiled
+from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, requires_gradient
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, is_fsdp_wrapper, without_wrappers
@@ -133,7 +133,7 @@ class Reference:
                 unchanged_buffers(self.module),
                 flags_of_model(self._siblings.items()),
                 uncached_autocast(),
-                Uncompiled(),
+                OriginalCode(),
                 no_warning_of_checkpoints(),
                 torch.set_grad_enabled(is_grad_enabled),
             ):
@@ -188,9 +188,9 @@ class ReferenceProbe(Probe):
     def attach(self) -> None:
         """Register the hooks."""
         if self.reference.follows:
-            self._hooks.add_forward_pre(self.reference.live, UncopiedHook(self._run_beside), with_kwargs=True, prepend=True)
+            self._hooks.add_forward(self.reference.live, UncopiedHook(self._run_beside), with_kwargs=True, prepend=True, is_before=True)
         root = self.reference.module
-        self._hooks.add_forward_pre(root, UncopiedHook(self._begin_call), prepend=True)
+        self._hooks.add_forward(root, UncopiedHook(self._begin_call), prepend=True, is_before=True)
         for (module, by), (tensors, before_other_hooks) in self.wanted.items():
             hook = UncopiedHook(functools.partial(self._after_forward, by, tensors))
             self._hooks.add_forward(module, hook, with_kwargs=True, **({"prepend": True} if before_other_hooks else {}))

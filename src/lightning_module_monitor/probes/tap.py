@@ -114,7 +114,7 @@ class ModuleTap(Probe):
         """Register the hooks on modules."""
         for module, consumers in self._by_module.items():
             if module is self.gate.wrapped:
-                self._module_hooks.add_forward_pre(module, UncopiedHook(self._begin_wrapped), prepend=True)
+                self._module_hooks.add_forward(module, UncopiedHook(self._begin_wrapped), prepend=True, is_before=True)
                 end = UncopiedHook(functools.partial(self._end_wrapped, consumers))
                 self._module_hooks.add_forward(module, end, always_call=True)
             else:
@@ -222,7 +222,7 @@ class GradientHook:
         self.takers: Consumers = ()
         """Consumers with the call that each has given; of a recomputation, once it is known which call it repeats."""
         self.is_numbered = False
-        """Whether any consumer tells the call from others of the same module."""
+        """Whether any consumer distinguishes the call from others of the same module."""
         self.outer_pass: int | None = None
         """The backward pass in which the call was run again."""
 
@@ -243,7 +243,7 @@ class GradientHook:
                 consumer.fail_gradient(call, gradient, error)
 
 
-def elements_of(tensor: Tensor) -> Tensor:
+def counted_elements(tensor: Tensor) -> Tensor:
     """The elements of an activation, or of its gradient, that this rank counts: of all samples under ``vmap``."""
     tensor = without_transforms(tensor)
     return tensor if type(tensor) is Tensor else local_part(tensor)

@@ -14,7 +14,7 @@ from lightning_module_monitor.config.rules import check_choice
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes.base import Gate
 from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_stream
-from lightning_module_monitor.probes.tap import ModuleTap, elements_of
+from lightning_module_monitor.probes.tap import ModuleTap, counted_elements
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, NORMS, Category, Thresholds, Transition, summary, transitions
 from lightning_module_monitor.statistics.stream import Stream
@@ -217,7 +217,7 @@ class _Probe(BlockGradientProbe):
             )
         self.reached[index] = self._accumulator
         self._norms = []
-        self._accumulator.observe(self._streams[index], elements_of(gradient))
+        self._accumulator.observe(self._streams[index], counted_elements(gradient))
 
     def fail_block(self, index: int, output: object, error: Exception) -> None:
         message = f"Block {index}, a {type(output).__name__}: {type(error).__name__}: {error}. It counts as a block without a gradient."

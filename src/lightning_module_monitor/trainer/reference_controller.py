@@ -15,7 +15,7 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, messages
 from lightning_module_monitor.model import copies
-from lightning_module_monitor.model.compiled import uncompile
+from lightning_module_monitor.model.compiled import take_out_compiled_code
 from lightning_module_monitor.model.names import is_fsdp_wrapper
 from lightning_module_monitor.model.unchanged import unchanged_random_states
 from lightning_module_monitor.trainer.options import INIT
@@ -236,7 +236,7 @@ class LaidOutCopy:
                 copied.configure_model()
         finally:
             copied.trainer = None
-        uncompile(copied.modules())
+        take_out_compiled_code(copied.modules())
         trainer.precision_plugin.convert_module(copied.requires_grad_(requires_grad=False))
         if is_a(strategy, "FSDPStrategy"):
             self.wrapper = None if any(map(is_fsdp_wrapper, copied.modules())) else _wrapped(copied, strategy, self._options)

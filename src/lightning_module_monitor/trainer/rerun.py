@@ -16,7 +16,7 @@ from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.lightning_packages import LightningModule
-from lightning_module_monitor.model.compiled import Uncompiled
+from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.copies import independent_copy
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors, with_tensors
@@ -159,7 +159,7 @@ class StepRerun:
 
     def _run(self, sibling: LightningModule, kept: _Kept) -> Tensor | None:
         """Run a micro-batch uncompiled; returns its loss."""
-        with unchanged_random_states(self._model.device), Uncompiled():
+        with unchanged_random_states(self._model.device), OriginalCode():
             kept.random_states.restore()
             output = run_training_step(sibling, self._model.trainer, kept.batch, kept.batch_idx)
         loss = output.get("loss") if isinstance(output, dict) else output
