@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.controller import Prepared, RunController, prepare
 from lightning_module_monitor.trainer.run import Run, RunResults
 from lightning_module_monitor.trainer.step import StepController
-from lightning_module_monitor.trainer.summary import described
+from lightning_module_monitor.trainer.summary import description_of
 
 
 @dataclass
@@ -113,6 +114,9 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         dry_run: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
+        parameters = inspect.signature(ModuleMonitorCallback.__init__).parameters
+        # None, the null of YAML, stands for the default.
+        arguments |= {name: parameters[name].default for name, value in arguments.items() if value is None}
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
         self._prepared: Prepared | ConfigError
         """The parsed options and the monitor, or the error in the options, which ``setup`` raises.
@@ -169,7 +173,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         if isinstance(self._prepared, ConfigError):
             return Description(f"refused: {self._prepared}", (), ())
         results = self._latest.results
-        description = described(self._prepared.options, self._prepared.monitor, results)
+        description = description_of(self._prepared.options, self._prepared.monitor, results)
         if results is self._results:
             return description
         return description._replace(title=f"{description.title}, of a copy that was trained with")
