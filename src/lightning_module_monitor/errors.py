@@ -64,7 +64,7 @@ SYNONYMS = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence: the known name that is ``name`` but for capitals, has it as a synonym, or is most like it; a dot if none is near.
+    """The end of a sentence: the known name that is ``name`` but for capitals, has it as a synonym, or is most like it; else a dot.
 
     >>> nearest("Update", ["update_ratio", "update"]), nearest("sparsity", ["zero_fraction", "rms"]), nearest("entropy", ["rms"])
     ("; nearest: 'update'", "; nearest: 'zero_fraction'", '.')

@@ -134,8 +134,8 @@ def test_keys_that_do_not_occur_are_reported_with_the_nearest(  # noqa: PLR0917 
     [
         ({"exclude": ["model.2", "model.l"]}, "exclude 'model.l' matches none of 9 names; nearest: 'model.2'"),
         (
-            {"exclude": "model.2.bias", "rules": [Rule(kinds="parameter", statistics="norm", exclude=["model.2.bais", ".*0.bias"])]},
-            "rules[0].exclude 'model.2.bais' matches none of 9 names; nearest: 'model.2.bias'",
+            {"exclude": "model.2.bias", "rules": [Rule(kinds="parameter", statistics="norm", exclude=["model.2.biaz", ".*0.bias"])]},
+            "rules[0].exclude 'model.2.biaz' matches none of 9 names; nearest: 'model.2.bias'",
         ),
         ({"exclude": "zzz", "module": "model"}, "exclude 'zzz' matches none of 8 names; expected e.g. 'model', 'model.0', 'model.1'."),
     ],
@@ -166,14 +166,18 @@ def test_an_exclude_may_wait_for_states_of_optimizers(tmp_path: Path, caplog: py
 def test_null_is_the_default(tmp_path: Path) -> None:
     """Of every option, as YAML has it, in the callback and in a rule; an option without a default is still required."""
     options = [name for name in inspect.signature(ModuleMonitorCallback).parameters if name != "store"]
-    rule = {"kinds": "gradient", "statistics": "norm", **dict.fromkeys(("sites", "aggregate", "every_n_steps", "leaf_modules", "functions"))}
+    rule = {
+        "kinds": "gradient",
+        "statistics": "norm",
+        **dict.fromkeys(("sites", "aggregate", "every_n_steps", "leaf_modules", "functions")),
+    }
     callback = ModuleMonitorCallback(**{**dict.fromkeys(options), "rules": [rule], "store": False})
     fit(tmp_path, [callback])
     assert callback.last_record is not None
     assert {key for key in callback.last_record.values if key.startswith("gradient/")} == {
         f"gradient/model.{layer}.{name}/norm" for layer in (0, 2) for name in ("weight", "bias")
     }
-    with pytest.raises(ConfigError, match="capture.sites is empty"):
+    with pytest.raises(ConfigError, match=r"capture\.sites is empty"):
         ModuleMonitorCallback(capture={"sites": None, "steps": 0}).monitor  # noqa: B018  # the property raises
 
 

@@ -75,17 +75,18 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
         raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
     by_sort: dict[str, Sequence[Site]] = {"module": index.modules, "parameter": index.parameters}
     sorts = [sort for sort in by_sort if any(KINDS[kind].site == sort for kind in rule.kinds)]
-    what, sites = " and ".join(sorts), [site for sort in sorts for site in by_sort[sort]]
-    if not (any(KINDS[kind].of_states for kind in rule.kinds) or any(matches(site.aliases, rule.sites) for site in sites)):
-        patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in sites]
+    what, candidates = " and ".join(sorts), [site for sort in sorts for site in by_sort[sort]]
+    if not (any(KINDS[kind].of_states for kind in rule.kinds) or any(matches(site.aliases, rule.sites) for site in candidates)):
+        patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in candidates]
         near = next((end for end in (nearest_pattern(pattern, names) for pattern in patterns) if end != "."), or_examples(".", names))
-        raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(sites)} {what} names{near}")
+        raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(candidates)} {what} names{near}")
     types = [kind if isinstance(kind, str) else kind.__name__ for kind in rule.types or ()]
     options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": types}
     limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
     limits += ["leaf_modules"] if rule.leaf_modules else []
     if not limits:
-        why = f"none of {len(index.modules)} modules is a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+        layer = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+        why = f"none of {len(index.modules)} modules is {layer}"
         raise ConfigError(f"{rule.label}.kinds {', '.join(rule.kinds)}: {why}; expected another kind.")
     expected = "expected at least one site; loosen one of them"
     raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
@@ -149,9 +150,9 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
         where = " outside of compiled code" if index.whole is not index and KINDS[kind].site == "module" else ""
         reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}{where}.", logging.WARNING)
     if not (rule.is_optional or any(KINDS[kind].of_states for kind in rule.kinds)):  # names of states come later
-        sites = [*index.whole.modules, *index.whole.parameters]
-        report_unmatched(f"{rule.label}.sites", rule.sites, sites, reporter)
-        report_unmatched(f"{rule.label}.exclude", rule.exclude, [*sites, *index.whole.excluded], reporter)
+        known: list[Site] = [*index.whole.modules, *index.whole.parameters]
+        report_unmatched(f"{rule.label}.sites", rule.sites, known, reporter)
+        report_unmatched(f"{rule.label}.exclude", rule.exclude, [*known, *index.whole.excluded], reporter)
     if rcc_layers.OUTPUT not in rule.kinds:
         return
     with_weights = [site for site in index.modules if rcc_layers.has_own_weights(site.module) and is_picked(site, site.module, rule)]

@@ -107,7 +107,9 @@ class SinksController:
             SECONDS_PER_STEP: self._options.every_n_steps.by_clock is not None and run.is_fit,
         }
         figures = [name for name, is_measured in measured.items() if is_measured]
-        return self._run.planner.planned_keys(self._stages if stages is None else stages, figures=figures, context=[*CONTEXT] if run.is_fit else [])
+        return self._run.planner.planned_keys(
+            self._stages if stages is None else stages, figures=figures, context=[*CONTEXT] if run.is_fit else []
+        )
 
     def planned_histograms(self, stages: Sequence[str] | None = None) -> list[str]:
         """Every key of a histogram that is known before the first step, of all stages or of some."""
