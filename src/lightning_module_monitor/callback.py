@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,12 @@ from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.controller import Prepared, RunController, prepare
 from lightning_module_monitor.trainer.run import Run, RunResults
 from lightning_module_monitor.trainer.step import StepController
-from lightning_module_monitor.trainer.summary import described
+from lightning_module_monitor.trainer.summary import description_of
 
 
 @dataclass
 class _Latest:
-    """The results of the latest run of a callback or of its deep copies: some libraries train with copies of their callbacks."""
+    """The results of the latest run of a callback or of a deep copy of it: some libraries train with copies of their callbacks."""
 
     results: RunResults
 
@@ -113,6 +114,9 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         dry_run: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
+        parameters = inspect.signature(ModuleMonitorCallback.__init__).parameters
+        # None, the null of YAML, stands for the default.
+        arguments |= {name: parameters[name].default for name, value in arguments.items() if value is None}
         self._identity = ",".join(f"{name}={value}" for name, value in (("prefix", prefix), ("module", module)) if value)
         self._prepared: Prepared | ConfigError
         """The parsed options and the monitor, or the error in the options, which ``setup`` raises.
@@ -169,7 +173,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         if isinstance(self._prepared, ConfigError):
             return Description(f"refused: {self._prepared}", (), ())
         results = self._latest.results
-        description = described(self._prepared.options, self._prepared.monitor, results)
+        description = description_of(self._prepared.options, self._prepared.monitor, results)
         if results is self._results:
             return description
         return description._replace(title=f"{description.title}, of a copy that was trained with")
@@ -180,8 +184,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     def state_key(self) -> str:
         """Differs between callbacks of one Trainer.
 
-        Before the first setup that succeeds it is that of no other callback: a Trainer with two callbacks of one state key raises an
-        error that names no option, and ``setup`` raises one that names ``prefix``.
+        Before the first successful setup it is unique. A Trainer refuses two callbacks of one state key with an error that names no
+        option, whereas ``setup`` raises an error that names ``prefix``.
         """
         identity = self._identity if self._was_set_up else f"{self._identity} {id(self)}"
         return f"{type(self).__name__}[{identity}]" if identity else type(self).__name__
@@ -201,7 +205,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             self._run.note_checkpoint(checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the run, without the methods that Lightning binds to a callback (they refer to the model), and without other copies."""
+        """The state without the run, other copies, and the methods that Lightning binds to a callback, which refer to the model."""
         state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
         results = self._results.copied(self.state_dict())
         return state | {"_run": None, "_shared": (), "_results": results, "_latest": _Latest(results)}
@@ -215,7 +219,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         return copied
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Read the model's names and check the rules against them, before the first batch.
+        """Read the names of the model, and check the rules against them, before the first batch.
 
         Raises:
             ConfigError: If an option is wrong. The message names it, what was expected, and the nearest right one.
@@ -236,7 +240,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._was_set_up = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All layers exist now; parameters are those that will be trained."""
+        """All layers exist now, and the parameters are those to be trained."""
         if self._run is not None:
             self._run.observe()
 
@@ -255,7 +259,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._run = None
 
     def _notify(self, name: str, event: Callable[..., None], *args: object, also_idle: bool = False) -> None:
-        """Notify the controller of the steps. An error of the monitor ends the monitoring of this step, not the run."""
+        """Notify the controller of the steps. An error ends the monitoring of this step, and the run only under ``on_error: raise``."""
         steps = None if self._run is None else self._run.steps
         if steps is None or (steps.is_idle and not also_idle):
             return
@@ -279,8 +283,11 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._notify("on_after_backward", StepController.end_backward)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Gradients are complete, not clipped, and unscaled unless the optimizer unscales them itself; parameters have not moved."""
-        self._notify("on_before_optimizer_step", StepController.before_clipping, optimizer)
+        """Gradients are complete, and unscaled unless the optimizer unscales them itself; parameters have not moved.
+
+        Lightning clips the gradients afterwards. Under manual optimization the module may have clipped them already.
+        """
+        self._notify("on_before_optimizer_step", StepController.before_optimizer_step, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int) -> None:
         """The micro-batch is over; the last micro-batch of a step ends the step."""

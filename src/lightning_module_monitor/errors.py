@@ -64,13 +64,13 @@ SYNONYMS = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence: the known name that has ``name`` as a synonym, or else is most like it, capitals aside; a dot if none is near.
+    """The end of a sentence: the known name that is ``name`` but for capitals, has it as a synonym, or is most like it; else a dot.
 
-    >>> nearest("RMS", ["zero_fraction", "rms"]), nearest("sparsity", ["zero_fraction", "rms"]), nearest("entropy", ["rms"])
-    ("; nearest: 'rms'", "; nearest: 'zero_fraction'", '.')
+    >>> nearest("Update", ["update_ratio", "update"]), nearest("sparsity", ["zero_fraction", "rms"]), nearest("entropy", ["rms"])
+    ("; nearest: 'update'", "; nearest: 'zero_fraction'", '.')
     """
     by_lower_case = {name.lower(): name for name in known}
-    match = _near(name.lower(), by_lower_case)
+    match = name.lower() if name.lower() in by_lower_case else _near(name.lower(), by_lower_case)
     return "." if match is None else f"; nearest: {by_lower_case[match]!r}"
 
 

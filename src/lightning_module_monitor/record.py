@@ -207,9 +207,9 @@ class Key(NamedTuple):
         Raises:
             ValueError: If it has more than three parts, or one that a logger would not take.
         """
-        parts = text.split("/")
-        if len(parts) > 3 or any(not part or fit_for_loggers(part) != part for part in parts):
-            fit = "/".join(map(fit_for_loggers, parts[:3]))
+        parts = text.split("/") if isinstance(text, str) else []
+        if not 1 <= len(parts) <= 3 or any(not part or fit_for_loggers(part) != part for part in parts):
+            fit = "/".join(map(fit_for_loggers, parts[:3])) or "own/value"
             raise ValueError(f"key {text!r} does not fit; expected at most three parts of letters, digits, '_', '-' and '.', e.g. {fit!r}.")
         return cls.parse(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,61 @@ def test_keys_that_do_not_occur_are_reported_with_the_nearest(  # noqa: PLR0917 
     assert message.startswith(start)
     assert message.endswith(end)
     assert near in message
+
+
+# Names that an exclude does not match
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exclude": ["model.2", "model.l"]}, "exclude 'model.l' matches none of 9 names; nearest: 'model.2'"),
+        (
+            {"exclude": "model.2.bias", "rules": [Rule(kinds="parameter", statistics="norm", exclude=["model.2.biaz", ".*0.bias"])]},
+            "rules[0].exclude 'model.2.biaz' matches none of 9 names; nearest: 'model.2.bias'",
+        ),
+        ({"exclude": "zzz", "module": "model"}, "exclude 'zzz' matches none of 8 names; expected e.g. 'model', 'model.0', 'model.1'."),
+    ],
+)
+def test_an_exclude_that_matches_nothing_is_reported(
+    options: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once in two fits, with the nearest name, excluded or not; a pattern that matches an excluded name is right."""
+    callback, module = ModuleMonitorCallback(1, store=False, **options), Tiny()
+
+    def run() -> None:
+        for _ in range(2):
+            trainer(tmp_path, [callback], max_epochs=1).fit(module, loader(), loader(2))
+
+    assert warnings_of(caplog, run) == [message]
+
+
+def test_an_exclude_may_wait_for_states_of_optimizers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their names are known after the first step."""
+    rules = [Rule(kinds="optimizer_state", statistics="norm", exclude=".*momentum_buffer")]
+    callback = ModuleMonitorCallback(1, rules=rules, exclude=".*bias.exp_avg", store=False)
+    assert not any("matches none" in message for message in warnings_of(caplog, lambda: fit(tmp_path, [callback])))
+
+
+# Null
+
+
+def test_null_is_the_default(tmp_path: Path) -> None:
+    """Of every option, as YAML has it, in the callback and in a rule; an option without a default is still required."""
+    options = [name for name in inspect.signature(ModuleMonitorCallback).parameters if name != "store"]
+    rule = {
+        "kinds": "gradient",
+        "statistics": "norm",
+        **dict.fromkeys(("sites", "aggregate", "every_n_steps", "leaf_modules", "functions")),
+    }
+    callback = ModuleMonitorCallback(**{**dict.fromkeys(options), "rules": [rule], "store": False})
+    fit(tmp_path, [callback])
+    assert callback.last_record is not None
+    assert {key for key in callback.last_record.values if key.startswith("gradient/")} == {
+        f"gradient/model.{layer}.{name}/norm" for layer in (0, 2) for name in ("weight", "bias")
+    }
+    with pytest.raises(ConfigError, match=r"capture\.sites is empty"):
+        ModuleMonitorCallback(capture={"sites": None, "steps": 0}).monitor  # noqa: B018  # the property raises
 
 
 # A detector without anything to judge

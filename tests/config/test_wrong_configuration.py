@@ -82,7 +82,7 @@ def refusal(root: Path, make: Callable[[], list[Callback]], model: Callable[[], 
 # Wrong values, and what the message must hold: the value, what was expected, the nearest right name.
 
 STATISTICS = "expected mean, std, var, skewness, kurtosis, norm, rms, min, max, abs_mean, abs_max, zero_fraction, nonfinite_count"
-SCHEDULES = "expected a number of steps, a list of steps, 'log', {minutes: 5}, or a function of the step"
+SCHEDULES = "expected a whole number of steps, a list of steps, 'log', {minutes: 5}, or a function of the step"
 IN_A_KEY = "cannot stand in a key; expected at most 40 letters, digits"
 
 WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
@@ -91,6 +91,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         ("rules[0].kinds 'activations'", "expected activation, activation_gradient", "nearest: 'activation'"),
     ),
     "second kind": (rule(kinds=["activation", "gradients"]), ("'gradients'", "nearest: 'gradient'")),
+    **{f"kind {kind}": (rule(kinds=kind), (f"{kind!r}", f"nearest: '{kind.lower()}'")) for kind in ("Gradient", "Activation", "PARAMETER")},
     "no kind": (rule(kinds=[]), ("rules[0].kinds is empty", "expected at least one of activation")),
     "second rule": (
         {"rules": [*rule()["rules"], *rule(kinds="udpate", statistics="norm")["rules"]]},
@@ -237,9 +238,9 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
         {"capture": {"sites": "model", "steps": "often"}},
         ("capture.steps lists 'often'", "expected step numbers"),
     ),
-    "cadence of a rule": (rule(every_n_steps=0), ("rules[0].every_n_steps is 0", "expected a number of steps >= 1")),
-    "every 0 steps": ({"every_n_steps": 0}, ("every_n_steps is 0", "expected a number of steps >= 1")),
-    "every -5 steps": ({"every_n_steps": -5}, ("every_n_steps is -5", "expected a number of steps >= 1")),
+    "cadence of a rule": (rule(every_n_steps=0), ("rules[0].every_n_steps is 0", "expected a whole number of steps >= 1")),
+    "every 0 steps": ({"every_n_steps": 0}, ("every_n_steps is 0", "expected a whole number of steps >= 1")),
+    "every -5 steps": ({"every_n_steps": -5}, ("every_n_steps is -5", "expected a whole number of steps >= 1")),
     "every 'every' steps": ({"every_n_steps": "every"}, ("every_n_steps is 'every'", SCHEDULES)),
     "every 1.5 steps": ({"every_n_steps": 1.5}, ("every_n_steps is 1.5", SCHEDULES)),
     "every True steps": ({"every_n_steps": True}, ("every_n_steps is True", SCHEDULES)),
@@ -248,7 +249,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "every hour": ({"every_n_steps": {"hours": 1}}, ("every_n_steps has the unit 'hours'; expected minutes, e.g. {minutes: 5}",)),
     "cadence of a rule by the clock": (
         rule(every_n_steps={"minutes": 5}),
-        ("rules[0].every_n_steps is {'minutes': 5", "expected a number of steps, a list of steps, 'log', or a function"),
+        ("rules[0].every_n_steps is {'minutes': 5", "expected a whole number of steps, a list of steps, 'log', or a function"),
     ),
     "no steps": ({"every_n_steps": []}, ("every_n_steps is an empty list", "expected at least one step")),
     "a negative step": ({"every_n_steps": [0, -2]}, ("every_n_steps lists -2", "expected step numbers >= 0")),
@@ -280,7 +281,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     ),
     "capture of a site": (
         {"capture": {"sites": "modle.0", "steps": [0]}},
-        ("capture.sites 'modle.0' matches none of 5 module names; nearest: 'model.0'",),
+        ("capture.sites 'modle.0' matches none of 9 module and parameter names; nearest: 'model.0'",),
     ),
     "capture of a parameter": (
         {"capture": {"sites": "model.0.wieght", "steps": [0], "kinds": "parameter"}},

@@ -80,7 +80,7 @@ def test_capture_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixtur
             ("gradient", "model.layers.3.bias"),
         ]
     ]
-    assert any(message.endswith("Raw tensors of 1 modules, 2 parameters.") for message in caplog.messages)
+    assert any(message.endswith("Raw tensors of 1 module, 2 parameters.") for message in caplog.messages)
     assert callback.last_record is not None
     assert callback.last_record.tensors == ()  # they may be large, and the callback lives on
 
@@ -104,7 +104,7 @@ def test_a_dry_run_says_what_would_be_captured(tmp_path: Path, capsys: pytest.Ca
     trainer(tmp_path, [callback], max_steps=2).fit(Classifier("mlp"), loader(), loader(8))
     # 6 x 16 weights and 16 biases of 4 bytes, themselves and their gradients.
     assert (
-        "raw tensors beside the store (activation: 1 sites, activation_gradient: 1 sites, parameter: 2 sites, gradient: 2 sites): "
+        "raw tensors beside the store (activation: 1 site, activation_gradient: 1 site, parameter: 2 sites, gradient: 2 sites): "
         "896 B a step of parameters" in capsys.readouterr().out
     )
     assert not list(tmp_path.rglob("*.h5"))

@@ -178,13 +178,13 @@ def test_callback_metrics_cannot_be_histograms(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Keys and bytes before they are paid: 22 histograms of 264 counts of 8 bytes, and 11 numbers."""
+    """Keys and bytes before they are paid: 22 histograms of 264 counts of 8 bytes, 11 numbers, and 6 of the context."""
     callback = ModuleMonitorCallback(1, rules=RULES, dry_run=True)
     fit(tmp_path, [callback], max_steps=2)
     printed = capsys.readouterr().out
     assert "activation: 5 sites x 2 (hist, rms)" in printed
-    assert "  33 keys; a table of" in printed
-    assert f"2 monitored steps in max_steps=2: at most {2 * (11 + 22 * 264) * 8 / 1024:.3g} KiB of store" in printed
+    assert "  33 keys and 6 context keys; a table of" in printed
+    assert f"2 monitored steps in max_steps=2: at most {2 * (17 + 22 * 264) * 8 / 1024:.3g} KiB of store" in printed
 
 
 def test_a_dry_run_counts_the_fine_bins_of_quantiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,10 +192,10 @@ def test_a_dry_run_counts_the_fine_bins_of_quantiles(tmp_path: Path, capsys: pyt
     rules = [Rule(kinds="parameter", statistics="p99", sites=".*weight")]
     fit(tmp_path, [ModuleMonitorCallback(1, rules=rules, dry_run=True)], max_steps=2)
     printed = capsys.readouterr().out
-    size = re.search(r"  3 keys; a table of ([0-9.]+) KiB to copy", printed)
+    size = re.search(r"  3 keys and 6 context keys; a table of ([0-9.]+) KiB to copy", printed)
     assert size is not None
     assert float(size[1]) * 1024 / 2 == pytest.approx(35_700, rel=0.01)
-    assert f"2 monitored steps in max_steps=2: at most {2 * 3 * 8} B of store" in printed
+    assert f"2 monitored steps in max_steps=2: at most {2 * 9 * 8} B of store" in printed
 
 
 def test_hist_is_a_name_like_any_other() -> None:

@@ -1,4 +1,4 @@
-"""Networks of the package mup in a Trainer: mup sets attributes on parameters, and a copy of the network needs them, too."""
+"""Networks of the package mup in a Trainer. mup sets attributes on parameters, which a copy of the network needs, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIFFERENCES = Rule(kinds=["activation_difference", "parameter_difference"], stat
 
 
 def run(optimizer: Literal["sgd", "adam"], folder: Path, callbacks: list[Any]) -> tuple[KeepLosses, dict[str, Tensor]]:
-    """Train two steps; returns the losses and the final weights."""
+    """Train for two steps; return the losses and the weights."""
     seed()
     live, keep = MicrosoftMlp(256, optimizer), KeepLosses()
     trainer(folder, [*callbacks, keep], max_steps=2).fit(live)
@@ -28,7 +28,7 @@ def run(optimizer: Literal["sgd", "adam"], folder: Path, callbacks: list[Any]) -
 @pytest.mark.parametrize("module", [None, "net"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_reference_of_a_network_of_mup(optimizer: Literal["sgd", "adam"], module: str | None, tmp_path: Path) -> None:
-    """All differences are zero at step 0 only, training is bit-identical, and the check covers all layers."""
+    """Differences from the reference are zero at step 0 and not later; training is bit-identical; the check skips no call."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", rcc=True, module=module, on_error="raise")
     records = KeepRecords(callback)
     plain, weights = run(optimizer, tmp_path, [])

@@ -431,7 +431,15 @@ def test_the_roll_up_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         with_roll_ups(tmp_path)
     messages = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
     assert len(messages) == 1
-    assert messages[0].endswith("Loggers get roll-ups, as these are more than max_logged_keys=5.")
+    assert messages[0].endswith("Loggers get roll-ups, as the keys are more than max_logged_keys=5.")
+
+
+def test_no_roll_up_is_announced_without_a_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody gets them."""
+    with caplog.at_level(logging.INFO, logger=NAME):
+        fit(tmp_path, [ModuleMonitorCallback(1, store=False, max_logged_keys=1)], logger=False)
+    [message] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
+    assert "roll-ups" not in message
 
 
 class Still(Tiny):

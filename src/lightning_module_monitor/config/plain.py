@@ -31,11 +31,16 @@ def plain(value: Any) -> Any:  # noqa: ANN401  # any value of any option
 
 @dataclasses.dataclass(frozen=True)  # jsonargparse takes a mapping for a dataclass only if all its bases are dataclasses
 class PlainFields:
-    """Base of dataclasses whose fields hold plain containers."""
+    """Base of dataclasses whose fields hold plain containers. ``None``, the ``null`` of YAML, stands for the default of a field."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+            value = plain(getattr(self, field.name))
+            if value is None and field.default is not dataclasses.MISSING:
+                value = field.default
+            elif value is None and field.default_factory is not dataclasses.MISSING:
+                value = field.default_factory()
+            object.__setattr__(self, field.name, value)
 
 
 def any_hints(options: type[OptionsT]) -> type[OptionsT]:

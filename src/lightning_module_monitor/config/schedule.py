@@ -106,7 +106,7 @@ def parse_schedule(value: object, label: str, *, may_be_by_clock: bool = False) 
         return ParsedSchedule("log")
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
-            raise ConfigError(f"{label} is {value}; expected a number of steps >= 1. Use 1 to monitor every step.")
+            raise ConfigError(f"{label} is {value}; expected a whole number of steps >= 1. Use 1 to monitor every step.")
         return ParsedSchedule(value)
     if isinstance(value, dict) and may_be_by_clock:
         return ParsedSchedule(_parse_minutes(value, label))
@@ -120,7 +120,7 @@ def parse_schedule(value: object, label: str, *, may_be_by_clock: bool = False) 
     if callable(value):
         return ParsedSchedule(value)
     clock = "{minutes: 5}, " if may_be_by_clock else ""
-    raise ConfigError(f"{label} is {value!r}; expected a number of steps, a list of steps, 'log', {clock}or a function of the step.")
+    raise ConfigError(f"{label} is {value!r}; expected a whole number of steps, a list of steps, 'log', {clock}or a function of the step.")
 
 
 def _parse_minutes(value: dict[object, object], label: str) -> MinutesSchedule:

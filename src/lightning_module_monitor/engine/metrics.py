@@ -11,7 +11,7 @@ from lightning_module_monitor.config.rules import Rule
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import beginning_with
-from lightning_module_monitor.record import BATCH_SIZE, CONTEXT_KIND, STEP_SKIPPED, TRAIN, Key, Record
+from lightning_module_monitor.record import BATCH_SIZE, CONTEXT_KIND, STEP_SKIPPED, TRAIN, Key
 from lightning_module_monitor.sinks.recent_records import StorageManager
 
 Function = Callable[[Tensor], Any]
@@ -108,7 +108,8 @@ class MetricMethods:
 
         Args:
             key: At most three parts, ``kind/site/name``, of letters, digits, ``_``, ``-`` and ``.``.
-            value: A number, or a tensor on any device, which is not read before the step ends.
+            value: A number, or a tensor on any device, which is not read before the step ends. Anything else is recorded as NaN, and
+                reported as ``on_error`` asks.
             aggregation_fn: Function of the concatenated values; the default is their mean.
             force: In a step that is not monitored, record it at once all the same.
 
@@ -125,8 +126,7 @@ class MetricMethods:
             engine.add(engine.observing_step, parts.kind, parts.statistic, value, aggregation_fn or "mean", site=parts.site)
         elif force:
             last = self.storage.last_step()
-            number = float(value)
-            self.storage.add(Record(0 if last is None else last, {parts._replace(stage=TRAIN).format(): number}))
+            engine.add_at_once(0 if last is None else last, parts._replace(stage=TRAIN).format(), value)
 
     def log_scalars(self, monitor_dict: Mapping[str, float | Tensor], force: bool = False) -> None:
         """Record several values; see :meth:`log_scalar`."""
@@ -135,7 +135,7 @@ class MetricMethods:
 
     def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: Callable[[Tensor], Any] | None = None) -> None:
         """Record the mean of a tensor's elements, or what a function makes of those of the whole step; see :meth:`log_scalar`."""
-        self.log_scalar(key, tensor.clone(), aggregation_fn)
+        self.log_scalar(key, tensor.clone() if isinstance(tensor, Tensor) else tensor, aggregation_fn)
 
     def _add_metric(
         self, kinds: tuple[str, ...], name: str, function: Callable[..., Any] | None, regex: str, aggregation: Function | None

@@ -14,7 +14,6 @@ from lightning_module_monitor.config.rules import Rule
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import RanksLostError
-from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.probes.base import ErrorReporter, Gate, unchanged_grad_mode
@@ -85,7 +84,8 @@ class StepEngine:
         try:
             return self.recipe.due(step)
         except Exception as error:
-            self._reporter.report(f"every_n_steps failed at step {step} ({type(error).__name__}: {error}).", error, "every_n_steps")
+            message = f"every_n_steps failed at step {step} ({type(error).__name__}: {error}): no rule is due in such a step."
+            self._reporter.report(message, error, "every_n_steps", is_counted=False)
             return ActiveRules((), gradient_flow=False, gradient_noise=False) if self.recipe.is_captured(step) else None
 
     # A step
@@ -113,8 +113,15 @@ class StepEngine:
     def add(self, context: StepContext, kind: str, name: str, value: Tensor | float, aggregate: Aggregate, *, site: str = "") -> None:
         """Add a value that no probe observes to a step; a tensor is not read before the step ends."""
         stream = self.model.stream_of_value(kind, name, aggregate, site=site, stage=context.stage)
-        value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
-        context.accumulator.add_result(stream, name, value, size)
+        context.accumulator.add_value(stream, name, value)
+
+    def add_at_once(self, step: int, key: str, value: Tensor | float) -> None:
+        """Record a value in a step that is not monitored; what is no number is reported, and not recorded."""
+        try:
+            self._storage.add(Record(step, {key: float(value)}))
+        except Exception as error:
+            message = f"The value of {key!r} could not be recorded ({type(error).__name__}: {error})."
+            self._reporter.report(message, error, is_counted=False)
 
     def end_step(self) -> Record | None:
         """End the step: hooks off, one transfer, values finished; returns the record, if the step was monitored."""

@@ -211,6 +211,9 @@ class ModelIndex:
         names_of_compiled = {format_name(raw) for raw, module in root.named_modules() if module in compiled.outermost}
         self.modules = [replace(site, is_compiled=not names_of_compiled.isdisjoint(site.aliases)) for site in outside]
         self.parameters = [site for site in parameters if _is_within(site, within) and not is_excluded(site, exclude)]
+        sites: list[Site] = [*modules, *parameters]
+        self.excluded = [site for site in sites if _is_within(site, within) and is_excluded(site, exclude)]
+        """The modules and parameters that ``exclude`` leaves out."""
         if modules and not selected:
             patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
             raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")

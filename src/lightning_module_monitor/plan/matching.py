@@ -73,32 +73,32 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     if never_run:
         expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
         raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
-    what = "module" if any(KINDS[kind].site == "module" for kind in rule.kinds) else "parameter"
-    sites: Sequence[Site] = index.modules if what == "module" else index.parameters
-    if not (any(KINDS[kind].of_states for kind in rule.kinds) or any(matches(site.aliases, rule.sites) for site in sites)):
-        patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in sites]
+    by_sort: dict[str, Sequence[Site]] = {"module": index.modules, "parameter": index.parameters}
+    sorts = [sort for sort in by_sort if any(KINDS[kind].site == sort for kind in rule.kinds)]
+    what, candidates = " and ".join(sorts), [site for sort in sorts for site in by_sort[sort]]
+    if not (any(KINDS[kind].of_states for kind in rule.kinds) or any(matches(site.aliases, rule.sites) for site in candidates)):
+        patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in candidates]
         near = next((end for end in (nearest_pattern(pattern, names) for pattern in patterns) if end != "."), or_examples(".", names))
-        raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(sites)} {what} names{near}")
+        raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(candidates)} {what} names{near}")
     types = [kind if isinstance(kind, str) else kind.__name__ for kind in rule.types or ()]
     options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": types}
     limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
     limits += ["leaf_modules"] if rule.leaf_modules else []
     if not limits:
-        why = f"none of {len(sites)} modules is a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+        layer = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
+        why = f"none of {len(index.modules)} modules is {layer}"
         raise ConfigError(f"{rule.label}.kinds {', '.join(rule.kinds)}: {why}; expected another kind.")
     expected = "expected at least one site; loosen one of them"
     raise ConfigError(f"{rule.label}: {' and '.join(limits)} leave nothing of the {what} names that its sites match; {expected}.")
 
 
-def idle_patterns(rule: ParsedRule, index: ModelIndex) -> list[str]:
-    """For each pattern of a rule's sites that matches no name, not even of a state, the end of a sentence, with the nearest name."""
-    if any(KINDS[kind].of_states for kind in rule.kinds):
-        return []  # names of states come later
-    sites: list[Site] = [*index.modules, *index.parameters]
-    idle = [pattern for pattern in rule.sites if not any(matches(site.aliases, (pattern,)) for site in sites)]
+def report_unmatched(option: str, patterns: Iterable[re.Pattern[str]], sites: Sequence[Site], reporter: ErrorReporter) -> None:
+    """Warn of each pattern of an option that matches none of the names of some sites, with the nearest name."""
     names = [site.name for site in sites]
-    ends = {pattern.pattern: or_examples(nearest_pattern(pattern.pattern, names), names) for pattern in idle}
-    return [f"{pattern!r} matches none of {len(names)} names{end}" for pattern, end in ends.items()]
+    for pattern in patterns:
+        if not any(matches(site.aliases, (pattern,)) for site in sites):
+            near = or_examples(nearest_pattern(pattern.pattern, names), names)
+            reporter.log_once(f"{option} {pattern.pattern!r} matches none of {len(names)} names{near}", logging.WARNING)
 
 
 def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:
@@ -149,8 +149,10 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
     for kind in () if rule.is_optional else idle_kinds(rule, index):
         where = " outside of compiled code" if index.whole is not index and KINDS[kind].site == "module" else ""
         reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}{where}.", logging.WARNING)
-    for pattern in () if rule.is_optional else idle_patterns(rule, index.whole):
-        reporter.log_once(f"{rule.label}.sites {pattern}", logging.WARNING)
+    if not (rule.is_optional or any(KINDS[kind].of_states for kind in rule.kinds)):  # names of states come later
+        known: list[Site] = [*index.whole.modules, *index.whole.parameters]
+        report_unmatched(f"{rule.label}.sites", rule.sites, known, reporter)
+        report_unmatched(f"{rule.label}.exclude", rule.exclude, [*known, *index.whole.excluded], reporter)
     if rcc_layers.OUTPUT not in rule.kinds:
         return
     with_weights = [site for site in index.modules if rcc_layers.has_own_weights(site.module) and is_picked(site, site.module, rule)]

@@ -15,7 +15,7 @@ from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite
-from lightning_module_monitor.plan.matching import check_rule, compiled_in_words, idle_kinds, layer_sites, matching
+from lightning_module_monitor.plan.matching import check_rule, compiled_in_words, idle_kinds, layer_sites, matching, report_unmatched
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.plan.states import StateRules
@@ -63,6 +63,9 @@ class Planner:
         for rule in recipe.rules:
             check_rule(rule, index, reporter, shares_input=shares_input)
             check_per_module(rule, index)
+        if not any(KINDS[kind].of_states for rule in recipe.rules for kind in rule.kinds):  # names of states come later
+            whole = index.whole
+            report_unmatched("exclude", recipe.exclude, [*whole.modules, *whole.parameters, *whole.excluded], reporter)
         for capture in recipe.captures:
             idle_kinds(capture, index)
         if recipe.gradient_noise is not None:

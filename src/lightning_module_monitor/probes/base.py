@@ -141,11 +141,18 @@ class ErrorReporter:
 
     def of_stream(self, stream: Stream, name: str, tensor: str, error: Exception) -> None:
         """Report a statistic or function that failed; ``tensor`` describes what it was computed from."""
-        message = f"{stream.kind} {stream.site!r}, {tensor}: {name} failed with {type(error).__name__}: {error}"
+        where = f"{stream.kind} {stream.site!r}" if stream.site else stream.keys.get(name, stream.kind)
+        message = f"{where}, {tensor}: {name} failed with {type(error).__name__}: {error}"
         self.report(f"{message}. It is recorded as NaN.", error, f"{stream.kind} {name} {type(error).__name__}")
 
-    def report(self, message: str, error: Exception, once: str = "") -> None:
-        """Report an error that is counted elsewhere; ``once`` is what is reported once, by default the message itself.
+    def report(self, message: str, error: Exception, once: str = "", *, is_counted: bool = True) -> None:
+        """Report an error.
+
+        Args:
+            message: A sentence.
+            error: The error.
+            once: What is reported once, by default the message itself.
+            is_counted: Whether it is counted elsewhere: an error outside of an open step has no record.
 
         Raises:
             MonitorError: If errors are to be raised.
@@ -154,7 +161,7 @@ class ErrorReporter:
             raise MonitorError(message) from error
         if (once or message) not in self._reported:
             self._reported.add(once or message)
-            self._logger.warning("%s Logged once; monitor/errors counts them.", message)
+            self._logger.warning("%s Logged once%s.", message, "; monitor/errors counts them" if is_counted else "")
 
     def count(self, what: str, once: str, error: Exception, accumulator: StepAccumulator) -> None:
         """Report and count an error that costs some values of a step.

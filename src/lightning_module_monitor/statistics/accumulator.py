@@ -18,7 +18,7 @@ from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins
-from lightning_module_monitor.kernels.elements import in_words, strided, to_host
+from lightning_module_monitor.kernels.elements import in_words, plain, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import widest
@@ -236,6 +236,15 @@ class StepAccumulator:
         entry = self._results.get(key) or (stream, name, Results(stream.values[name].aggregate))
         entry[2].add(result, num_elements)
         self._results[key] = entry
+
+    def add_value(self, stream: Stream, name: str, value: Tensor | float) -> None:
+        """Take a value that no probe observes; what is neither a real tensor nor a number is recorded as NaN, and reported."""
+        try:
+            value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
+            self.add_result(stream, name, value, size)
+        except Exception as error:
+            is_wrong_type = isinstance(error, TypeError)
+            self._fail(stream, name, in_words(value), TypeError("expected a real tensor or a number") if is_wrong_type else error)
 
     def drop_overwriting(self, logged: Collection[Stream]) -> list[str]:
         """Discard logged values whose keys are measured as well; returns the keys."""

@@ -66,10 +66,11 @@ class MonitoredStep:
         """Whether the gradients of an optimizer were not zero at the begin of every backward pass."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers used."""
-        is_automatic, scaler = run.module.automatic_optimization, scaler_of(run.trainer)
+        self.tracker: OptimizerTracker | DeepSpeedTracker
         if is_a(run.trainer.strategy, "DeepSpeedStrategy"):
-            self.tracker: OptimizerTracker = DeepSpeedTracker(run.monitor, run.trainer.strategy.model, [], is_automatic, scaler, fail)
+            self.tracker = DeepSpeedTracker(run.monitor, run.trainer.strategy.model)
         else:
+            is_automatic, scaler = run.module.automatic_optimization, scaler_of(run.trainer)
             self.tracker = OptimizerTracker(run.monitor, run.module, self._optimizers, is_automatic, scaler, fail)
 
     @torch.no_grad()
@@ -102,9 +103,9 @@ class MonitoredStep:
             is_stale = 0.0 if gradient is None else (gradient != 0).any().float()
             self._stale[optimizer] = self._stale[optimizer] * is_stale if optimizer in self._stale else is_stale
 
-    def before_clipping(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are complete and not clipped."""
-        self.tracker.before_clipping(optimizer)
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The gradients of an optimizer are complete; under automatic optimization they are not clipped yet."""
+        self.tracker.before_step(optimizer)
         self._observe_rates(optimizer)
 
     def _observe_rates(self, optimizer: Optimizer) -> None:

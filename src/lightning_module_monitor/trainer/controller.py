@@ -17,7 +17,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.blocks import block_rules, blocks_of
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.probes.base import ErrorReporter
-from lightning_module_monitor.record import ROOT_SITE, Record, is_context
+from lightning_module_monitor.record import ROOT_SITE, TRAIN, Record, is_context
 from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.health import HealthController
@@ -26,7 +26,7 @@ from lightning_module_monitor.trainer.reference_controller import ReferenceOrigi
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.sinks import SinksController
 from lightning_module_monitor.trainer.step import StepController
-from lightning_module_monitor.trainer.summary import dry_run, summary
+from lightning_module_monitor.trainer.summary import dry_run_text, line_of_fit
 
 
 class Prepared(NamedTuple):
@@ -116,13 +116,21 @@ class RunController:
                 reference, self._origin = self._origin.make(), None
             if not options.dry_run:
                 run.engine.agree()
-            if run.trainer.is_global_zero and options.dry_run:
-                print(dry_run(run.planner, options.every_n_steps, run.trainer.max_steps))
-            elif run.trainer.is_global_zero:
-                limit = f"max_logged_keys={options.max_logged_keys}"
-                roll_ups = f" Loggers get roll-ups, as these are more than {limit}." if self._sinks.rolls_up() else ""
-                run.reporter.log_once(summary(run.planner, options.every_n_steps, roll_ups))
+            if run.trainer.is_global_zero:
+                self._describe_step()
         self.steps = StepController(run, health, self._sinks, reference)
+
+    def _describe_step(self) -> None:
+        """Log what a monitored step records, or print it in a dry run."""
+        run, options, sinks = self._run, self._run.options, self._sinks
+        keys, histograms = sinks.planned_keys([TRAIN]), sinks.planned_histograms([TRAIN])
+        if options.dry_run:
+            print(dry_run_text(run.planner, options.every_n_steps, run.trainer.max_steps, keys, histograms))
+            return
+        limit = f"max_logged_keys={options.max_logged_keys}"
+        has_roll_ups = bool(run.trainer.loggers) and sinks.rolls_up()
+        roll_ups = f" Loggers get roll-ups, as the keys are more than {limit}." if has_roll_ups else ""
+        run.reporter.log_once(line_of_fit(run.planner, options.every_n_steps, [*keys, *histograms], roll_ups))
 
     def _set_module(self) -> None:
         """Set the module to monitor; refuse patterns that match nothing in it, and keys that another callback has, too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,8 @@ class _FirstStep:
     """The parameters that are observed with the optimizer; ``None`` for all."""
     has_gradients: bool = False
     """Whether the gradients that the optimizer uses were observed."""
-    is_decided: bool = False
-    """Whether it is known if the optimizer steps, or a scaler skips its step."""
-    is_skipped: bool | Tensor = False
-    """Whether a scaler skips it: a tensor is not 0 then."""
+    is_skipped: bool | Tensor | None = None
+    """Whether a scaler skips the step: a tensor is not 0 then; ``None`` while it is not known."""
     is_over: bool = False
     """Whether the optimizer has stepped, or its step was skipped."""
 
@@ -43,8 +41,8 @@ class _FirstStep:
 class OptimizerTracker:
     """Notifies a monitor of parameters, gradients and updates at the right moment of each optimizer.
 
-    A parameter without optimizer is observed with the first optimizer that steps; a parameter whose optimizer does not step, at the
-    end of the training step. Only the first step of an optimizer is observed, and the first call of its closure (LBFGS).
+    Each optimizer is observed at its first step in a training step, and at the first call of its closure (LBFGS). A parameter that
+    no optimizer has is observed with the first optimizer that steps. A parameter whose optimizer does not step is observed at the end.
     """
 
     monitor: ModuleMonitor
@@ -52,7 +50,7 @@ class OptimizerTracker:
     module: nn.Module
     """The owner of the parameters."""
     optimizers: Sequence[Optimizer]
-    """All optimizers. They get hooks; a step that a ``GradScaler`` skips calls none, unless the optimizer itself skips it."""
+    """All optimizers. Their hooks are not called in a step that a ``GradScaler`` skips, unless the optimizer itself skips it."""
     is_automatic: bool
     """Whether Lightning steps every optimizer, and clips."""
     scaler: GradScaler | None
@@ -62,7 +60,7 @@ class OptimizerTracker:
     scale: Tensor | None = field(default=None, init=False)
     """The factor of the loss; shape ``()``."""
     first_steps: dict[Optimizer, _FirstStep] = field(default_factory=dict, init=False)
-    """The first step of each optimizer that stepped, or whose step was skipped."""
+    """The first step of each optimizer that has stepped, or whose step was skipped, in this training step."""
     _num_entered: Counter[Optimizer] = field(default_factory=Counter, init=False)
     """Number of running calls of ``step``: torch calls the hooks again for the ``step`` of a base class."""
     _hooks: HookSet = field(default_factory=HookSet, init=False)
@@ -79,23 +77,24 @@ class OptimizerTracker:
             self.scale = self.scaler.scale(torch.ones((), device=loss.device))
         self.monitor.begin_backward(self.scale)
 
-    def before_clipping(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are complete, not clipped, and unscaled unless the optimizer unscales them itself."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The gradients of an optimizer are complete, and unscaled unless the optimizer unscales them itself.
+
+        Lightning clips them afterwards. Under manual optimization the module may have clipped them already.
+        """
         if not self.monitor.is_monitoring():
             return
-        first = self.first_steps.get(optimizer)
-        if first is not None:
+        if optimizer in self.first_steps:
             # A second step. If no event of the first step has followed, the scaler has skipped the first step.
-            self._decide(optimizer, first, is_skipped=True)
+            self._note_skipped(optimizer, is_skipped=True)
             return
-        first = self.first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
+        first = self._begin_first_step(optimizer)
         scale = self.scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
         if self.is_automatic:
             self.monitor.monitor_gradients(before_clip=True, parameters=first.parameters, scale=scale)
         else:
-            # Clipping has already happened here. If the scaler skips the step, no further event follows.
+            # If the scaler skips the step, no further event follows.
             self._observe_gradients(first, scale)
-        self.monitor.monitor_parameters(first.parameters)
 
     def _enter_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Arrange to be notified when the gradients are final.
@@ -136,14 +135,11 @@ class OptimizerTracker:
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to use the gradients. Until its step ends, further calls of its closure are not observed."""
-        first = self.first_steps.get(optimizer)
-        if first is None:
-            # The module calls the optimizer itself, without Lightning's wrapper.
-            first = self.first_steps[optimizer] = _FirstStep(self._parameters_with(optimizer))
-            self.monitor.monitor_parameters(first.parameters)
+        # There is none yet if the module calls the optimizer itself, without Lightning's wrapper.
+        first = self.first_steps.get(optimizer) or self._begin_first_step(optimizer)
         # A GradScaler sets these two on an optimizer that unscales and skips by itself.
         self._observe_gradients(first, getattr(optimizer, "grad_scale", None))
-        self._decide(optimizer, first, is_skipped=getattr(optimizer, "found_inf", False))
+        self._note_skipped(optimizer, is_skipped=getattr(optimizer, "found_inf", False))
         self.monitor.engine.gate.close(self)
 
     def _after_update(self, optimizer: Optimizer) -> None:
@@ -153,17 +149,18 @@ class OptimizerTracker:
         # A further step has no update: no copy of the parameters was made before it.
         if not first.is_over:
             first.is_over = True
-            self.monitor.monitor_updates(first.parameters, is_skipped=first.is_skipped, optimizers=optimizer)
+            is_skipped = False if first.is_skipped is None else first.is_skipped
+            self.monitor.monitor_updates(first.parameters, is_skipped=is_skipped, optimizers=optimizer)
 
     def finish(self) -> None:
         """End the step: observe the parameters that no optimizer has moved."""
         self.close()
         for optimizer, first in self.first_steps.items():
             self._observe_gradients(first, None)
-            self._decide(optimizer, first, is_skipped=True)
+            self._note_skipped(optimizer, is_skipped=True)
         if self.scaler is not None and not self.first_steps:
             self.monitor.monitor_skipped_step(is_skipped=False)
-        rest = self._parameters_with(None)
+        rest = self._not_observed() if len(self.optimizers) > 1 or self.first_steps else None
         if rest is None or rest:
             self.monitor.monitor_parameters(rest)
             if self.is_automatic:
@@ -176,29 +173,38 @@ class OptimizerTracker:
         self.monitor.engine.gate.open(self)
         self._hooks.close()
 
+    def _begin_first_step(self, optimizer: Optimizer) -> _FirstStep:
+        parameters = None
+        if len(self.optimizers) > 1:
+            of_others = parameter_ids(other for other in self.optimizers if other is not optimizer) - parameter_ids([optimizer])
+            parameters = [parameter for parameter in self._not_observed() if id(parameter) not in of_others]
+        self.monitor.monitor_parameters(parameters)
+        first = self.first_steps[optimizer] = _FirstStep(parameters)
+        return first
+
+    def _not_observed(self) -> list[Tensor]:
+        """The parameters that were observed with no optimizer yet."""
+        observed = [first.parameters for first in self.first_steps.values()]
+        if None in observed:
+            return []
+        known = {id(parameter) for parameters in observed for parameter in parameters or ()}
+        return [parameter for parameter in self.module.parameters() if id(parameter) not in known]
+
     def _observe_gradients(self, first: _FirstStep, scale: Tensor | None) -> None:
         if not first.has_gradients:
             first.has_gradients = True
             self.monitor.monitor_gradients(parameters=first.parameters, scale=scale)
 
-    def _decide(self, optimizer: Optimizer, first: _FirstStep, *, is_skipped: bool | Tensor) -> None:
-        """Record whether the step is skipped. A tensor is not read here: if it is not 0, the parameters do not move."""
-        if first.is_decided:
+    def _note_skipped(self, optimizer: Optimizer, *, is_skipped: bool | Tensor) -> None:
+        """Note whether the first step is skipped, when it is known. A tensor is not read here: if it is not 0, the parameters stay."""
+        first = self.first_steps[optimizer]
+        if first.is_skipped is not None:
             return
-        first.is_decided, first.is_skipped, first.is_over = True, is_skipped, is_skipped is True
+        first.is_skipped, first.is_over = is_skipped, is_skipped is True
         if self.scaler is not None:
             self.monitor.monitor_skipped_step(is_skipped)
         if is_skipped is True:
             self.monitor.monitor_updates(first.parameters, is_skipped=True, optimizers=optimizer)
-
-    def _parameters_with(self, optimizer: Optimizer | None) -> list[Tensor] | None:
-        """The parameters to observe with an optimizer; without an optimizer, the parameters not observed yet. ``None`` for all."""
-        if len(self.optimizers) <= 1:
-            return None if optimizer is not None or not self.first_steps else []
-        not_now = {id(parameter) for first in self.first_steps.values() for parameter in first.parameters or ()}
-        if optimizer is not None:
-            not_now |= parameter_ids(other for other in self.optimizers if other is not optimizer) - parameter_ids([optimizer])
-        return [parameter for parameter in self.module.parameters() if id(parameter) not in not_now]
 
 
 def parameter_ids(optimizers: Iterable[Optimizer]) -> set[int]:
@@ -206,40 +212,49 @@ def parameter_ids(optimizers: Iterable[Optimizer]) -> set[int]:
     return {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
 
 
-@dataclass(eq=False)
-class DeepSpeedTracker(OptimizerTracker):
+class DeepSpeedTracker:
     """Notifies a monitor of parameters, gradients and updates of DeepSpeed's engine.
 
     The engine has no hooks, and a single optimizer with all parameters, whose step ends with the micro-batch.
     """
 
-    module: DeepSpeedEngine
-    """The engine. It zeroes the gradients itself, so that there are no first steps."""
-    _has_stepped: bool = field(default=False, init=False)
+    def __init__(self, monitor: ModuleMonitor, engine: DeepSpeedEngine) -> None:
+        self._monitor = monitor
+        self._engine = engine
+        self.scale: Tensor | None = None
+        """The factor of the loss; shape ``()``."""
+        self.first_steps: Mapping[Optimizer, object] = {}
+        """Always empty, as the engine zeroes the gradients."""
+        self._has_stepped = False
+
+    def attach(self) -> None:
+        """Register no hook."""
+
+    close = attach
 
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; under fp16 the engine scales it."""
-        if self.module.fp16_enabled():
-            self.scale = torch.tensor(float(self.module.optimizer.loss_scale), device=loss.device)
-        self.monitor.begin_backward(self.scale)
+        if self._engine.fp16_enabled():
+            self.scale = torch.tensor(float(self._engine.optimizer.loss_scale), device=loss.device)
+        self._monitor.begin_backward(self.scale)
 
-    def before_clipping(self, _optimizer: Optimizer) -> None:
+    def before_step(self, _optimizer: Optimizer) -> None:
         """The gradients are complete, and the engine is about to step."""
         # Reading needs collectives of training, which all ranks have to begin together.
         if not self._all_monitor():
             return
         self._has_stepped = True
-        self.monitor.monitor_gradients(before_clip=True, scale=self.scale)
-        self.monitor.monitor_gradients(scale=self.scale)
-        self.monitor.monitor_parameters()
+        self._monitor.monitor_gradients(before_clip=True, scale=self.scale)
+        self._monitor.monitor_gradients(scale=self.scale)
+        self._monitor.monitor_parameters()
 
     def finish(self) -> None:
         """End the step: the engine has moved the parameters, unless gradients overflowed."""
         if self._has_stepped and self._all_monitor():
-            is_skipped = not self.module.was_step_applied()
+            is_skipped = not self._engine.was_step_applied()
             if self.scale is not None:
-                self.monitor.monitor_skipped_step(is_skipped)
-            self.monitor.monitor_updates(is_skipped=is_skipped)
+                self._monitor.monitor_skipped_step(is_skipped)
+            self._monitor.monitor_updates(is_skipped=is_skipped)
 
     def _all_monitor(self) -> bool:
-        return least_of_all(self.monitor.is_monitoring(), self.monitor.engine.model.ranks) > 0
+        return least_of_all(self._monitor.is_monitoring(), self._monitor.engine.model.ranks) > 0

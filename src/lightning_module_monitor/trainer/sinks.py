@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,8 +96,8 @@ class SinksController:
 
     # Keys
 
-    def planned_keys(self) -> list[str]:
-        """Every key of a number that is known before the first step."""
+    def planned_keys(self, stages: Sequence[str] | None = None) -> list[str]:
+        """Every key of a number that is known before the first step, of all stages or of some."""
         run, scaler = self._run, strategy.scaler_of(self._trainer)
         measured = {
             STEP_SKIPPED: scaler is not None,
@@ -107,11 +107,13 @@ class SinksController:
             SECONDS_PER_STEP: self._options.every_n_steps.by_clock is not None and run.is_fit,
         }
         figures = [name for name, is_measured in measured.items() if is_measured]
-        return self._run.planner.planned_keys(self._stages, figures=figures, context=[*CONTEXT] if run.is_fit else [])
+        return self._run.planner.planned_keys(
+            self._stages if stages is None else stages, figures=figures, context=[*CONTEXT] if run.is_fit else []
+        )
 
-    def planned_histograms(self) -> list[str]:
-        """Every key of a histogram that is known before the first step."""
-        return self._run.planner.planned_histograms(self._stages)
+    def planned_histograms(self, stages: Sequence[str] | None = None) -> list[str]:
+        """Every key of a histogram that is known before the first step, of all stages or of some."""
+        return self._run.planner.planned_histograms(self._stages if stages is None else stages)
 
     def rolls_up(self) -> bool:
         """Whether loggers get roll-ups; by the plan and not by the record, so that a logger has the same columns at every step."""

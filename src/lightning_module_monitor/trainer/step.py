@@ -97,8 +97,8 @@ class StepController:
         self._monitor.end_backward()
         self._nonfinite.end_backward()
 
-    def before_clipping(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are complete and not clipped; a non-finite value raises if ``health.nonfinite`` is ``stop``."""
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """The gradients of an optimizer are complete; a non-finite value raises an error if ``health.nonfinite`` is ``stop``."""
         if self._trainer.fit_loop._should_accumulate():
             return  # DeepSpeed accumulates itself, and its optimizer is called for each micro-batch
         step = step_of(self._trainer)
@@ -109,7 +109,7 @@ class StepController:
             message = f"Step {step}, {finding.site}: {finding.words} Training ends here, as health.nonfinite is 'stop'."
             raise NonfiniteError(message)
         if self._monitored is not None:
-            self._monitored.before_clipping(optimizer)
+            self._monitored.before_step(optimizer)
 
     def end_batch(self) -> None:
         """A micro-batch is over; the last micro-batch of a step ends the step."""

@@ -1,8 +1,9 @@
-"""Texts about what is monitored: the line at the start of a fit, and the dry run."""
+"""Texts about what is monitored: the line at the start of a fit, the dry run, and the description of a callback."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 from lightning_module_monitor.config.rules import ParsedRule, as_tuple
 from lightning_module_monitor.config.schedule import ParsedSchedule
@@ -14,91 +15,127 @@ from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.matching import OF_WATCHES
+from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.probes.gradient_noise import VALUES as NOISE_VALUES
-from lightning_module_monitor.record import KINDS
+from lightning_module_monitor.record import KINDS, is_context
+from lightning_module_monitor.statistics.stream import Stream
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.run import RunResults
 
 BYTES_PER_VALUE = 8
 
 
-def summary(planner: Planner, schedule: ParsedSchedule, roll_ups: str) -> str:
-    """One line about a monitored step; ``roll_ups`` is a sentence about the keys of loggers, or empty."""
+def line_of_fit(planner: Planner, schedule: ParsedSchedule, keys: Sequence[str], roll_ups: str) -> str:
+    """The line at the start of a fit, about a monitored step.
+
+    Args:
+        planner: The planner of the model.
+        schedule: The schedule of the monitor.
+        keys: Every planned key of training, also of a histogram.
+        roll_ups: A sentence about the keys of loggers, or empty.
+    """
     plan, captured = planner.plan(), planner.capture_plan()
-    num_keys = len(planner.planned_keys()) + len(planner.planned_histograms())
-    later = (", more if attention runs" if plan.modules_with_heads else "") + (
-        ", more for states of optimizers" if plan.states is not None else ""
-    )
-    keys = f"{num_keys} keys a step{later}"
-    blocks = f", gradient flow of {len(plan.chain.blocks)} blocks" if plan.chain is not None else ""
+    num_modules = sum(watched.site.runs for watched in plan.modules)
+    blocks = f", gradient flow of {counted(len(plan.chain.blocks), 'block')}" if plan.chain is not None else ""
     noise = f", gradient noise of {counted(len(plan.noise.members), 'module')}" if plan.noise is not None else ""
-    num_modules = sum(module.site.runs for module in plan.modules)
-    raw = "" if captured is None else f" Raw tensors of {len(captured.modules)} modules, {len(captured.parameters)} parameters."
-    watched = f"Watching {num_modules} modules, {len(plan.parameters)} parameters{blocks}{noise}"
-    return f"{watched}: {keys}, {schedule}.{roll_ups}{raw}"
+    heads = ", more if attention runs" if plan.modules_with_heads else ""
+    states = ", more for states of optimizers" if plan.states is not None else ""
+    raw = "" if captured is None else f" Raw tensors of {_modules_and_parameters(len(captured.modules), captured)}."
+    watched_sites = f"{_modules_and_parameters(num_modules, plan)}{blocks}{noise}"
+    return f"Watching {watched_sites}: {_keys_in_words(keys)} a step{heads}{states}, {schedule}.{roll_ups}{raw}"
 
 
-def dry_run(planner: Planner, schedule: ParsedSchedule, max_steps: int) -> str:
-    """The contents and the cost of a monitored step, as text: sites x statistics by kind, keys, bytes of the table and of the store."""
+def _modules_and_parameters(num_modules: int, plan: Plan) -> str:
+    return f"{counted(num_modules, 'module')}, {counted(len(plan.parameters), 'parameter')}"
+
+
+def _keys_in_words(keys: Sequence[str]) -> str:
+    num_context = sum(map(is_context, keys))
+    return f"{counted(len(keys) - num_context, 'key')} and {num_context} context keys"
+
+
+def dry_run_text(planner: Planner, schedule: ParsedSchedule, max_steps: int, keys: Sequence[str], histograms: Sequence[str]) -> str:
+    """What a monitored step records and costs: sites and statistics by kind, memory, bytes of the table and of the store.
+
+    Args:
+        planner: The planner of the model.
+        schedule: The schedule of the monitor.
+        max_steps: The length of the fit; -1 if it is not known.
+        keys: Every planned key of a number of training.
+        histograms: Every planned key of a histogram of training.
+    """
     plan, captured = planner.plan(), planner.capture_plan()
-    keys, histograms = planner.planned_keys(), planner.planned_histograms()
-    expected = plan.expected()
-    totals, streams = [stream for stream in expected if stream.members], [stream for stream in expected if not stream.members]
-    lines = ["Dry run: nothing is recorded. With these rules a monitored step has"]
-    for kind in dict.fromkeys(stream.kind for stream in streams if stream.outputs):
-        streams_of_kind = [stream for stream in streams if stream.kind == kind and stream.outputs]
-        names = dict.fromkeys(name for stream in streams_of_kind for name in stream.outputs)
-        sites = f"{len(streams_of_kind)} sites"
-        if KINDS[kind].of_heads:
-            sites = f"heads of attention within {len(streams_of_kind)} modules, known when it runs,"
-        if KINDS[kind].of_states:
-            sites = f"states of up to {len(streams_of_kind)} parameters, known after the first step,"
-        lines.append(f"  {kind}: {sites} x {len(names)} ({', '.join(names)})")
-    for kind in dict.fromkeys(total.kind for total in totals):
-        modules = [total.site for total in totals if total.kind == kind]
-        names = dict.fromkeys(name for total in totals if total.kind == kind for name in total.outputs)
-        lines.append(f"  {kind} of all parameters of a module: {shortened(modules)} x {len(names)} ({', '.join(names)})")
-    num_blocks = len(plan.chain.blocks) if plan.chain is not None else 0
-    if num_blocks:
-        lines.append(f"  gradient_flow: {num_blocks - 1} transitions between {num_blocks} blocks, and their summary")
-    if plan.noise is not None:
-        lines.append(f"  gradient_noise: {counted(len(plan.noise.members), 'module')} x {len(NOISE_VALUES)} ({', '.join(NOISE_VALUES)})")
-    copies = sum(_num_bytes(parameter) for parameter in plan.parameters if "update" in parameter.streams)
-    if copies:
-        lines.append(f"  a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step")
-    kept = sum(
-        _num_bytes(parameter)
-        for parameter in plan.parameters
-        if (update := parameter.streams.get("update")) and "previous" in update.compared_with
-    )
-    if kept:
-        lines.append(f"  the last update for cosine_to_previous, in the dtype of the parameters: {in_bytes(kept)} from step to step")
-    waiting = [] if plan.states is None else plan.states.waiting()
-    lines += [f"  {label}.sites {pattern!r} matches no parameter, and waits for names of states" for label, pattern in waiting]
-    measured = [stream for stream in streams if not KINDS[stream.kind].has_late_sites]
-    num_counts = sum(sort.num_counts for stream in measured for sort in stream.rows_of_sums)
-    num_moments = (len(measured) + num_blocks) * len(Moments._fields)
-    table = (num_moments + num_counts) * BYTES_PER_VALUE
-    lines.append(f"  {len(keys) + len(histograms)} keys; a table of {in_bytes(table)} to copy to the host, once")
+    measured = [stream for stream in plan.expected() if not stream.members and not KINDS[stream.kind].has_late_sites]
+    num_rows = len(measured) + (0 if plan.chain is None else len(plan.chain.blocks))
+    num_counts = sum(bins.num_counts for stream in measured for bins in stream.rows_of_sums)
+    table = (num_rows * len(Moments._fields) + num_counts) * BYTES_PER_VALUE
     row = (len(keys) + len(histograms) * HISTOGRAM.num_counts) * BYTES_PER_VALUE
     if max_steps >= 0 and schedule.by_clock is None:
         num_records = sum(1 for step in range(max_steps) if schedule(step))
-        lines.append(f"  {num_records} monitored steps in max_steps={max_steps}: at most {in_bytes(num_records * row)} of store")
+        size = f"{counted(num_records, 'monitored step')} in max_steps={max_steps}: at most {in_bytes(num_records * row)} of store"
     else:
         limit = "" if max_steps >= 0 else "; max_steps is not set"
-        lines.append(f"  at most {in_bytes(row)} of store for each monitored step ({schedule}{limit})")
-    if captured is not None:
-        kinds = Counter(stream.kind for stream in captured.streams())
-        captured_sites = ", ".join(f"{kind}: {num_sites} sites" for kind, num_sites in kinds.items())
-        size = in_bytes(sum(_num_bytes(parameter) * len(parameter.streams) for parameter in captured.parameters))
-        lines.append(f"  raw tensors beside the store ({captured_sites}): {size} a step of parameters, and outputs as large as they are")
-    return "\n".join(lines)
+        size = f"at most {in_bytes(row)} of store for each monitored step ({schedule}{limit})"
+    lines = [
+        *_recorded(plan),
+        *_memory(plan),
+        *([] if plan.states is None else map(_waiting, plan.states.waiting())),
+        f"{_keys_in_words([*keys, *histograms])}; a table of {in_bytes(table)} to copy to the host, once",
+        size,
+        *([] if captured is None else [_raw_tensors(captured)]),
+    ]
+    return "\n  ".join(["Dry run: nothing is recorded. With these rules a monitored step has", *lines])
 
 
-def described(options: Options, monitor: ModuleMonitor, results: RunResults) -> Description:
+def _recorded(plan: Plan) -> Iterator[str]:
+    """The sites and statistics of each kind, of totals after the others."""
+    by_kind: defaultdict[tuple[bool, str], list[Stream]] = defaultdict(list)
+    for stream in plan.expected():
+        if stream.outputs:
+            by_kind[bool(stream.members), stream.kind].append(stream)
+    for (are_totals, kind), streams in sorted(by_kind.items(), key=lambda item: item[0][0]):
+        sites = f": {counted(len(streams), 'site')}"
+        if are_totals:
+            sites = f" of all parameters of a module: {shortened([stream.site for stream in streams])}"
+        elif KINDS[kind].of_heads:
+            sites = f": heads of attention within {counted(len(streams), 'module')}, known when it runs,"
+        elif KINDS[kind].of_states:
+            sites = f": states of up to {counted(len(streams), 'parameter')}, known after the first step,"
+        names = dict.fromkeys(name for stream in streams for name in stream.outputs)
+        yield f"{kind}{sites} x {len(names)} ({', '.join(names)})"
+    if plan.chain is not None:
+        num_blocks = len(plan.chain.blocks)
+        yield f"gradient_flow: {counted(num_blocks - 1, 'transition')} between {num_blocks} blocks, and their summary"
+    if plan.noise is not None:
+        yield f"gradient_noise: {counted(len(plan.noise.members), 'module')} x {len(NOISE_VALUES)} ({', '.join(NOISE_VALUES)})"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    """The copies of parameters and updates that are kept."""
+    updates = [(_num_bytes(parameter), parameter.streams["update"]) for parameter in plan.parameters if "update" in parameter.streams]
+    copies = sum(size for size, _stream in updates)
+    if copies:
+        yield f"a copy of the parameters whose update is recorded: {in_bytes(copies)} during the step"
+    kept = sum(size for size, stream in updates if "previous" in stream.compared_with)
+    if kept:
+        yield f"the last update for cosine_to_previous, in the dtype of the parameters: {in_bytes(kept)} from step to step"
+
+
+def _waiting(pattern: tuple[str, str]) -> str:
+    return f"{pattern[0]}.sites {pattern[1]!r} matches no parameter, and waits for names of states"
+
+
+def _raw_tensors(captured: Plan) -> str:
+    kinds = Counter(stream.kind for stream in captured.streams())
+    sites = ", ".join(f"{kind}: {counted(num_sites, 'site')}" for kind, num_sites in kinds.items())
+    size = in_bytes(sum(_num_bytes(parameter) * len(parameter.streams) for parameter in captured.parameters))
+    return f"raw tensors beside the store ({sites}): {size} a step of parameters, and outputs as large as they are"
+
+
+def description_of(options: Options, monitor: ModuleMonitor, results: RunResults) -> Description:
     """The rules, the health, the store and the findings of a callback, for the prompt and a notebook."""
     rules = [rule for rule in monitor.engine.own_recipe.rules if rule.label != OF_WATCHES]
     findings, store, record = results.findings, results.store_path, results.last_record
