@@ -80,6 +80,18 @@ def excludes_fall(before: Sequence[float], after: Sequence[float], part: float) 
     return rank_test(before, after) <= MAY_FALL <= rank_test(after, [(1 - part) * loss for loss in before])
 
 
+def fell_at_once(first: float, after: Sequence[float], part: float = 0.0) -> bool:
+    """Whether losses are below the first one by a part, and by far more than they vary."""
+    mean = float(np.mean(after))
+    return mean < (1 - part) * first and mean + 4 * float(np.std(after)) < first and max(after) < first
+
+
+def may_have_fallen_at_once(first: float, after: Sequence[float]) -> bool:
+    """Whether a fall by a good part from the first loss cannot be excluded at 1 %, or would not show in the noise."""
+    mean = float(np.mean(after))
+    return mean - FALLS * float(np.std(after)) < (1 - A_GOOD_PART) * max(first, mean)
+
+
 def is_kept(key: Key) -> bool:
     """Whether a history uses a value: the context of training, sizes of parameters and outputs, updates."""
     sizes = {"parameter": "norm", "gradient": "norm", "activation": "rms", "update": "ratio", OWN_KIND: STEP_SKIPPED}
@@ -166,13 +178,13 @@ class History:
             return unjudged
         before, after = self.ends
         is_chance = np.median(after) > NEAR_CHANCE * math.log(self.facts.num_classes or math.inf)
-        if rank_test(before, after) > FALLS or self._fell_at_once(after, A_LARGE_PART):
+        if rank_test(before, after) > FALLS or fell_at_once(self.first_loss, after, A_LARGE_PART):
             if is_chance:
                 return "chance"
             return "falls" if self.stalled_since is None else "stopped" if self.is_stopped_by_schedule else "stalled"
-        if self._fell_at_once(after) and not is_chance:
+        if fell_at_once(self.first_loss, after) and not is_chance:
             return "at once"
-        if not excludes_fall(before, after, A_GOOD_PART) or self._may_have_fallen_at_once(after):
+        if not excludes_fall(before, after, A_GOOD_PART) or may_have_fallen_at_once(self.first_loss, after):
             return "unclear"
         return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
 
@@ -212,16 +224,6 @@ class History:
         changes = np.abs(np.diff(np.log([loss for loss in self.losses[:-1] if 0 < loss < math.inf])))
         spread = 1.05 * float(np.median(changes))  # the standard deviation of the logarithm, of normal noise
         return newest / max(first) if math.log(newest / max(first)) > 2 * spread else 0.0
-
-    def _fell_at_once(self, after: Sequence[float], part: float = 0.0) -> bool:
-        """Whether the loss fell by a part within the first records, by far more than it varies, and has stayed there."""
-        mean, first = float(np.mean(after)), self.first_loss
-        return mean < (1 - part) * first and mean + 4 * float(np.std(after)) < first and max(after) < first
-
-    def _may_have_fallen_at_once(self, after: Sequence[float]) -> bool:
-        """Whether a fall by a good part from the first record cannot be excluded at 1 %, or would not show in the noise."""
-        mean = float(np.mean(after))
-        return mean - FALLS * float(np.std(after)) < (1 - A_GOOD_PART) * max(self.first_loss, mean)
 
     @property
     def has_risen(self) -> bool:
