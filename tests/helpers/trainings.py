@@ -188,6 +188,16 @@ SICK: dict[str, Case] = {
     "vanishing gradients": Case(
         lambda: Module(mlp((64, *[8] * 40, 10), nn.Tanh), sgd(0.1)), ("vanishing",), site="model.0.weight", first_step=0
     ),
+    "weights that are too small": Case(
+        lambda: Module(mlp((64, *[64] * 8, 10), weights=0.28, bias=0.0), sgd(0.05, momentum=0.9)), ("vanishes_from_start",), steps=300
+    ),
+    "a ReLU at the end, and targets below 0": Case(
+        lambda: Module(nn.Sequential(mlp((10, 64, 1)), nn.ReLU()), adam(1e-3), _mse),
+        ("dead_units", "dead_from_start", "zero"),
+        data=lambda: tabular(shift=-4.0),
+        site="model.1",
+        steps=400,
+    ),
     "growing outputs": Case(lambda: Module(mlp((64, *[64] * 12, 10), weights=8.0), sgd(1e-30)), ("missing_normalization",), first_step=0),
     "a softmax over one value": Case(
         lambda: Module(nn.Sequential(mlp((64, 32, 1)), nn.Softmax(1)), loss=lambda out, y: F.mse_loss(out[:, 0], (y > 4).float())),

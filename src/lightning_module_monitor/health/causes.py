@@ -102,6 +102,10 @@ def _is_idle(finding: Finding) -> bool:
     return finding.name in _ZERO and finding.first_step == 0
 
 
+def _first_sizes_in_words(history: History) -> str:
+    return "In the first record: " + ", ".join(f"{name} {size:.2g}" for name, size in history.first_sizes.items()) + "."
+
+
 def _reach_in_words(history: History) -> str:
     reach = history.reach
     times = f"{reach:.0f} times" if reach >= 10 else f"{reach:.2g} of"
@@ -246,9 +250,17 @@ CAUSES = (
         (*_GROWTH, *_SYMPTOMS, NONFINITE, "skipped_steps"),
         "before any update the gradient is 1000 times the loss or the output 1000 times the input; or a recurrent module makes NaN",
         is_shown=lambda finding, history: finding.cause == "recurrent" or history.explodes_from_start,
-        remark=lambda history: (
-            "In the first record: " + ", ".join(f"{name} {size:.2g}" for name, size in history.first_sizes.items()) + "."
-        ),
+        remark=_first_sizes_in_words,
+    ),
+    Cause(
+        "vanishes_from_start",
+        "Outputs are next to nothing before any update: they shrink from layer to layer",
+        ("dead_units", *_ZERO, "vanishing", NOT_LEARNING),
+        "an initialization that keeps the scale (He for ReLU, Xavier for tanh), normalization layers, residual connections",
+        (*_ZERO, *_STILL, "dead_units", "vanishing", NOT_LEARNING),
+        "in the first record the output of the last module is less than a 10,000th of the input",
+        is_shown=lambda _finding, history: history.vanishes_from_start,
+        remark=_first_sizes_in_words,
     ),
     Cause(
         "learning_rate",
@@ -290,9 +302,10 @@ CAUSES = (
     ),
     Cause(
         "dead_units",
-        "ReLU units have died while training: updates were too large",
+        "ReLU units have died while training",
         ("dead_units",),
-        "a lower learning rate, warm-up, LeakyReLU or GELU, a normalization layer in front",
+        "a lower learning rate, warm-up, LeakyReLU or GELU, a normalization layer in front; a model whose targets are below 0 does not end "
+        "in a ReLU",
         (*_ZERO, *_STILL, "vanishing", NOT_LEARNING),
     ),
     Cause(
@@ -313,7 +326,7 @@ CAUSES = (
     ),
     Cause(
         "vanished",
-        "Gradients have vanished while training: updates were too large",
+        "Gradients have vanished while training",
         ("vanishing",),
         "a lower learning rate, warm-up; a normalization layer",
         (*_ZERO, *_STILL, NOT_LEARNING),

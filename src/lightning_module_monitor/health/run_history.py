@@ -278,6 +278,11 @@ class History:
         return is_large_output or self.first.get("gradient", math.nan) > 1e3 * max(abs(self.first_loss), 1.0)
 
     @property
+    def vanishes_from_start(self) -> bool:
+        """Whether the first output of the last module was not 0, and less than a 10,000th of the input, or of 1."""
+        return 0 < self.first.get("output", 0.0) < 1e-4 * min(self.first.get("input_abs_max", 1.0), 1.0)
+
+    @property
     def first_sizes(self) -> dict[str, float]:
         """Loss, norm of the gradient and rms of the last output in the first record, by name, where they are known."""
         sizes = {"loss": self.first_loss, "gradient": self.first.get("gradient", math.nan), "output": self.first.get("output", math.nan)}
