@@ -10,7 +10,7 @@ from helpers.documents import generated
 from lightning_module_monitor.health.causes import CAUSES, MAX_DIAGNOSES, diagnose
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.run_history import History
-from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
+from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key
 
 
 def finding(name: str, step: int, steps_before: int = 0, cause: str = "") -> Finding:
@@ -84,6 +84,25 @@ def test_what_is_certain_comes_first() -> None:
     """Whatever began earlier."""
     found = [finding("diverging", 5), finding("in_eval", 20), finding("stale_gradients", 30)]
     assert [one.name for one in diagnose(found, RISEN)][:2] == ["stale_gradients", "in_eval"]
+
+
+def test_units_were_zero_for_ten_records_before_they_count_as_dead() -> None:
+    """So zeros of that time follow from it; earlier ones do not."""
+    history = History()
+    history.steps = [*range(0, 2000, 50)]
+    for step, expected in ((50, ["dead_units"]), (0, ["dead_units", "zero"])):
+        found = [finding("dead_units", 950, 400), finding("zero_outputs", 500, 500 - step)]
+        assert [one.name for one in diagnose(found, history)] == expected
+
+
+@pytest.mark.parametrize(("gradient", "expected"), [({}, "no_gradient"), ({"w": 0.0}, "no_gradient"), ({"w": 0.1}, "frozen")])
+def test_what_gets_no_gradient_and_what_does_not_move(gradient: dict[str, float], expected: str) -> None:
+    """Where gradients are not recorded, it is not known."""
+    history = History()
+    stands_still = Finding(30, "frozen_updates", "w", "", "")
+    assert [one.name for one in diagnose([stands_still], history)] == ["frozen"]
+    history.add(0, {Key("gradient", site, "norm"): norm for site, norm in ({"other": 1.0} | gradient).items()})
+    assert [one.name for one in diagnose([stands_still], history)] == [expected]
 
 
 def test_the_first_record_of_a_condition_counts() -> None:

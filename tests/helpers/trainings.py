@@ -166,7 +166,7 @@ SICK: dict[str, Case] = {
         site="model.0.weight",
         first_step=0,
     ),
-    "a detached middle": Case(lambda: Module(Code(Tensor.detach)), ("frozen",), site="model.first.0.weight", first_step=10),
+    "a detached middle": Case(lambda: Module(Code(Tensor.detach)), ("no_gradient",), site="model.first.0.weight", first_step=10),
     "an exploding RNN": Case(
         lambda: Module(Recurrent(nn.RNN, 1, 1.8, nonlinearity="relu"), sgd(0.01)), ("explodes_from_start", "missing_normalization")
     ),
@@ -187,6 +187,19 @@ SICK: dict[str, Case] = {
     ),
     "vanishing gradients": Case(
         lambda: Module(mlp((64, *[8] * 40, 10), nn.Tanh), sgd(0.1)), ("vanishing",), site="model.0.weight", first_step=0
+    ),
+    "bfloat16 weights, and steps below their rounding": Case(
+        lambda: Module(mlp((64, 64, 64, 10), nn.GELU), sgd(1e-4)), ("frozen", "small_rate"), options={"precision": "bf16-true"}, steps=300
+    ),
+    "LayerNorm in bfloat16": Case(
+        lambda: Module(nn.Sequential(mlp((64, 64)), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 10)), adam(1e-4, torch.optim.AdamW)),
+        ("frozen",),
+        site="model.1.weight",
+        options={"precision": "bf16-true"},
+        steps=300,
+    ),
+    "Adam with the weight decay of AdamW": Case(
+        lambda: Module(mlp((64, 64, 64, 64, 10), nn.Tanh), adam(3e-3, weight_decay=0.3)), ("weight_decay",), steps=1000, every=50
     ),
     "weights that are too small": Case(
         lambda: Module(mlp((64, *[64] * 8, 10), weights=0.28, bias=0.0), sgd(0.05, momentum=0.9)), ("vanishes_from_start",), steps=300

@@ -14,6 +14,9 @@ from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Findin
 
 MAX_DIAGNOSES = MAX_EVIDENCE = 3
 
+DEAD_AFTER = 10
+"""Number of records in which a unit is zero for every input before it counts as dead (``dead_fraction``)."""
+
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Described):
@@ -278,7 +281,8 @@ CAUSES = (
         "weight_decay",
         "Weight decay pulls the weights to zero",
         ("shrinking_weights",),
-        "a weight_decay between 0 and 0.1, the customary range",
+        "a smaller weight_decay; torch.optim.Adam adds it to the gradient, which it then divides by its size, so that 0.1, customary with "
+        "AdamW, is far too much",
         (*_SYMPTOMS,),
         "an optimizer has a weight decay",
         is_shown=lambda _finding, history: any(group.weight_decay > 0 for group in history.facts.groups),
@@ -368,11 +372,21 @@ CAUSES = (
         ),
     ),
     Cause(
+        "no_gradient",
+        "Parameters that are to be trained get no gradient",
+        ("frozen_updates",),
+        "look for a detach() or no_grad() between the parameters and the loss; if the model does not use the parameters, as the mask token "
+        "of a checkpoint, set requires_grad to False",
+        (*_ZERO, *_STILL, NOT_LEARNING),
+        "the newest record has gradients of others, and none of this parameter",
+        is_shown=lambda finding, history: history.num_gradients > 0 and not history.has_gradient(finding.site),
+    ),
+    Cause(
         "frozen",
         "Parameters that are to be trained do not move",
         _STILL,
-        "look for a detach() or no_grad() between the parameters and the loss, and, in half precision, for updates that are rounded away; "
-        "if the model does not use the parameters, as the mask token of a checkpoint, set requires_grad to False",
+        "in half precision, updates that are smaller than the weights' rounding are lost: keep the weights in float32 (precision: "
+        "bf16-mixed); else look for code that writes the weights back, and for a detach() or no_grad()",
         (*_ZERO, NOT_LEARNING),
     ),
     Cause(
@@ -442,7 +456,10 @@ def diagnose(findings: Iterable[Finding], history: History | None = None) -> Dia
 def _follows(finding: Finding, cause: Cause, first: Finding, history: History) -> bool:
     """Whether a cause, first shown by ``first``, explains another finding."""
     begin = first.first_step
+    earlier = [step for step in history.steps if step < begin]
     if finding.name == NONFINITE and finding.cause in _UNEXPLAINED:
         # It has its own step, and the condition that a record shows may have begun right after the record before.
-        begin = max((step for step in history.steps if step < begin), default=-1) + 1
+        begin = max(earlier, default=-1) + 1
+    elif first.name == "dead_units":
+        begin = earlier[-DEAD_AFTER] if len(earlier) >= DEAD_AFTER else 0
     return finding.name in cause.explains and (finding.first_step >= begin or finding.name == NOT_LEARNING)

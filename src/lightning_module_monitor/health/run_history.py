@@ -257,7 +257,11 @@ class History:
         """The trained parameters with this learning rate (its name) whose last gradient was not 0."""
         parameters = self.facts.parameters.items()
         sites = [site for site, facts in parameters if facts.training == "trained" and name_of_rate(facts.group) == rate]
-        return [site for site in sites if self.last.get(Key("gradient", site, "norm"), 0.0) > 0]
+        return [*filter(self.has_gradient, sites)]
+
+    def has_gradient(self, site: str) -> bool:
+        """Whether the last recorded gradient of a parameter was not 0."""
+        return self.last.get(Key("gradient", site, "norm"), 0.0) > 0
 
     @property
     def has_small_outputs(self) -> bool:
