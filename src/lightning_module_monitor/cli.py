@@ -182,11 +182,11 @@ def _print_changes(paths: Sequence[Path]) -> int:
 
     first, *others = [read_run(_open_store(path)) for path in paths]
     for other in others:
-        rows = [row for group in at_a_glance([first, other]) for row in group.rows if None not in row.courses]
+        rows = [row for group in at_a_glance([first, other]) for row in group.rows if None not in row.summaries]
         if rows:
             print(printable(f"{first.path} -> {other.path}: last values"))
         for row in rows:
-            print(printable(f"  {row.name}: {' -> '.join(f'{course.last:.4g}' for course in row.courses if course is not None)}"))
+            print(printable(f"  {row.name}: {' -> '.join(f'{summary.last:.4g}' for summary in row.summaries if summary is not None)}"))
         changes = largest_changes(first, other, most=10)
         heading = "medians of the last quarter that differ most" if changes else "no series of both differs"
         print(printable(f"{first.path} -> {other.path}: {heading}"))

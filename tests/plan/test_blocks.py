@@ -55,7 +55,7 @@ NAMES = [f"blocks.{number}" for number in range(3)]
     ],
 )
 def test_blocks_are_the_children_of_the_longest_list(model: nn.Module, options: dict[str, Any], expected: list[str]) -> None:
-    """Of those children that have parameters and are monitored, each once. Layers count only where no list has other children."""
+    """Every monitored child with parameters is a block, once. A list of layers counts only where no list has other children."""
     assert blocks_of(planner_of(model, **options).index) == expected
 
 
@@ -79,7 +79,7 @@ NORM = Rule(kinds=["activation", "parameter", "gradient"], statistics="norm")
     ],
 )
 def test_values_by_block_are_those_of_the_users_rules(rules: list[Rule], keys: set[str]) -> None:
-    """Of the same kinds, statistics and parameters; what has no total, or different schedules, is left out."""
+    """A total has the kind, statistic and parameters of its rule. A statistic without totals, or with several schedules, has none."""
     planner = planner_of(Net(), rules)
     added = block_rules(planner.recipe.rules, planner.index, NAMES)
     before = {*planner.planned_keys()}

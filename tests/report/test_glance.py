@@ -13,7 +13,7 @@ from helpers.stores import write_store
 
 from lightning_module_monitor import Record, load_store
 from lightning_module_monitor.record import UNDEFINED, Facts, GroupFacts, ModuleInfo, ParameterFacts
-from lightning_module_monitor.report.glance import Course, SeriesRow, at_a_glance, length_of
+from lightning_module_monitor.report.glance import SeriesRow, SeriesSummary, at_a_glance, length_of
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
 from lightning_module_monitor.sinks.store import rows, schema
@@ -67,22 +67,26 @@ def words(html: str, section: str) -> str:
 def test_it_has_losses_rates_with_their_groups_and_norms_of_the_whole_model(tmp_path: Path) -> None:
     """First, last and best value, with the step of the best; a group has its own name, or that of its first parameter."""
     assert at_a_glance([store_with(tmp_path / "m.h5", SERIES)]) == [
-        ("Loss", "best", [SeriesRow("loss", [Course(4.0, 1.0, 0.5, 50)]), SeriesRow("val_loss", [Course(2.0, 3.0, 2.0, 50)])]),
+        (
+            "Loss",
+            "best",
+            [SeriesRow("loss", [SeriesSummary(4.0, 1.0, 0.5, 50)]), SeriesRow("val_loss", [SeriesSummary(2.0, 3.0, 2.0, 50)])],
+        ),
         (
             "Learning rate",
             "largest",
             [
-                SeriesRow("lr", [Course(0.01, 0.05, 0.1, 50, "decay: 2 tensors, 1,234 elements (AdamW)")]),
-                SeriesRow("lr_1", [Course(0.2, 0.2, 0.2, 0, "net.b.bias: 1 tensor, 6 elements (AdamW)")]),
+                SeriesRow("lr", [SeriesSummary(0.01, 0.05, 0.1, 50, "decay: 2 tensors, 1,234 elements (AdamW)")]),
+                SeriesRow("lr_1", [SeriesSummary(0.2, 0.2, 0.2, 0, "net.b.bias: 1 tensor, 6 elements (AdamW)")]),
             ],
         ),
         (
             "Norm",
             "largest",
             [
-                SeriesRow("gradient before clipping", [Course(2.0, 0.5, 8.0, 50)]),
-                SeriesRow("whole gradient", [Course(1.0, 0.5, 1.0, 0)]),
-                SeriesRow("all parameters", [Course(7.0, 7.25, 7.5, 50)]),
+                SeriesRow("gradient before clipping", [SeriesSummary(2.0, 0.5, 8.0, 50)]),
+                SeriesRow("whole gradient", [SeriesSummary(1.0, 0.5, 1.0, 0)]),
+                SeriesRow("all parameters", [SeriesSummary(7.0, 7.25, 7.5, 50)]),
             ],
         ),
     ]
@@ -111,7 +115,7 @@ def test_it_has_the_noise_scale_beside_the_batch_size(tmp_path: Path) -> None:
     assert group == (
         "Gradient noise",
         "largest",
-        [SeriesRow("noise scale", [Course(80.0, 120.0, 120.0, 100)]), SeriesRow("batch size", [Course(32.0, 32.0, 32.0, 0)])],
+        [SeriesRow("noise scale", [SeriesSummary(80.0, 120.0, 120.0, 100)]), SeriesRow("batch size", [SeriesSummary(32.0, 32.0, 32.0, 0)])],
     )
     without = SERIES | {"context/batch_size": [32.0] * 3}
     assert at_a_glance([store_with(tmp_path / "n.h5", without)])[-1].title == "Norm"
@@ -120,7 +124,7 @@ def test_it_has_the_noise_scale_beside_the_batch_size(tmp_path: Path) -> None:
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
     """The last value is shown as it is; the best is the best of the finite ones, if there is one."""
     broken = {"context/loss": [3.0, 2.0, math.nan], "context/lr": [math.inf] * 3}
-    loss, rate = (group.rows[0].courses[0] for group in at_a_glance([store_with(tmp_path / "m.h5", broken)]))
+    loss, rate = (group.rows[0].summaries[0] for group in at_a_glance([store_with(tmp_path / "m.h5", broken)]))
     assert loss is not None
     assert (loss.first, loss.extreme, loss.step) == (3.0, 2.0, 50)
     assert math.isnan(loss.last)
@@ -192,8 +196,8 @@ def test_runs_are_compared_by_losses_rates_and_norms(tmp_path: Path) -> None:
     lower = {"context/loss": [4.0, 3.0, 2.0], "context/lr": [0.001] * 3}
     other = store_with(tmp_path / "b.h5", lower, Facts(FACTS.parameters, (GroupFacts("SGD", 0.9, 0.0, "all"), FACTS.groups[1])))
     loss, rate, norm = at_a_glance([first, other])
-    assert loss.rows[0] == SeriesRow("loss", [Course(4.0, 1.0, 0.5, 50), Course(4.0, 2.0, 2.0, 100)])
-    assert [row.courses[1] is None for row in (*loss.rows, *rate.rows, *norm.rows)] == [False, True, False, True, True, True, True]
+    assert loss.rows[0] == SeriesRow("loss", [SeriesSummary(4.0, 1.0, 0.5, 50), SeriesSummary(4.0, 2.0, 2.0, 100)])
+    assert [row.summaries[1] is None for row in (*loss.rows, *rate.rows, *norm.rows)] == [False, True, False, True, True, True, True]
     assert rate.rows[0].notes == ["decay: 2 tensors, 1,234 elements (AdamW)", "all: 2 tensors, 1,234 elements (SGD)"]
     html = write_report([tmp_path / "a.h5", tmp_path / "b.h5"], tmp_path / "both.html").read_text()
     text = words(html, "glance")

@@ -24,3 +24,13 @@ def test_eighty_columns_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(len(line) <= 80 or len(line.split()) == 1 or line in titles for line in lines), lines
     assert [line.strip() for line in lines if line.strip() in zeros] == [*zeros]
     assert lines[-1].startswith("watch: ")
+
+
+def test_the_number_of_further_rates_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rates by layer have a group for each; six are enough."""
+    rates = {f"context/{name}": [0.1] * 3 for name in ("lr", *(f"lr_{number}" for number in range(1, 9)))}
+    assert main(["summary", str(write_store(tmp_path / "m.h5", rates))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("Learning rate") + 1
+    shown = [f"   {name}: 0.1 to 0.1, largest 0.1 at step 0" for name in ("lr", *(f"lr_{number}" for number in range(1, 6)))]
+    assert lines[first : first + 7] == [*shown, "   and 3 more"]

@@ -210,13 +210,19 @@ class Full(TensorBoardLogger):
         return writer
 
 
-def test_an_error_of_a_heat_map_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training continues, and numbers are logged."""
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_error_of_a_heat_map_is_one_warning(
+    place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the logger. Training continues, numbers are logged, and another logger gets all pictures, in either order."""
     monkeypatch.setattr(loggers, "time", Clock(9.0))
+    both: list[Logger] = [TensorBoardLogger(tmp_path / "other", name="", version="tensorboard")]
+    both.insert(place, Full(tmp_path, name="", version="tensorboard"))
     with caplog.at_level(logging.WARNING):
-        fit(tmp_path, [ModuleMonitorCallback(1)], logger=Full(tmp_path, name="", version="tensorboard"))
+        fit(tmp_path, [ModuleMonitorCallback(1, store=str(tmp_path / "monitor.h5"))], logger=both)
+    assert [event.step for event in events_of(tmp_path / "other").Images("heat_maps/parameter/norm")] == [1, 2, 4, 5]
     messages = [message for message in caplog.messages if "Heat maps" in message]
-    assert messages == ["Heat maps were not drawn for the loggers (OSError: no space left). Reported once."]
+    assert messages == ["Heat maps were not drawn for Full (OSError: no space left). Logged once."]
     assert len(events_of(tmp_path).Scalars("parameter/model.0.weight/norm")) == 6
 
 

@@ -1,4 +1,4 @@
-"""Records in the real Lightning loggers, offline: written by the callback, read by each tool's reader."""
+"""Records in the real Lightning loggers, offline: written by the callback, and read back from the files of each tool."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from helpers.tiny import KeepRecords, Tiny, fit, is_logged, loader, trainer
 from torch import nn
 
 from lightning_module_monitor import Alert, GradientFlow, ModuleMonitorCallback, Rule
+from lightning_module_monitor.sinks.loggers import LoggerSink
 from lightning_module_monitor.sinks.roll_ups import RollUps, summed
 
 Series = dict[str, dict[int, float]]
@@ -32,14 +33,19 @@ RULES = [
 LIGHTNINGS_OWN = {"epoch", "loss", "own_weight_norm", "validation_loss"}
 
 
-def read_csv(root: Path) -> Series:
-    """The rows of a CSVLogger, by key and step."""
-    series: Series = {}
+def rows_of(root: Path) -> list[dict[str, str]]:
+    """The rows of a CSVLogger without empty cells."""
     with (root / "csv" / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            for key, text in row.items():
-                if text and key != "step":
-                    series.setdefault(key, {})[int(row["step"])] = float(text)
+        return [{key: text for key, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def read_csv(root: Path) -> Series:
+    """The values of a CSVLogger, by key and step."""
+    series: Series = {}
+    for row in rows_of(root):
+        step = int(row.pop("step"))
+        for key, text in row.items():
+            series.setdefault(key, {})[step] = float(text)
     return series
 
 
@@ -190,12 +196,6 @@ def test_values_stand_on_lightnings_own_x_axis(name: str, tmp_path: Path) -> Non
     assert set(found["validation/activation/model.2/rms"]) == set(found["validation_loss"])
 
 
-def rows_of(root: Path) -> list[dict[str, str]]:
-    """The rows of a CSVLogger without empty cells."""
-    with (root / "csv" / "metrics.csv").open() as file:
-        return [{key: text for key, text in row.items() if text} for row in csv.DictReader(file)]
-
-
 def test_a_row_of_a_csv_file_has_the_loss_and_the_norms(tmp_path: Path) -> None:
     """With the defaults of the callback and of Lightning, whose own rows are at other steps: 49 and not 50."""
     callback = ModuleMonitorCallback()
@@ -212,7 +212,7 @@ def test_a_row_of_a_csv_file_has_the_loss_and_the_norms(tmp_path: Path) -> None:
 
 
 class TwoGroups(Tiny):
-    """Two optimizers' groups, and a metric whose name is like that of a learning rate."""
+    """An optimizer with two groups, and a metric whose name is like that of a learning rate."""
 
     def training_step(self, batch: list[Any], batch_idx: int) -> Any:
         self.log("lr_ratio", 2.0)
@@ -225,7 +225,7 @@ class TwoGroups(Tiny):
 
 @pytest.mark.parametrize("prefix", ["", "run1"])
 def test_a_row_has_the_learning_rate_of_each_group(prefix: str, tmp_path: Path) -> None:
-    """Also behind a prefix; what the model logs stays with Lightning."""
+    """Rates have the callback's prefix. Metrics that the model logs have no column of the monitor."""
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm")], prefix=prefix, store=False)
     fit(tmp_path, [callback], TwoGroups, logger=CSVLogger(tmp_path, name="", version="csv"), max_steps=2)
     start = f"{prefix}/" if prefix else ""
@@ -264,6 +264,15 @@ def test_a_failing_logger_costs_one_warning_and_no_value_elsewhere(place: int, t
     assert messages == ["Failing did not take the monitor's values (ConnectionError: service unavailable). Logged once."]
 
 
+def test_loggers_without_histograms_are_named_also_without_a_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One message names all of them, and does not say that there is a store."""
+    rules = [Rule(kinds="parameter", statistics="hist")]
+    with caplog.at_level(logging.INFO, logger=NAME):
+        train(tmp_path, [MAKE[name](tmp_path) for name in ("csv", "mlflow")], rules=rules, stages=["train"])
+    messages = [message for message in caplog.messages if message.startswith("Histograms")]
+    assert messages == ["Histograms are left out of CSVLogger, MLFlowLogger: TensorBoard, W&B and a store take them."]
+
+
 # Roll-ups
 
 
@@ -298,9 +307,8 @@ def test_as_many_keys_as_allowed_are_not_rolled_up(tmp_path: Path) -> None:
     """max_logged_keys is the largest number of keys that are logged individually."""
     rules = [Rule(kinds="parameter", statistics="norm")]
     kept = train(tmp_path, [CSVLogger(tmp_path, name="", version="csv")], rules=rules, stages=["train"], max_logged_keys=5)
-    assert (
-        len(kept.logged()) == 6
-    )  # four parameters; the loss and the learning rate, which do not count, nor does monitor/errors, which is 0
+    counted = [key for key in kept.logged() if not key.startswith("context/")]
+    assert len(counted) == 4
     assert_holds("csv", read_csv(tmp_path), kept.logged())
 
 
@@ -435,7 +443,7 @@ def test_the_roll_up_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_no_roll_up_is_announced_without_a_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody gets them."""
+    """Without a logger the first message does not mention roll-ups, also with more keys than max_logged_keys."""
     with caplog.at_level(logging.INFO, logger=NAME):
         fit(tmp_path, [ModuleMonitorCallback(1, store=False, max_logged_keys=1)], logger=False)
     [message] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Watching")]
@@ -470,8 +478,36 @@ def test_tensorboard_has_the_diagnosis_as_text(validates_afterwards: bool, tmp_p
     assert texts_of(tmp_path, "monitor/diagnoses") == [(11, f"1. {diagnosis}")]
 
 
+class Interrupted(TensorBoardLogger):
+    """A logger that cannot write its first text."""
+
+    failures = 1
+
+    @property
+    def experiment(self) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("service unavailable")
+        return super().experiment
+
+
+def test_a_diagnosis_that_failed_is_logged_again(tmp_path: Path) -> None:
+    """The next call repeats it for the logger that does not have it, and for no other."""
+    roots = [tmp_path / name for name in ("healthy", "interrupted")]
+    both: list[Logger] = [
+        TensorBoardLogger(roots[0], name="", version="tensorboard"),
+        Interrupted(roots[1], name="", version="tensorboard"),
+    ]
+    sink = LoggerSink(both, roll_up=False, always=(), messages=logging.getLogger(NAME), keys=())
+    for step in (3, 4, 5):
+        sink.write_diagnoses(["first", "second"], step)
+    for logger in both:
+        logger.save()
+    assert [texts_of(root, "monitor/diagnoses") for root in roots] == [[(step, "1. first\n2. second")] for step in (3, 4)]
+
+
 def test_a_diagnosis_is_a_table_in_wandb(tmp_path: Path) -> None:
-    """A row for each cause."""
+    """The table has a row for each cause, with its step."""
     callback = ModuleMonitorCallback(1)
     fit(tmp_path, [callback], Still, logger=MAKE["wandb"](tmp_path))
     [file] = (tmp_path / "wandb").glob("offline-run-*/files/media/table/monitor/diagnoses*.table.json")
@@ -479,7 +515,7 @@ def test_a_diagnosis_is_a_table_in_wandb(tmp_path: Path) -> None:
 
 
 def test_a_finding_is_a_table_in_wandb(tmp_path: Path) -> None:
-    """With its text, in a separate row."""
+    """The table has the finding's step, name, site and text; the step's numbers are in a separate row."""
     key = "parameter/model.0.weight/norm"
     callback = ModuleMonitorCallback(1, alerts=[Alert(keys=key, above=0.0, for_steps=2)])
     fit(tmp_path, [callback], logger=MAKE["wandb"](tmp_path))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +20,14 @@ from lightning_module_monitor.sinks.store.matrices import Table
 VALIDATION_LOSS = re.compile(r".*val.*loss.*")
 TOTALS = {"gradient_before_clip": "gradient before clipping", "gradient": "whole gradient", "parameter": "all parameters"}
 """The norms of the whole model: the name on the page, by kind."""
-EXTREMES = {"Loss": "best", "Learning rate": "largest", "Norm": "largest", "Gradient noise": "largest"}
+EXTREME_WORDS = {"Loss": "best", "Learning rate": "largest", "Norm": "largest", "Gradient noise": "largest"}
 """The word for the extreme of a series, by the title of its group."""
 MAX_ROWS = 6
 """Largest number of series of a group in the table."""
 
 
 @dataclass(frozen=True)
-class Course:
+class SeriesSummary:
     """A series of one run in few numbers."""
 
     first: float
@@ -43,66 +44,71 @@ class SeriesRow(NamedTuple):
     """A series of all runs."""
 
     name: str
-    courses: Sequence[Course | None]
+    summaries: Sequence[SeriesSummary | None]
     """One for each run; ``None`` where the run does not have the series."""
 
     @property
     def notes(self) -> list[str]:
         """The different notes."""
-        return [*dict.fromkeys(course.note for course in self.courses if course is not None and course.note)]
+        return [*dict.fromkeys(summary.note for summary in self.summaries if summary is not None and summary.note)]
 
 
 class Group(NamedTuple):
     """Series of one sort."""
 
     title: str
-    extreme: str
-    """The word for the extreme."""
+    extreme_word: str
     rows: Sequence[SeriesRow]
 
 
 def at_a_glance(runs: Sequence[StoredRun]) -> list[Group]:
     """The series to look at first, as far as any run has them."""
-    courses = [{(group, name): course for group, name, course in _first_series(run)} for run in runs]
-    names = dict.fromkeys(name for courses_of_run in courses for name in courses_of_run)
-    groups = {
-        title: [SeriesRow(name[1], [of_run.get(name) for of_run in courses]) for name in names if name[0] == title] for title in EXTREMES
-    }
-    return [Group(title, EXTREMES[title], rows) for title, rows in groups.items() if rows]
+    summaries = [{(title, name): summary for title, name, summary in _first_series(run)} for run in runs]
+    rows = defaultdict[str, list[SeriesRow]](list)
+    for title, name in dict.fromkeys(chain.from_iterable(summaries)):
+        rows[title].append(SeriesRow(name, [of_run.get((title, name)) for of_run in summaries]))
+    return [Group(title, word, rows[title]) for title, word in EXTREME_WORDS.items() if title in rows]
 
 
 def as_lines(run: StoredRun) -> list[str]:
-    """For a terminal the title of each group, and a line for each of its series."""
+    """For a terminal the title of each group, a line for each of its first series, and the number of further series."""
     lines = []
-    for title, extreme, rows in at_a_glance([run]):
+    for title, word, rows in at_a_glance([run]):
         lines += [title]
-        for name, [course] in rows[:MAX_ROWS]:
-            if course is not None:
-                lines += [f"   {name}: {course.first:.4g} to {course.last:.4g}, {extreme} {course.extreme:.4g} at step {course.step}"]
+        for name, [summary] in rows[:MAX_ROWS]:
+            if summary is not None:
+                lines += [f"   {name}: {summary.first:.4g} to {summary.last:.4g}, {word} {summary.extreme:.4g} at step {summary.step}"]
+        if len(rows) > MAX_ROWS:
+            lines += [f"   and {len(rows) - MAX_ROWS} more"]
     return lines
 
 
-def _first_series(run: StoredRun) -> Iterator[tuple[str, str, Course]]:
-    """Group, name and course of the series of a run to look at first."""
+def _first_series(run: StoredRun) -> Iterator[tuple[str, str, SeriesSummary]]:
+    """Title of the group, name and summary of the series of a run to look at first."""
     by_name = {table.statistic: table for table in run.context}
     for name, table in by_name.items():
         if name == LOSS or VALIDATION_LOSS.fullmatch(name):
-            yield "Loss", name, _course(table, np.argmin)
-    facts = run.facts[-1][1] if run.facts else Facts()
+            yield "Loss", name, _summary(table, np.argmin)
+    facts = _last_facts(run)
     for number, name in enumerate(takewhile(by_name.__contains__, map(name_of_rate, count()))):
-        yield "Learning rate", name, _course(by_name[name], note=_group_note(facts, number))
+        yield "Learning rate", name, _summary(by_name[name], note=_group_note(facts, number))
     for table in norms_of(run):
         if table.sites[0] == ROOT_SITE:
-            yield "Norm", TOTALS[table.name.kind], _course(table)
+            yield "Norm", TOTALS[table.name.kind], _summary(table)
     for scale in noise_scales_of(run):
         if scale.sites[0] == ROOT_SITE:
-            yield "Gradient noise", "noise scale", _course(scale)
+            yield "Gradient noise", "noise scale", _summary(scale)
             if BATCH_SIZE in by_name:  # to compare it with
-                yield "Gradient noise", "batch size", _course(by_name[BATCH_SIZE])
+                yield "Gradient noise", "batch size", _summary(by_name[BATCH_SIZE])
+
+
+def _last_facts(run: StoredRun) -> Facts:
+    _step, facts = run.facts[-1] if run.facts else (0, Facts())
+    return facts
 
 
 def _group_note(facts: Facts, number: int) -> str:
-    """Name and size of a parameter group; a group without a name has that of its first parameter. Empty if it is not known."""
+    """Name, size and optimizer of a parameter group; empty if unknown. One of several groups may have its first parameter's name."""
     if number >= len(facts.groups):
         return ""
     # A single group has all trained parameters, also where the optimizer holds copies.
@@ -120,7 +126,7 @@ def _group_note(facts: Facts, number: int) -> str:
 
 def names_of_groups(run: StoredRun) -> list[str]:
     """The names that the parameter groups have themselves, in the order of the learning rates."""
-    return [group.name for group in run.facts[-1][1].groups] if run.facts else []
+    return [group.name for group in _last_facts(run).groups]
 
 
 def norms_of(run: StoredRun) -> list[Table]:
@@ -134,33 +140,34 @@ def noise_scales_of(run: StoredRun) -> list[Table]:
     return [table for table in run.totals if (table.name.kind, table.statistic) == ("gradient_noise", "scale")]
 
 
-def _course(table: Table, extreme: Callable[[Any], Any] = np.argmax, note: str = "") -> Course:
+def _summary(table: Table, index_of_extreme: Callable[[Any], Any] = np.argmax, note: str = "") -> SeriesSummary:
     steps, values = table.steps[table.is_recorded[0]], table.values[0][table.is_recorded[0]]
     finite = np.flatnonzero(np.isfinite(values))
-    index = finite[extreme(values[finite])] if finite.size else 0
-    return Course(float(values[0]), float(values[-1]), float(values[index]) if finite.size else np.nan, int(steps[index]), note)
+    index = finite[index_of_extreme(values[finite])] if finite.size else 0
+    return SeriesSummary(float(values[0]), float(values[-1]), float(values[index]) if finite.size else np.nan, int(steps[index]), note)
 
 
 def length_of(run: StoredRun) -> list[tuple[str, str]]:
     """Steps and duration of a run, from the first record to the last, as far as they are known."""
-    steps, runs = run.steps, run.attributes["configurations"]
+    steps, configurations = run.steps, run.attributes["configurations"]
     length = [("steps", f"{steps[0]:,} to {steps[-1]:,} ({len(steps):,} recorded)")] if steps else []
-    duration = _duration(runs)
+    duration = _duration(configurations)
     if duration is not None:
-        length.append(("duration", in_words(duration) + (f" in {len(runs)} runs" if len(runs) > 1 else "")))
+        length.append(("duration", in_words(duration) + (f" in {len(configurations)} runs" if len(configurations) > 1 else "")))
     return length
 
 
-def _duration(runs: Sequence[Mapping[str, Any]]) -> timedelta | None:
+def _duration(configurations: Sequence[Mapping[str, Any]]) -> timedelta | None:
     """The time from the first record to the last, of all runs of a store; ``None`` if a run of an earlier version did not write it."""
     try:
-        return sum((datetime.fromisoformat(run["last_record"]) - datetime.fromisoformat(run["started"]) for run in runs), timedelta())
+        times = [[datetime.fromisoformat(configuration[name]) for name in ("started", "last_record")] for configuration in configurations]
+        return sum((last - first for first, last in times), timedelta())
     except (KeyError, ValueError, TypeError):  # absent, or not a time
         return None
 
 
 def in_words(duration: timedelta) -> str:
-    """A duration in its two largest units.
+    """A duration in hours and minutes, in minutes and seconds, or in seconds.
 
     >>> in_words(timedelta(seconds=7)), in_words(timedelta(days=1, hours=2, minutes=3))
     ('7 s', '26 h 3 min')

@@ -43,6 +43,24 @@ GLANCE = "at a glance"
 """TensorBoard's first category of charts."""
 
 
+class _Failures:
+    """Keeps errors of loggers away from the training, and reports the first error of each logger."""
+
+    def __init__(self, message: str, messages: Log) -> None:
+        self._message = message  # with the names of the logger and of the error's class, and the error's text
+        self._messages = messages
+        self._reported: set[int] = set()
+
+    @contextmanager
+    def reported(self, logger: Logger) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if id(logger) not in self._reported:
+                self._reported.add(id(logger))
+                self._messages.warning(self._message, type(logger).__name__, type(error).__name__, error)
+
+
 class LoggerSink:
     """Writes records to loggers, or roll-ups of them if there are too many keys.
 
@@ -75,12 +93,12 @@ class LoggerSink:
         self._roll_up = RollUps(always, self._modules, frozenset(blocks)) if roll_up else None
         self._zero_counts = ZeroCounts(always)
         self._messages = messages
-        self._failed: set[int] = set()
-        self._diagnoses: list[str] = []
-        """Those that the loggers have."""
-        self._without_histograms = [type(logger).__name__ for logger in loggers if not takes_histograms(logger)]
+        self._failures = _Failures("%s did not take the monitor's values (%s: %s). Logged once.", messages)
+        self._diagnoses: list[Sequence[str]] = [[] for _logger in loggers]
+        """The texts that each logger has, in the order of the loggers."""
+        self._without_histograms = [type(logger).__name__ for logger in loggers if not takes_media(logger)]
         for logger in loggers:
-            with self._reporting(logger):
+            with self._failures.reported(logger):
                 lay_out(logger, keys, self._modules)
 
     def write(self, record: Record) -> None:
@@ -93,32 +111,21 @@ class LoggerSink:
         self._zero_counts.drop_from(values)
         if histograms and self._without_histograms:
             names, self._without_histograms = ", ".join(self._without_histograms), []
-            self._messages.info("Histograms are left out of %s, which has no type for them; the store has them.", names)
+            self._messages.info("Histograms are left out of %s: TensorBoard, W&B and a store take them.", names)
         for logger in self._loggers:
-            with self._reporting(logger):
+            with self._failures.reported(logger):
                 if values or histograms:
                     log(logger, values, histograms, record.step)
                 log_findings(logger, record.findings)
 
     def write_diagnoses(self, diagnoses: Sequence[object], step: int) -> None:
-        """Log the causes of the findings until now, unless the loggers have them."""
+        """Log the causes of the findings until now to each logger that does not have them."""
         texts = [*map(str, diagnoses)]
-        if texts == self._diagnoses:
-            return
-        self._diagnoses = texts
-        for logger in self._loggers:
-            with self._reporting(logger):
-                log_diagnoses(logger, texts, step)
-
-    @contextmanager
-    def _reporting(self, logger: Logger) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if id(logger) not in self._failed:
-                self._failed.add(id(logger))
-                name = type(logger).__name__
-                self._messages.warning("%s did not take the monitor's values (%s: %s). Logged once.", name, type(error).__name__, error)
+        for index, logger in enumerate(self._loggers):
+            if texts != self._diagnoses[index]:
+                with self._failures.reported(logger):
+                    log_diagnoses(logger, texts, step)
+                    self._diagnoses[index] = texts
 
 
 def _is_tensorboard(logger: object) -> TypeGuard[Logger]:
@@ -129,15 +136,15 @@ def _is_wandb(logger: object) -> TypeGuard[Logger]:
     return is_a(logger, "WandbLogger")
 
 
-def takes_histograms(logger: object) -> bool:
-    """Whether a logger has a histogram type."""
+def takes_media(logger: object) -> bool:
+    """Whether a logger takes histograms and pictures beside numbers."""
     return _is_tensorboard(logger) or _is_wandb(logger)
 
 
 class TakesMetrics(Protocol):
     """The method that every Lightning logger has."""
 
-    def log_metrics(self, metrics: dict[str, Any], step: int, /) -> None:
+    def log_metrics(self, metrics: dict[str, Any], /, step: int) -> None:
         """Log the values of a step."""
 
 
@@ -155,7 +162,7 @@ def log(logger: TakesMetrics, values: Mapping[str, float], histograms: Mapping[s
     elif _is_tensorboard(logger):
         _log_to_tensorboard(logger, values, trimmed, step)
     else:
-        logger.log_metrics(dict(values), step=step)  # type: ignore[call-arg]  # the name of the first argument differs between loggers
+        logger.log_metrics(dict(values), step=step)
 
 
 def _log_to_tensorboard(
@@ -164,7 +171,7 @@ def _log_to_tensorboard(
     histograms: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
     step: int,
 ) -> None:
-    """Write all numbers in one event: ``log_metrics`` writes an event for each, which takes 0.1 to 0.2 ms."""
+    """Write numbers and histograms; numbers in one event where Lightning's ``log_metrics`` would need 0.1 to 0.2 ms for each."""
     prefix = _key_prefix(logger)
     writer: Any = getattr(logger.experiment, "file_writer", None)  # None after the end of a run; the next add_scalar opens a new one
     uses_torch = type(writer).__module__ == "torch.utils.tensorboard.writer"  # tensorboardX has another Summary
@@ -200,7 +207,7 @@ class Chart(NamedTuple):
 
 
 def charts_of(keys: Iterable[str], modules: Collection[str] = ()) -> Counter[Chart]:
-    """The charts of keys with their numbers of sites, without counts of non-finite elements, which are rarely logged, and totals."""
+    """Number of sites by chart. Totals are not counted; counts of non-finite elements are rarely logged and have no chart."""
     return Counter(Chart(key.full_kind, key.statistic) for key in _drawn(keys) if not is_total(key, modules))
 
 
@@ -293,7 +300,10 @@ def drawn_charts(keys: Iterable[str], modules: Collection[str] = ()) -> list[Cha
     def preference(chart: Chart) -> tuple[int, int]:
         return -charts[chart], _FIRST_CHOICE.index(chart.statistic) if chart.statistic in _FIRST_CHOICE else len(_FIRST_CHOICE)
 
-    return list({chart.kind: chart for chart in sorted(charts, key=preference, reverse=True)}.values())
+    by_kind: dict[str, Chart] = {}
+    for chart in sorted(charts, key=preference):
+        by_kind.setdefault(chart.kind, chart)
+    return [*by_kind.values()]
 
 
 def picture(store: StoreReader, chart: Chart) -> NDArray[np.uint8]:
@@ -310,7 +320,7 @@ def picture(store: StoreReader, chart: Chart) -> NDArray[np.uint8]:
 
 
 def lines(store: StoreReader, chart: Chart) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and finite values by site, at most so many as W&B takes, evenly spaced."""
+    """Steps and finite values by site. Steps are left out evenly until W&B takes the rest."""
     matrix = store.matrix(chart.kind)
     modules = {module.name for module in store.modules()}
     columns = [column for column, key in enumerate(matrix.keys) if key.statistic == chart.statistic and not is_total(key, modules)]
@@ -323,9 +333,9 @@ def lines(store: StoreReader, chart: Chart) -> dict[str, tuple[list[int], list[f
     return line_by_site
 
 
-def draw(logger: Logger, store: StoreReader, charts: Sequence[Chart], step: int) -> None:
+def draw(logger: Logger, store: StoreReader, step: int) -> None:
     """Log heat maps, and for W&B also a chart with the lines of all sites."""
-    for chart in charts:
+    for chart in drawn_charts(store, [module.name for module in store.modules()]):
         name = f"{chart.kind}/{chart.statistic}"
         if _is_tensorboard(logger):
             logger.experiment.add_image(f"{_key_prefix(logger)}heat_maps/{name}", picture(store, chart), step, dataformats="HWC")
@@ -346,8 +356,8 @@ class HeatMaps:
 
     def __init__(self, loggers: Sequence[Logger], messages: Log) -> None:
         has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-        self._loggers = [logger for logger in loggers if has_matplotlib and takes_histograms(logger)]
-        self._messages = messages
+        self._loggers = [logger for logger in loggers if has_matplotlib and takes_media(logger)]
+        self._failures = _Failures("Heat maps were not drawn for %s (%s: %s). Logged once.", messages)
         self._began_s = time.monotonic()
         self._wait_s = FIRST_DRAWING_S
         self._drawn_step = -1
@@ -359,15 +369,10 @@ class HeatMaps:
             self.draw(store, step)
 
     def draw(self, store: Path, step: int) -> None:
-        """Draw the records until this step, unless they are drawn. Never raises."""
-        if not self._loggers or step == self._drawn_step:
+        """Draw the records until this step once. Never raises; a logger that fails is tried again at the next drawing."""
+        if step == self._drawn_step:
             return
         self._drawn_step = step
-        try:
-            reader = load_store(store)
-            charts = drawn_charts(reader, [module.name for module in reader.modules()])
-            for logger in self._loggers:
-                draw(logger, reader, charts, step)
-        except Exception as error:
-            self._loggers = []
-            self._messages.warning("Heat maps were not drawn for the loggers (%s: %s). Reported once.", type(error).__name__, error)
+        for logger in self._loggers:
+            with self._failures.reported(logger):
+                draw(logger, load_store(store), step)

@@ -18,7 +18,7 @@ from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_ba
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.base import ErrorReporter, failing_alone
 from lightning_module_monitor.record import Record, check_prefix
-from lightning_module_monitor.sinks.loggers import TakesMetrics, log, takes_histograms
+from lightning_module_monitor.sinks.loggers import TakesMetrics, log, takes_media
 
 
 class TorchWatcher:
@@ -179,7 +179,7 @@ class TorchWatcher:
         chosen = [key for key in (*record.values, *record.histograms) if key.split("/")[0] not in unwanted]
         values = {f"{namespace}/{key}".lstrip("/"): record.values[key] for key in chosen if key in record.values}
         histograms = {f"{namespace}/{key}".lstrip("/"): record.histograms[key] for key in chosen if key in record.histograms}
-        if histograms and not takes_histograms(self.run):
+        if histograms and not takes_media(self.run):
             self._report(f"Histograms are left out: {type(self.run).__name__} has no type for them.")
         try:
             log(self.run, values, histograms, step)
