@@ -71,7 +71,7 @@ class ObservedModel:
         """The module and every module in it that is not excluded."""
         self.table = ModuleTable(self.index.whole.modules, self.index.modules)
         self.logged: dict[tuple[str, str, str, str], Stream] = {}
-        """The streams of values that no probe observes, by kind, site, name and stage: own figures, the context of training, what users log."""
+        """The streams of values that no probe observes, by kind, site, name and stage: own figures, context, what users log."""
         self._expected: list[Stream] = []
         """Streams that were announced before the first step."""
         self.noise = NoiseState()
