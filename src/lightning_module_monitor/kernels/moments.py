@@ -1,4 +1,4 @@
-"""Mergeable moments: sums and extremes of a tensor from which statistics can be finished later; quantiles are made of counts instead.
+"""Mergeable moments: sums and extremes of a tensor, from which statistics can be finished later; some need counts in bins besides.
 
 The moments of two tensors, merged, are up to rounding the moments of both together. Central sums merge by the formulas of
 P. Pébay, "Formulas for robust, one-pass parallel computation of covariances and arbitrary-order statistical moments", 2008; for the
