@@ -168,3 +168,34 @@ def test_rules_can_be_pickled() -> None:
     revived = pickle.loads(pickle.dumps([*rules, AlertRule("test", matching([re.compile(KEY)]), above=1.0)]))  # our own bytes
     assert revived[-1].concerns(Key.parse(KEY), KEY)
     assert [rule.name for rule in revived[:-1]] == [rule.name for rule in rules]
+
+
+@pytest.mark.parametrize(("num", "names"), [(2, []), (3, ["zero_rate"])])
+def test_a_rate_of_zero_needs_the_records_of_its_detector(num: int, names: list[str]) -> None:
+    """The limit is that of the table."""
+    assert DETECTORS["zero_rate"].min_records == 3
+    judge = Judge([])
+    facts = Facts({"w.weight": ParameterFacts("trained", 0, 4)})
+    for step in range(num):
+        judge.observe(Record(step, {"context/loss": 1.0, "context/lr": 0.0, "gradient/w.weight/norm": 1.0}, facts=facts))
+    assert [alarm.finding.name for alarm in judge.alarms_of_whole_run()] == names
+
+
+@pytest.mark.parametrize(("late", "is_manual", "num_alarms"), [(1.0, False, 1), (1.0, True, 0), (-1.0, False, 0)])
+def test_only_a_loss_with_a_factor_rises(late: float, is_manual: bool, num_alarms: int) -> None:
+    """A loss that diverges is found under automatic optimization, while none was below 0; else no record is judged."""
+    judge = Judge([DETECTORS["diverging"].alert()])
+    losses = [*[1.0] * 6, late, *[50.0 * 2**step for step in range(6)]]
+    alarms = [judge.observe(Record(step, {"context/loss": loss}, facts=Facts(is_manual=is_manual))) for step, loss in enumerate(losses)]
+    assert sum(map(len, alarms)) == num_alarms
+    assert judge.states[0].num_records == (0 if is_manual else len(losses) if late > 0 else 6)
+
+
+def test_records_whose_facts_are_known_count_without_figures() -> None:
+    """A detector of facts has looked at a record in which nothing is wrong; without facts it knows nothing."""
+    judge = Judge([DETECTORS["in_eval"].alert()])
+    judge.observe(Record(0, {"context/loss": 1.0}))
+    assert judge.states[0].num_records == 0
+    for step in (1, 2):
+        judge.observe(Record(step, {"context/loss": 1.0}, facts=Facts(is_classification=True)))
+    assert judge.states[0].num_records == 2

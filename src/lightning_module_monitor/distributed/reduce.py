@@ -1,14 +1,14 @@
 """Reduce the numbers of a step over ranks: two collectives, after the one transfer.
 
 All ranks keep streams in the same order: those of the rules, which are checked to be equal, then those that were first observed during
-training (a further output, a head of attention) on any rank. A rank that observes a new stream sends its name to the others, and that step
-is reduced again.
+training (a further output, a head of attention) on any rank. A rank that observes a new stream sends its description to the others, and
+that step is reduced again.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,36 +46,30 @@ def reduce_step(observe: Callable[[], Observed], layout: Layout, ranks: Ranks, o
             collectives that the other ranks wait for.
         layout: The streams that all ranks know.
         ranks: The ranks that train together.
-        on_error: Receives a stream whose name cannot be sent to other ranks.
+        on_error: Receives a stream that cannot be sent to other ranks, after the collectives.
     """
-    lost, error, unsent = Observed(is_lost=True), None, set[Identity]()
-    try:
-        observed = observe()
-    except Exception as caught:
-        observed, error = lost, caught
-    while True:
-        unknown = [stream for stream in observed.streams if stream.identity not in layout.positions and stream.identity not in unsent]
+    observed: Observed | None = None
+    lost_by: Exception | None = None
+    unsent: dict[Identity, tuple[Stream, Exception]] = {}
+    has_more = True
+    while has_more:
         try:
+            observed = observed or observe()
+            new = [stream for stream in observed.streams if stream.identity not in layout.positions]
+            unknown = {stream.identity: stream for stream in new if stream.identity not in unsent}
             numbers = observed.numbers(layout, has_more=bool(unknown))
-        except Exception as caught:
-            observed, error = lost, error or caught
-            numbers = observed.numbers(layout, has_more=bool(unknown))
+        except Exception as error:
+            observed, unknown, lost_by = Observed(is_lost=True), {}, error
+            numbers = observed.numbers(layout)
         reduced = _reduced(observed, numbers, layout, ranks)
-        if not reduced.numbers.has_more[0]:
-            break
-        named: list[_Name] = []
-        for stream in unknown:
-            try:
-                named.append(_name_of(stream))
-            except Exception as caught:
-                unsent.add(stream.identity)
-                try:
-                    on_error(stream, caught)
-                except Exception as raised:  # after the collectives that other ranks wait for
-                    error = error or raised
-        _learn(layout, ranks.gather(named), unknown)
-    if error is not None:
-        raise error
+        has_more = bool(reduced.numbers.has_more[0])
+        if has_more:
+            unsent |= _exchange(unknown, layout, ranks)
+    # Only now, because other ranks wait for the collectives.
+    if lost_by is not None:
+        raise lost_by
+    for stream, reason in unsent.values():
+        on_error(stream, reason)
     return reduced
 
 
@@ -92,8 +86,31 @@ def _reduced(observed: Observed, numbers: Numbers, layout: Layout, ranks: Ranks)
     return Reduced(observed, total, frozenset(itertools.compress(layout.positions, result.are_copies.tolist())), differing)
 
 
-class _Name(NamedTuple):
-    """The name of a stream, from which other ranks make the stream."""
+def _exchange(streams: Mapping[Identity, Stream], layout: Layout, ranks: Ranks) -> dict[Identity, tuple[Stream, Exception]]:
+    """Add the streams that any rank has observed to the layout, in the order of ranks.
+
+    Args:
+        streams: Streams that this rank has observed and the layout lacks.
+        layout: The streams that all ranks know.
+        ranks: Every rank makes this call.
+
+    Returns:
+        Streams that cannot be sent to other ranks, each with the reason.
+    """
+    descriptions: list[_StreamDescription] = []
+    unsent: dict[Identity, tuple[Stream, Exception]] = {}
+    for identity, stream in streams.items():
+        try:
+            descriptions.append(_describe(stream))
+        except Exception as error:
+            unsent[identity] = stream, error
+    for description in itertools.chain.from_iterable(ranks.gather(descriptions)):
+        layout.add([streams.get(description.identity) or _make(description, layout)])
+    return unsent
+
+
+class _StreamDescription(NamedTuple):
+    """A stream as it is sent to other ranks, which make the stream from it."""
 
     identity: Identity
     origin: Identity | None
@@ -103,8 +120,8 @@ class _Name(NamedTuple):
     is_compared: bool
 
 
-def _name_of(stream: Stream) -> _Name:
-    """The name to send to other ranks.
+def _describe(stream: Stream) -> _StreamDescription:
+    """The description of a stream.
 
     Raises:
         ValueError: If other ranks cannot make one of its outputs.
@@ -114,27 +131,20 @@ def _name_of(stream: Stream) -> _Name:
             if isinstance(output, Function) or (not isinstance(output, Value) and STATISTICS.get(name) is not output):
                 raise ValueError(f"{name!r} is not among STATISTICS, and no rule of other ranks has it; expected every rank to record it")
     aggregates = {name: value.aggregate if isinstance(value.aggregate, str) else None for name, value in stream.values.items()}
-    return _Name(stream.identity, None if stream.origin is None else stream.origin.identity, aggregates, stream.is_compared)
+    return _StreamDescription(stream.identity, None if stream.origin is None else stream.origin.identity, aggregates, stream.is_compared)
 
 
-def _learn(layout: Layout, names: Iterable[Iterable[_Name]], streams: Iterable[Stream]) -> None:
-    """Add the streams that any rank has named, in the order of the names; ``streams`` are those of this rank."""
-    stream_by_identity = {stream.identity: stream for stream in streams}
-    for name in itertools.chain.from_iterable(names):
-        origin = None if name.origin not in layout.positions else layout.streams[layout.positions[name.origin]]
-        known = stream_by_identity.get(name.identity)
-        layout.add([known or (_made_of(name) if origin is None else origin.known_as(name.identity[1], name.identity[4:]))])
-
-
-def _made_of(name: _Name) -> Stream:
+def _make(description: _StreamDescription, layout: Layout) -> Stream:
     """A stream that only other ranks have observed."""
-    kind, site, stage, prefix, *names = name.identity
+    kind, site, stage, prefix, names = description.identity
+    if description.origin in layout.positions:
+        return layout.streams[layout.positions[description.origin]].known_as(site, names)
     outputs: dict[str, Output] = {}
-    for output in names:
-        aggregate: Aggregate = name.aggregates.get(output) or _unknown_aggregate
-        known = STATISTICS.get(output)
-        outputs[output] = Value(aggregate) if output in name.aggregates or known is None or callable(known) else known
-    return Stream(kind, site, outputs, stage, prefix, is_compared=name.is_compared)
+    for name in names:
+        aggregate: Aggregate = description.aggregates.get(name) or _unknown_aggregate
+        known = STATISTICS.get(name)
+        outputs[name] = Value(aggregate) if name in description.aggregates or known is None or callable(known) else known
+    return Stream(kind, site, outputs, stage, prefix, is_compared=description.is_compared)
 
 
 def _unknown_aggregate(_values: Tensor) -> float:
@@ -143,15 +153,15 @@ def _unknown_aggregate(_values: Tensor) -> float:
 
 
 def _fingerprints(numbers: Numbers, layout: Layout) -> Fingerprints:
-    """Fingerprints from all numbers of each stream, because different parts of a tensor may have equal histograms.
+    """Fingerprints of the compared streams, from all their numbers, because different parts of a tensor may have equal histograms.
 
-    Without parameters and logged values, of which each rank observes a part: parts of a constant are equal.
+    Parameters and logged values are not compared: each rank observes its own part, and the parts of a constant are equal.
     """
     num_items = len(layout.streams)
-    items = _items(layout, {stream: index for index, stream in enumerate(layout.streams) if stream.is_compared}, num_items)
+    items = _items_of(layout, {stream: index for index, stream in enumerate(layout.streams) if stream.is_compared}, num_items)
     results = np.stack([numbers.extremes, numbers.has_nan, numbers.totals, numbers.weights])
     columns = [(numbers.moments, items.rows), (numbers.counts[np.newaxis], items.counts), (results, items.values)]
-    values = torch.from_numpy(np.concatenate([matrix.ravel() for matrix, _items in columns]))
+    values = torch.from_numpy(np.concatenate([matrix.ravel() for matrix, _item_of_column in columns]))
     item_of_value = torch.cat([item_of_column.repeat(len(matrix)) for matrix, item_of_column in columns])
     return Fingerprints(fingerprints_of(values, item_of_value, num_items), items.item_of_summed(num_items))
 
@@ -159,7 +169,7 @@ def _fingerprints(numbers: Numbers, layout: Layout) -> Fingerprints:
 def _replicas(observed: Observed, layout: Layout) -> Replicas:
     """The streams that must be equal on all ranks, and those of which this rank holds a part."""
     num_items = len(layout.replicated)
-    items = _items(layout, {stream: index for index, stream in enumerate(layout.replicated)}, num_items)
+    items = _items_of(layout, {stream: index for index, stream in enumerate(layout.replicated)}, num_items)
     identities = [stream.identity for stream in layout.replicated]
     return Replicas(
         first_rows=_indices(layout.first_rows[layout.positions[identity]] for identity in identities),
@@ -175,20 +185,20 @@ class _Items(NamedTuple):
     counts: Tensor
     values: Tensor
 
-    def item_of_summed(self, none: int) -> Tensor:
+    def item_of_summed(self, no_item: int) -> Tensor:
         """The item of each number that is summed: of all fields of the moments, then of ``SUMMED``."""
-        results = [self.values] * (len(SUMMED) - 2)
-        return torch.cat([self.rows.repeat(NUM_FIELDS), self.counts, *results, self.values.new_full((1,), none)])
+        others = {"counts": self.counts, "num_errors": self.values.new_full((1,), no_item)}
+        return torch.cat([self.rows.repeat(NUM_FIELDS), *(others.get(name, self.values) for name in SUMMED)])
 
 
-def _items(layout: Layout, items: dict[Stream, int], none: int) -> _Items:
+def _items_of(layout: Layout, item_by_stream: Mapping[Stream, int], no_item: int) -> _Items:
     return _Items(
-        rows=_indices(items.get(stream, none) for stream in layout.streams for _row in range(stream.num_rows)),
+        rows=_indices(item_by_stream.get(stream, no_item) for stream in layout.streams for _row in range(stream.num_rows)),
         counts=torch.repeat_interleave(
-            _indices(items.get(stream, none) for stream, _sort in layout.summed),
+            _indices(item_by_stream.get(stream, no_item) for stream, _sort in layout.summed),
             _indices(sort.num_counts for _stream, sort in layout.summed),
         ),
-        values=_indices(items.get(stream, none) for stream, _name, _value in layout.values),
+        values=_indices(item_by_stream.get(stream, no_item) for stream, _name, _value in layout.values),
     )
 
 

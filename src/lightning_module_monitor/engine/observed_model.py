@@ -30,7 +30,7 @@ from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.statistics.channels import Recent, recent_units
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.layout import SeriesState
-from lightning_module_monitor.statistics.stream import Identity, Stream
+from lightning_module_monitor.statistics.stream import Stream
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,8 +70,8 @@ class ObservedModel:
         self.watched = self.index.with_wrapped(module)
         """The module and every module in it that is not excluded."""
         self.table = ModuleTable(self.index.whole.modules, self.index.modules)
-        self.logged: dict[Identity, Stream] = {}
-        """The streams of values that no probe observes: the monitor's own figures, the context of training, and what users log."""
+        self.logged: dict[tuple[str, str, str, str], Stream] = {}
+        """The streams of values that no probe observes, by kind, site, name and stage: own figures, context, what users log."""
         self._expected: list[Stream] = []
         """Streams that were announced before the first step."""
         self.noise = NoiseState()

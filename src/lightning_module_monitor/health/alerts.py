@@ -93,6 +93,8 @@ class AlertRule:
     """Whether parameters whose learning rate is 0 do not count."""
     is_of_facts: bool = False
     """Whether a record without values of it is well, if the facts of its step are known."""
+    judges_rise: bool = False
+    """Whether the rule judges the rise of the training loss (:attr:`History.rise`) in place of the loss."""
     until_step: float = math.inf
     """Records of later steps do not count."""
     unless_loss_falls: float = math.inf
@@ -143,7 +145,7 @@ class RuleState:
         self.rule = rule
         self._rows: dict[str, int] = {}
         self.num_records = 0
-        """Number of records with figures."""
+        """Number of records with figures, judged or not, and of records that are well without figures (``is_of_facts``)."""
         self.num_passed_over = 0
         """Number of records that were not judged, because the loss had fallen."""
         self._newest: tuple[tuple[str, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
@@ -155,6 +157,11 @@ class RuleState:
         """A row for each figure. ``recent`` holds the last values, the newest last, and ``first`` the first values, padded with NaN.
         ``num_met`` counts the consecutive records, up to the last, in which the condition was met, and ``since`` is the step of the first.
         ``num_well`` counts the records without the condition since the rule fired. ``has_worked``: the figure was not idle in a record."""
+
+    def count_unjudged(self, *, has_loss_fallen: bool = False) -> None:
+        """Count a record whose figures, if it has any, are not judged."""
+        self.num_records += 1
+        self.num_passed_over += has_loss_fallen
 
     def observe(self, step: int, keys: tuple[str, ...], values: NDArray[np.float64]) -> list[Fired]:
         """The figures that with this record have met the condition for long enough.
@@ -195,14 +202,16 @@ class RuleState:
         """Number of consecutive records, up to the last, in which each figure met the condition."""
         return {name: int(self._state[row]["num_met"]) for name, row in self._rows.items()}
 
-    def state(self) -> dict[str, tuple[Any, ...]]:
-        """The state for a checkpoint, in plain numbers, by name of the figure."""
-        return {name: tuple(map(_as_plain, self._state[row].item())) for name, row in self._rows.items()}
+    def state(self) -> tuple[int, int, dict[str, tuple[Any, ...]]]:
+        """The state for a checkpoint, in plain numbers: the two numbers of records, and a row for each figure, by its name."""
+        rows = {name: tuple(map(_as_plain, self._state[row].item())) for name, row in self._rows.items()}
+        return self.num_records, self.num_passed_over, rows
 
-    def load(self, state: Mapping[str, tuple[Any, ...]]) -> None:
+    def load(self, state: tuple[int, int, Mapping[str, tuple[Any, ...]]]) -> None:
         """Restore a result of :meth:`state`."""
-        rows = self._rows_of(tuple(state))
-        for row, (recent, first, *rest) in zip(rows, state.values(), strict=True):
+        self.num_records, self.num_passed_over, figures = state
+        rows = self._rows_of(tuple(figures))
+        for row, (recent, first, *rest) in zip(rows, figures.values(), strict=True):
             self._state[row] = (np.full_like(self._state["recent"][row], np.nan), np.full(FIRST_RECORDS, np.nan), *rest)
             if recent:
                 self._state["recent"][row, -len(recent) :] = recent

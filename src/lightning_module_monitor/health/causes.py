@@ -116,12 +116,12 @@ def _reach_in_words(history: History) -> str:
 
 
 def _rate_in_words(history: History) -> str:
-    name, (_num, largest, first) = max(history.rates.items(), key=lambda item: item[1][1])
-    rises = history.newest(name) == largest > 2 * first
+    name, rate = max(history.rates.items(), key=lambda item: item[1].largest)
+    rises = history.newest(name) == rate.largest > 2 * rate.first
     warm_up = ", and its warm-up is longer than the run (Lightning steps a scheduler once per epoch, unless its interval is step)"
     eps = max((group.eps for group in history.facts.groups), default=0.0)
     damped = f" Its optimizer divides by at least eps, which is {eps:.2g}: a smaller one makes larger steps." if eps > 1e-3 else ""
-    return f"The learning rate is at most {largest:.2g}{warm_up if rises else ''}.{damped}"
+    return f"The learning rate is at most {rate.largest:.2g}{warm_up if rises else ''}.{damped}"
 
 
 _ZERO = ("zero_outputs", "zero_gradients")
@@ -367,7 +367,7 @@ CAUSES = (
             history.is_stopped_by_schedule if finding.name == NOT_LEARNING else history.has_decayed(finding.site)
         ),
         remark=lambda history: (
-            f"The largest learning rate was {max(largest for _num, largest, _first in history.rates.values()):.2g}, "
+            f"The largest learning rate was {max(rate.largest for rate in history.rates.values()):.2g}, "
             f"and {max(map(history.newest, history.rates)):.2g} at the end."
         ),
     ),

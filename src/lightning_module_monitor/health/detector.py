@@ -61,11 +61,16 @@ class Detector:
         return self.rule is not None and self.rule.needs_rate
 
     @property
+    def main_kinds(self) -> Sequence[str]:
+        """The kinds of the values that it judges first; it may use values of other kinds besides."""
+        return self.sources[0][0]
+
+    @property
     def judges_facts(self) -> bool:
         """Whether it judges facts about a Trainer's run, and not only numbers."""
-        return FACT_KIND in self.sources[0][0] or (self.rule is not None and self.rule.is_of_facts)
+        return FACT_KIND in self.main_kinds or (self.rule is not None and self.rule.is_of_facts)
 
     @property
     def is_always_recorded(self) -> bool:
         """Whether every run records its values if there are any: figures without a site, and facts."""
-        return self.sources[0][0][0] in (OWN_KIND, CONTEXT_KIND, FACT_KIND)
+        return self.main_kinds[0] in (OWN_KIND, CONTEXT_KIND, FACT_KIND)

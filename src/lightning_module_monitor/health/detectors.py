@@ -1,7 +1,7 @@
 """The table of detectors: the values that each judges, its limit, and the limit's source. ``causes.py`` has the advice.
 
 All are judged record by record, while training and later on a store, by the same code (``judge.py``). Those without a rule need the whole
-run and are judged at its end.
+run and are judged at its end. The limits of the tests on the loss are constants of ``run_history.py``.
 """
 
 from __future__ import annotations
@@ -243,7 +243,9 @@ DETECTORS = {
             source=_HEURISTIC,
             min_records=8,
             without=_NO_LOSS,
-            rule=_rule(above=3.0, for_steps=3, phrase="The training loss is {value:.3g} times the largest of its first records"),
+            rule=_rule(
+                judges_rise=True, above=3.0, for_steps=3, phrase="The training loss is {value:.3g} times the largest of its first records"
+            ),
         ),
         Detector(
             "growing_over_depth",

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
 from lightning_module_monitor.health.detector import Detector
-from lightning_module_monitor.health.detectors import DETECTORS, DIVERGING, NOT_LEARNING, ZERO_RATE
+from lightning_module_monitor.health.detectors import DETECTORS, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.run_history import NO_FACTS, History, is_kept
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
@@ -30,7 +30,7 @@ UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
 """Without facts every parameter counts as trained."""
 
 
-_NOT_LEARNING = {
+_LOSS_PHRASES = {
     "flat": "does not fall by more than its noise",
     "still": "hardly changes, and the weights hardly move",
     "stopped": "falls no more, and the weights hardly move",
@@ -64,8 +64,9 @@ class Judge:
 
     Args:
         rules: The rules.
-        sites: The names of all sites in the order of the model. Rules get their values in this order; a record groups keys by kind.
-        modules: The names of all modules. Values of all parameters inside a module together are for few rules.
+        sites: The names of all sites in the order of the model. Rules get their values in this order, because records group keys by kind.
+        modules: The names of all modules. The values of all parameters inside a module together (totals) have such a site; few rules
+            judge them.
     """
 
     def __init__(self, rules: Sequence[AlertRule], sites: Iterable[str] = (), modules: Iterable[str] = ()) -> None:
@@ -79,7 +80,10 @@ class Judge:
         """Whether any record had a value that is not NaN, by key."""
 
     def observe(self, record: Record) -> list[Alarm]:
-        """The alarms of a record: at most one per rule, about all keys that meet its condition now and did not before."""
+        """The alarms of a record: at most one per rule, about all figures that have met its condition in ``for_steps`` records.
+
+        A figure that has led to an alarm can do so again only after ``QUIET_RECORDS`` records without the condition.
+        """
         history = self.history
         if record.facts is not None and record.facts != history.facts:
             history.facts = record.facts
@@ -110,17 +114,17 @@ class Judge:
         rule, history = state.rule, self.history
         if rule.needs_rate:
             values = {key: value for key, value in values.items() if history.rate_of(self._series[key].parts.site) != 0}
-        state.num_records += not values and rule.is_of_facts and history.facts is not NO_FACTS
-        if rule.name == DIVERGING:
-            # A loss that crosses 0 has no factor by which it grows.
-            has_factor = not history.facts.is_manual and min(history.losses, default=1.0) >= 0
-            values = dict.fromkeys(values, history.rise) if has_factor else {}
-        if not values or (rule.needs_step and was_skipped):
+        if rule.judges_rise:
+            values = dict.fromkeys(values, history.rise)
+        if not values:
+            if rule.is_of_facts and history.facts is not NO_FACTS:
+                state.count_unjudged()
             return None
-        has_fallen_by_now = has_fallen(history.first_loss, history.loss, rule.unless_loss_falls)
-        if step > rule.until_step or has_fallen_by_now:
-            state.num_records += 1
-            state.num_passed_over += has_fallen_by_now
+        if rule.needs_step and was_skipped:
+            return None
+        has_loss_fallen = has_fallen(history.first_loss, history.loss, rule.unless_loss_falls)
+        if step > rule.until_step or has_loss_fallen:
+            state.count_unjudged(has_loss_fallen=has_loss_fallen)
             return None
         keys = tuple(sorted(values, key=lambda key: self._series[key].rank))
         fired = state.observe(step, keys, np.array([values[key] for key in keys], dtype=float))
@@ -128,12 +132,22 @@ class Judge:
             fired = self._without_clamped(state, fired)
         if not fired:
             return None
-        since, site = min(figure.since for figure in fired), Key.parse(fired[0].key).site
-        finding = Finding(step, rule.name, site, fired[0].key, words_of(rule, fired, step), rule.severity, step - since)
+        finding = Finding(
+            step=step,
+            name=rule.name,
+            site=Key.parse(fired[0].key).site,
+            key=fired[0].key,
+            words=words_of(rule, fired, step),
+            severity=rule.severity,
+            steps_before=step - min(figure.since for figure in fired),
+        )
         return Alarm(finding, rule.then, fired)
 
     def _without_clamped(self, state: RuleState, fired: Sequence[Fired]) -> list[Fired]:
-        """The parameters in groups that stand still as a whole. In other groups, code of the user holds weights, as a WGAN's clamp does."""
+        """The figures of parameters in groups that stand still as a whole.
+
+        In other groups, code of the user holds weights, as the clamp of a WGAN does.
+        """
         moving = {self._parameter(Key.parse(name).site).group for name, num in state.num_met().items() if num == 0}
         return [figure for figure in fired if self._parameter(Key.parse(figure.key).site).group not in moving]
 
@@ -147,38 +161,38 @@ class Judge:
             known = {facts.training for facts in self.history.facts.parameters.values()}
             counted = known - ({"frozen"} if parts.kind.startswith("gradient") else set()) or {UNKNOWN_PARAMETER.training}
             # A total is of the trained parameters only where all are trained.
-            states = (None, *counted) if len(counted) == 1 else (None,)
-            return [index for index, rule in rules if rule.parameters in states and rule.concerns_total(parts, key)]
+            accepted = (None, *counted) if len(counted) == 1 else (None,)
+            return [index for index, rule in rules if rule.parameters in accepted and rule.concerns_total(parts, key)]
         accepted = (None, self._parameter(parts.site).training)
         return [index for index, rule in rules if rule.parameters in accepted and rule.concerns(parts, key)]
 
-    def finish(self) -> list[Alarm]:
+    def alarms_of_whole_run(self) -> list[Alarm]:
         """The alarms that need the whole run."""
         return [*self._zero_rates(), *self._not_learning()]
 
-    def series_of(self, detector: Detector) -> list[bool]:
-        """The series of the records that a detector judges, without those of other kinds that it uses besides: whether each has a value."""
+    def have_values(self, detector: Detector) -> list[bool]:
+        """Whether each series that a detector judges has a value, without the series of other kinds that it uses besides."""
         series = []
         for key, has_value in self._has_value.items():
             parts = Key.parse(key)
             concerns = detector.concerns_total if is_total(parts, self._modules) else detector.concerns
-            if concerns(parts) and parts.kind in detector.sources[0][0]:
+            if concerns(parts) and parts.kind in detector.main_kinds:
                 series.append(has_value)
         return series
 
     def _zero_rates(self) -> list[Alarm]:
         history, alarms = self.history, []
-        for name, (num_records, largest, _first) in history.rates.items():
+        for name, rate in history.rates.items():
             sites = history.sites_of(name)
-            if largest == 0 and num_records >= 3 and sites:
+            if rate.largest == 0 and rate.num_records >= DETECTORS[ZERO_RATE].min_records and sites:
                 more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
-                words = f"{sites[0]}{more}: the learning rate is 0 in all {num_records} records, and the gradient is not."
+                words = f"{sites[0]}{more}: the learning rate is 0 in all {rate.num_records} records, and the gradient is not."
                 alarms.append(self._alarm_of_run(ZERO_RATE, sites[0], name, words))
         return alarms
 
     def _not_learning(self) -> list[Alarm]:
         history, (before, after) = self.history, self.history.ends
-        what = _NOT_LEARNING.get(history.learning)
+        what = _LOSS_PHRASES.get(history.learning)
         if what is None:
             return []
         medians = f"its median is {np.median(before):.4g} in the first {len(before)} records and {np.median(after):.4g} in the last"
@@ -188,19 +202,16 @@ class Judge:
     def _alarm_of_run(self, name: str, site: str, statistic: str, words: str, since: int | None = None) -> Alarm:
         first = self.history.steps[0] if since is None else since
         last, key = self.history.steps[-1], Key(CONTEXT_KIND, "", statistic).format()
-        finding = Finding(last, name, site, key, words, DETECTORS[name].severity, last - first)
+        severity = DETECTORS[name].severity
+        finding = Finding(step=last, name=name, site=site, key=key, words=words, severity=severity, steps_before=last - first)
         return Alarm(finding, fired=[Fired(key, math.nan, 1.0, first)])
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, in plain numbers and texts: the state of every rule's figures, and the history."""
-        return {
-            "history": self.history.state(),
-            **{conditions(state.rule): (state.num_records, state.num_passed_over, state.state()) for state in self.states},
-        }
+        """The state for a checkpoint, in plain numbers and texts: the state of every rule, and the history."""
+        return {"history": self.history.state(), **{conditions(state.rule): state.state() for state in self.states}}
 
     def load(self, content: Mapping[str, Any]) -> None:
         """Restore a result of :meth:`state`; a rule with other conditions begins anew."""
         self.history.load(content.get("history", {}))
         for state in self.states:
-            state.num_records, state.num_passed_over, figures = content.get(conditions(state.rule), (0, 0, {}))
-            state.load(figures)
+            state.load(content.get(conditions(state.rule), (0, 0, {})))

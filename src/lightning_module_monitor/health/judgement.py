@@ -183,7 +183,7 @@ def verdict_of(
     for name, detector in DETECTORS.items():
         if name == NONFINITE and checks:
             continue
-        have_values = judge.series_of(detector)
+        have_values = judge.have_values(detector)
         num_series, state = sum(have_values), states.get(name)
         num_records = num_losses if state is None else state.num_records
         if name in names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -98,6 +98,14 @@ def is_kept(key: Key) -> bool:
     return key.stage == TRAIN and (sizes.get(key.kind) == key.statistic or (key.kind == CONTEXT_KIND and not key.site))
 
 
+class Rate(NamedTuple):
+    """A learning rate in the records of a run."""
+
+    num_records: int
+    largest: float
+    first: float
+
+
 class History:
     """The losses and learning rates of a run, and sizes in its first and last record."""
 
@@ -105,8 +113,8 @@ class History:
         self.steps: list[int] = []
         """The steps of the losses."""
         self.losses: list[float] = []
-        self.rates: dict[str, tuple[int, float, float]] = {}
-        """Number of records, largest and first value of every learning rate, by its name."""
+        self.rates: dict[str, Rate] = {}
+        """Learning rates by name."""
         self._movements: list[tuple[int, float]] = []
         """Steps, and the largest part of its norm by which each can move a weight, of the records of which it is known."""
         self.num_gradients, self.num_clipped = 0, 0
@@ -127,7 +135,7 @@ class History:
         for name, value in self._context.items():
             if is_rate(name):
                 num_records, largest, first = self.rates.get(name, (0, 0.0, value))
-                self.rates[name] = num_records + 1, max(largest, value), first
+                self.rates[name] = Rate(num_records + 1, max(largest, value), first)
         norms = [value for key, value in values.items() if key.kind == "gradient" and key.site != ROOT_SITE]
         norm = values.get(Key("gradient", ROOT_SITE, "norm"), math.hypot(*norms))
         if norms or norm > 0 or any(key.kind == "parameter" for key in values):
@@ -144,7 +152,7 @@ class History:
     @property
     def has_no_rate(self) -> bool:
         """Whether every learning rate was 0 in all records."""
-        return bool(self.rates) and all(largest == 0 for _num, largest, _first in self.rates.values())
+        return bool(self.rates) and all(rate.largest == 0 for rate in self.rates.values())
 
     # The loss
 
@@ -216,7 +224,12 @@ class History:
 
     @property
     def rise(self) -> float:
-        """The newest loss relative to the largest of the first losses; 0 if the rise is within the noise, or not known."""
+        """The newest loss relative to the largest of the first losses; 0 if the rise is within the noise, or not known.
+
+        NaN under manual optimization, and for losses below 0: a loss that crosses 0 has no factor by which it grows.
+        """
+        if self.facts.is_manual or min(self.losses, default=0.0) < 0:
+            return math.nan
         first, newest = self.losses[:NUM_FIRST], self.loss
         is_known = len(self.losses) > NUM_FIRST and all(map(math.isfinite, [*first, newest]))
         if not is_known or min(first) <= 0 or newest <= max(first):
@@ -250,8 +263,8 @@ class History:
     def has_decayed(self, site: str) -> bool:
         """Whether the learning rate of a parameter is below a millionth of its largest rate in this run."""
         parameter = self.facts.parameters.get(site)
-        largest = 0.0 if parameter is None else self.rates.get(name_of_rate(parameter.group), (0, 0.0, 0.0))[1]
-        return 0 < self.rate_of(site) < 1e-6 * largest
+        rate = None if parameter is None else self.rates.get(name_of_rate(parameter.group))
+        return rate is not None and 0 < self.rate_of(site) < 1e-6 * rate.largest
 
     def sites_of(self, rate: str) -> list[str]:
         """The trained parameters with this learning rate (its name) whose last gradient was not 0."""
@@ -311,7 +324,7 @@ class History:
     def is_stopped_by_schedule(self) -> bool:
         """Whether all learning rates have come down so far that the steps of the last two thirds of the records can move no weight."""
         begin = self.steps[-2 * (len(self.steps) // 3)]
-        have_come_down = [self.newest(name) < SMALL_RATE * largest for name, (_num, largest, _first) in self.rates.items()]
+        have_come_down = [self.newest(name) < SMALL_RATE * rate.largest for name, rate in self.rates.items()]
         return bool(have_come_down) and all(have_come_down) and self._reach_since(begin) < NO_REACH
 
     @property
@@ -348,7 +361,7 @@ class History:
         return {
             "steps": [*self.steps],
             "losses": [*self.losses],
-            "rates": dict(self.rates),
+            "rates": {name: tuple(rate) for name, rate in self.rates.items()},
             "first": dict(self.first),
             "movements": [*self._movements],
             "clipped": (self.num_gradients, self.num_clipped),
@@ -357,6 +370,7 @@ class History:
     def load(self, content: Mapping[str, Any]) -> None:
         """Restore a result of :meth:`state`."""
         self.steps, self.losses = [*content.get("steps", ())], [*content.get("losses", ())]
-        self.rates, self.first = dict(content.get("rates", {})), dict(content.get("first", {}))
+        self.rates = {name: Rate(*rate) for name, rate in content.get("rates", {}).items()}
+        self.first = dict(content.get("first", {}))
         self._movements = [*content.get("movements", ())]
         self.num_gradients, self.num_clipped = content.get("clipped", (0, 0))

@@ -1,6 +1,6 @@
-"""Mergeable moments: sums and extremes of a tensor from which every built-in statistic can be finished later.
+"""Mergeable moments: sums and extremes of a tensor, from which statistics can be finished later; some need counts in bins besides.
 
-Rows merge exactly: the moments of two tensors, merged, are the moments of both together. Central sums merge by the formulas of
+The moments of two tensors, merged, are up to rounding the moments of both together. Central sums merge by the formulas of
 P. Pébay, "Formulas for robust, one-pass parallel computation of covariances and arbitrary-order statistical moments", 2008; for the
 second order these are the formulas of Chan, Golub and LeVeque, 1979.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[np.float64]
-"""A field of moments on the host."""
+"""Numbers on the host: a field of moments, or a matrix of all fields."""
 
 
 class Need:
@@ -116,26 +116,26 @@ class Moments(NamedTuple):
             index: Row of the result that each row is merged into, int64, shape ``(rows,)``.
             num_rows: Number of rows of the result. A row without a source has the moments of an empty tensor.
         """
-        elements = _total(self.elements, index, num_rows)
+        elements = _sum_by_row(self.elements, index, num_rows)
         # Weighted means, because the rounding error of a total divided by the count would show in the deviations. A row that is alone in
         # its group keeps its mean to the last bit: its weight is 1.
-        mean = _total(self.mean * (self.elements / elements.clamp(min=1.0)[index]), index, num_rows)
+        mean = _sum_by_row(self.mean * (self.elements / elements.clamp(min=1.0)[index]), index, num_rows)
         about = self.about(mean[index])
-        return Moments(*(_total(field, index, num_rows) for field in about))._replace(
+        return Moments(*(_sum_by_row(field, index, num_rows) for field in about))._replace(
             mean=mean,
-            maximum=_extreme(self.maximum, index, num_rows, "amax", -torch.inf),
-            minimum=_extreme(self.minimum, index, num_rows, "amin", torch.inf),
+            maximum=_extreme_by_row(self.maximum, index, num_rows, "amax", -torch.inf),
+            minimum=_extreme_by_row(self.minimum, index, num_rows, "amin", torch.inf),
         )
 
 
 NUM_FIELDS = len(Moments._fields)
 
 
-def _total(values: Tensor, index: Tensor, num_rows: int) -> Tensor:
+def _sum_by_row(values: Tensor, index: Tensor, num_rows: int) -> Tensor:
     return torch.zeros(num_rows, dtype=torch.float64, device=values.device).index_add_(0, index, values)
 
 
-def _extreme(values: Tensor, index: Tensor, num_rows: int, reduce: str, identity: float) -> Tensor:
+def _extreme_by_row(values: Tensor, index: Tensor, num_rows: int, reduce: str, identity: float) -> Tensor:
     start = torch.full((num_rows,), identity, dtype=torch.float64, device=values.device)
     return start.scatter_reduce_(0, index, values, reduce)
 
@@ -154,11 +154,11 @@ def merged(shares: Sequence[Array], num_rows: int) -> Array:
 
 
 def merged_groups(fields: Array, first: npt.NDArray[np.int64]) -> Array:
-    """Merge groups of consecutive rows on the host: as :meth:`Moments.merge`, in a tenth of its time for few rows.
+    """Merge groups of consecutive rows on the host, as :meth:`Moments.merge` does; this is faster for few rows.
 
     Args:
         fields: Moments, float64, shape ``(fields, rows)``.
-        first: First row of each group, ascending from 0, int64, shape ``(groups,)``.
+        first: First row of each group, strictly ascending from 0, because a group has at least one row; int64, shape ``(groups,)``.
 
     Returns:
         Moments of shape ``(fields, groups)``.

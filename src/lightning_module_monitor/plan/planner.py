@@ -268,4 +268,4 @@ def _noise_of(recipe: Recipe, index: ModelIndex) -> NoiseSites | None:
 
 
 def _path(stream: Stream) -> str:
-    return "/".join(filter(None, stream.identity))
+    return "/".join(filter(None, (stream.kind, stream.site, stream.stage, stream.prefix, *stream.outputs)))

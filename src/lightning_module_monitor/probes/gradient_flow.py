@@ -18,7 +18,7 @@ from lightning_module_monitor.model.outputs import NamedTensors
 from lightning_module_monitor.probes.base import StepTools
 from lightning_module_monitor.probes.tap import Awaited, Consumer, counted_elements
 from lightning_module_monitor.record import SUMMARY_SITE, Key
-from lightning_module_monitor.statistics.gains import EPS, NORMS, SUMMARY, Thresholds, summary, transitions
+from lightning_module_monitor.statistics.gains import EPS, NORMS, Thresholds, summary, transitions
 from lightning_module_monitor.statistics.precision import divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
@@ -64,15 +64,29 @@ class Chain:
 
     def keys(self) -> list[str]:
         """The keys of a step."""
-        names = [(site, name) for site in self.transitions for name in ("gain", "log_gain")] + [(SUMMARY_SITE, name) for name in SUMMARY]
-        return [Key(KIND, site, name, prefix=self.prefix).format() for site, name in names]
+        return [*self.gains([None] * len(self.blocks))]
+
+    def gains(self, norms: Sequence[float | None]) -> dict[str, float | None]:
+        """The values of a step by key; ``None`` where one needs the norm of a block without a gradient.
+
+        Args:
+            norms: Norm of the gradient at each block; ``None`` without a gradient.
+        """
+        changes = transitions(norms, EPS, self.thresholds)
+        by_site: dict[str, Mapping[str, float | None]] = {
+            site: {"gain": change.gain, "log_gain": change.log_gain} for site, change in zip(self.transitions, changes, strict=True)
+        }
+        by_site[SUMMARY_SITE] = summary(changes)
+        return {
+            Key(KIND, site, name, prefix=self.prefix).format(): value for site, values in by_site.items() for name, value in values.items()
+        }
 
 
 def main_tensor(output: object, tensors: NamedTensors) -> Tensor | None:
     """The tensor of a block's output that is the input of the next block.
 
-    It is the output itself; for a mapping or an object its ``hidden_states`` or ``last_hidden_state``, if that is a tensor; else the
-    first real floating tensor of all ``tensors`` in it. ``None`` without such a tensor.
+    It is the output itself; for a mapping or an object its ``hidden_states`` or ``last_hidden_state``; else, or if that is no real
+    floating tensor, the first real floating tensor of all ``tensors`` in it. ``None`` without such a tensor.
     """
     for name in () if isinstance(output, Tensor) else MAIN_NAMES:
         part = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
@@ -140,6 +154,4 @@ class GradientFlowProbe(BlockGradientProbe):
     def derive(self, values: dict[str, float]) -> None:
         """Replace norms by gains; a value that needs the norm of a block without a gradient is absent."""
         norms = [values.pop(key, None) for stream in self._chain.streams for key in stream.keys.values()]
-        changes = transitions(norms, EPS, self._chain.thresholds)
-        gains = [gain for change in changes for gain in (change.gain, change.log_gain)] + [*summary(changes).values()]
-        values.update((key, float(gain)) for key, gain in zip(self._chain.keys(), gains, strict=True) if gain is not None)
+        values.update((key, float(gain)) for key, gain in self._chain.gains(norms).items() if gain is not None)

@@ -38,7 +38,7 @@ def verdict_on(  # noqa: PLR0917  # the contents of a store
     detectors = [detector for name, detector in DETECTORS.items() if detector.rule is not None and not (name == NONFINITE and searched)]
     rules = [detector.alert() for detector in detectors]
     judge = Judge(rules, [site for table in tables for site in table.sites], [module.name for module in modules])
-    alarms = [alarm for record in _records([*tables, *figures], facts) for alarm in judge.observe(record)] + judge.finish()
+    alarms = [alarm for record in _records([*tables, *figures], facts) for alarm in judge.observe(record)] + judge.alarms_of_whole_run()
     others = [finding for finding in findings if finding.name not in DETECTORS or finding.name == NONFINITE]
     return verdict_of(
         judge, alarms, [*others, *(alarm.finding for alarm in alarms)], watched=watched, types={module.type for module in modules}

@@ -28,11 +28,11 @@ from lightning_module_monitor.statistics.functions import (
     Results,
     aggregated,
     as_tensor,
-    computed,
+    compute_and_reset,
+    compute_over_ranks,
     joined,
     metric_of,
     parts_of,
-    synchronized,
     undisturbed,
 )
 from lightning_module_monitor.statistics.layout import NO_MOMENTS, Numbers, Observed, SeriesState
@@ -297,7 +297,7 @@ class StepAccumulator:
         values = self._state.finisher(numbers.observed).values(numbers.moments, layout.rows_of_counts(FINE, numbers), self._fail)
         merged_values = zip(layout.values, numbers.merged([value.aggregate for _stream, _name, value in layout.values]), strict=True)
         observed_values = itertools.compress(merged_values, numbers.called)
-        values |= {stream.keys[name]: result for (stream, name, value), result in observed_values if value.is_number} | results
+        values |= {stream.keys[name]: result for (stream, name, value), result in observed_values if value.is_merged_by_name} | results
         for stream, name, statistic in layout.channels:
             row = numbers.counts[layout.slices[stream.identity, statistic.sums]]
             if row.any():
@@ -315,7 +315,7 @@ class StepAccumulator:
         """What this rank has observed, on the host, by one transfer per device."""
         final: dict[str, Tensor] = {}
         for stream, name, metric in self._metrics.values() if is_alone else ():
-            final |= self._parts(stream, name, functools.partial(computed, metric))
+            final |= self._parts(stream, name, functools.partial(compute_and_reset, metric))
         named = {key: result for key, (_stream, _name, result) in self._results.items() if isinstance(result.aggregate, str)}
         whole: dict[str, tuple[Aggregate, Tensor]] = {}
         for key, (stream, name, results) in self._results.items():
@@ -373,7 +373,7 @@ class StepAccumulator:
         due = [
             entry
             for entry in itertools.compress(self._state.layout.values, numbers.called * (1 - numbers.raised))
-            if not entry[2].is_number
+            if not entry[2].is_merged_by_name
         ]
         results_here, gathered = {key: results for key, (_aggregate, results) in observed.whole_results.items()}, []
         if ranks is None:
@@ -389,7 +389,7 @@ class StepAccumulator:
                 aggregate = observed.whole_results[key][0] if key in results_here else value.aggregate
                 compute = functools.partial(aggregated, aggregate, [results[key] for results in gathered if key in results])
             elif ranks is not None:
-                compute = functools.partial(synchronized, self._metrics[key][2] if key in self._metrics else metric.clone(), ranks)
+                compute = functools.partial(compute_over_ranks, self._metrics[key][2] if key in self._metrics else metric.clone(), ranks)
             else:
                 continue  # it is in `observed.final`
             values |= {part: float(result) for part, result in self._parts(stream, name, compute).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -21,20 +21,23 @@ from lightning_module_monitor.model.unchanged import unchanged_random_states
 Aggregate = str | Callable[[Tensor], Any]
 
 AGGREGATES: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
-"""Joins the elements of a result when it arrives, and the results of a step on the host, where those of a mean have weights."""
+"""Joins the elements of a result when it arrives. ``Numbers.merged`` joins the results of a step by the same names."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A number that is computed elsewhere, and how several of a step are joined: by the name of an aggregate, or a function."""
+    """How the results of an output within a step are joined: by the name of an aggregate, or a function.
+
+    The results are logged or computed elsewhere, or come from the function of a :class:`Function`.
+    """
 
     aggregate: Aggregate = "mean"
 
     @property
-    def is_number(self) -> bool:
-        """Whether it gives one number, merged by a named aggregate; else it is finished once, from everything, and may be a dict.
+    def is_merged_by_name(self) -> bool:
+        """Whether it gives one number, merged by a named aggregate.
 
-        A torchmetrics object is finished once.
+        Else, as for a torchmetrics object, it is finished once, from everything, and may be a dict.
         """
         return isinstance(self.aggregate, str) and metric_of(self) is None
 
@@ -60,7 +63,7 @@ class Function(Value):
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Run a user's code on a tensor of a device without side effects: no graph, no autocast, every random state as it was before."""
-    autocast = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else torch.no_grad()
+    autocast = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
     with unchanged_random_states(device), torch.no_grad(), autocast:
         yield
 
@@ -71,7 +74,7 @@ class Results:
 
     aggregate: Aggregate
     values: list[Tensor] = field(default_factory=list)
-    """Scalars in float64; for an aggregate function of the user, the results as flat tensors."""
+    """Scalars in float64, if the device has it; for an aggregate function of the user, the results as flat tensors."""
     weights: list[float] = field(default_factory=list)
     """The weight of each scalar."""
 
@@ -131,7 +134,7 @@ def aggregated(aggregate: Aggregate, results: Sequence[Tensor]) -> object:
         return aggregate(torch.cat(list(results)))
 
 
-def computed(metric: Metric) -> object:
+def compute_and_reset(metric: Metric) -> object:
     """The result of a torchmetrics object, which is empty afterwards."""
     with undisturbed(metric.device), warnings.catch_warnings():
         # Of several ranks only some may have had tensors for it.
@@ -142,8 +145,8 @@ def computed(metric: Metric) -> object:
             metric.reset()
 
 
-def synchronized(metric: Metric, ranks: Ranks) -> object:
-    """The result of a torchmetrics object over all ranks; it exchanges its states itself."""
+def compute_over_ranks(metric: Metric, ranks: Ranks) -> object:
+    """The result of a torchmetrics object over all ranks, which it exchanges itself; it is empty and on the host afterwards."""
     metric.process_group = ranks.group  # where its collectives meet none of training's
     metric.to("cpu")  # the group is one of the host
-    return computed(metric)
+    return compute_and_reset(metric)

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins, needed_bins
 from lightning_module_monitor.kernels.moments import Need
@@ -26,7 +26,16 @@ COMPARED_ROWS = {"reference": (OTHER, BASE, PRODUCT), "gradient": (OWN, OTHER, P
 Output: TypeAlias = Statistic | HistogramStatistic | ChannelStatistic | Value
 """What a stream records: a number made of moments, counts of bins; sums of channels; the result of a function, or a value."""
 
-Identity: TypeAlias = tuple[str, ...]
+
+class Identity(NamedTuple):
+    """A name of a stream that is unique among streams, and equal on every rank."""
+
+    kind: str
+    site: str
+    stage: str
+    prefix: str
+    outputs: tuple[str, ...]
+    """Names of the outputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +69,8 @@ class Stream:
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """A name that is unique among streams, and equal on every rank."""
-        return self.kind, self.site, self.stage, self.prefix, *self.outputs
+        """Its name among streams."""
+        return Identity(self.kind, self.site, self.stage, self.prefix, tuple(self.outputs))
 
     @functools.cached_property
     def statistics(self) -> dict[str, Statistic]:
@@ -152,7 +161,7 @@ class Stream:
     @functools.cached_property
     def planned_keys(self) -> list[str]:
         """The keys of numbers that are known before the first step; a result that may be a dict has none."""
-        unknown = {self.keys[name] for name, output in self.values.items() if not output.is_number}
+        unknown = {self.keys[name] for name, output in self.values.items() if not output.is_merged_by_name}
         return [key for key in self.number_keys if key not in unknown]
 
     def part(self, name: str, part: object) -> tuple[Stream, str]:

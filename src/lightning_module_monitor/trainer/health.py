@@ -58,7 +58,7 @@ class HealthController:
         """The findings about the whole fit; logs the diagnoses and the verdict."""
         if not self._run.is_fit:
             return []
-        findings = [] if self.options.is_off else [alarm.finding for alarm in self._judge.finish()]
+        findings = [] if self.options.is_off else [alarm.finding for alarm in self._judge.alarms_of_whole_run()]
         self._run.results.findings += findings
         if is_first_process():
             self._log(findings)
