@@ -801,6 +801,30 @@ def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.
     assert (record.step, record.values["activation/relu/max"]) == (3, 1.0)
 
 
+def test_a_loop_that_could_not_begin_and_was_not_ended_is_closed_by_the_next_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next loop has its record, and then the step around both has its own."""
+
+    def fail(_engine: StepEngine) -> None:
+        raise RuntimeError("on purpose")
+
+    with ModuleMonitor(1, rules=[Rule(kinds="activation", statistics="max")]) as monitor:
+        monitor.set_module(nn.Sequential(OrderedDict(relu=nn.ReLU())))
+        assert monitor.module is not None
+        monitor.begin_step(3)
+        monitor.module(torch.ones(1, 2))
+        with monkeypatch.context() as patched:
+            patched.setattr(StepEngine, "agree", fail)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                monitor.engine.begin_stage("validation", 3)
+        monitor.engine.begin_stage("test", 3)
+        monitor.module(torch.full((1, 2), 2.0))
+        of_loop = monitor.engine.end_stage()
+        record = record_of(monitor)
+    assert of_loop is not None
+    assert of_loop.values["test/activation/relu/max"] == 2.0
+    assert (record.step, record.values["activation/relu/max"]) == (3, 1.0)
+
+
 def test_a_closer_look_lasts_for_its_steps() -> None:
     """What is recorded of a site in some steps after a finding is not recorded of every validation loop after them."""
     with ModuleMonitor(1, rules=[Rule(kinds="activation", statistics="max")]) as monitor:
