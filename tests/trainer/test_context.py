@@ -169,7 +169,9 @@ class OwnKeys(Tiny):
 def test_keys_that_monitors_pass_to_lightning_are_no_context_and_names_like_them_are(tmp_path: Path) -> None:
     """Neither keys of this callback nor of another, context or not; what the module logs is context, whatever its name is."""
     patterns = {"": ["context/loss", "parameter/.*"], "run1": ["run1/monitor/errors", "run1/context/lr"]}
-    callbacks = [ModuleMonitorCallback(1, rules=NORMS, callback_metrics=patterns[prefix], prefix=prefix, store=False) for prefix in patterns]
+    callbacks = [
+        ModuleMonitorCallback(1, rules=NORMS, callback_metrics=patterns[prefix], prefix=prefix, store=False) for prefix in patterns
+    ]
     keeps = [KeepRecords(callback) for callback in callbacks]
     run = fit(tmp_path, [*callbacks, *keeps], OwnKeys, limit_val_batches=0)
     assert {key for key in run.callback_metrics if key.startswith(("context/", "parameter/", "run1/"))} == {
