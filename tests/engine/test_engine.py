@@ -782,8 +782,9 @@ def test_two_rules_that_give_one_name_to_different_things_are_refused(other: dic
         monitor.set_module(net)
 
 
-def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record of the step has the step's values, and there is none of the loop."""
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_loop_that_cannot_begin_leaves_the_step_around_it(is_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no record of the loop; the next loop, which closes it if it was not ended, and the step around both have theirs."""
 
     def fail(_engine: StepEngine) -> None:
         raise RuntimeError("on purpose")
@@ -793,11 +794,18 @@ def test_a_loop_that_cannot_begin_leaves_the_step_around_it(monkeypatch: pytest.
         assert monitor.module is not None
         monitor.begin_step(3)
         monitor.module(torch.ones(1, 2))
-        monkeypatch.setattr(StepEngine, "agree", fail)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            monitor.engine.begin_stage("validation", 3)
-        assert monitor.engine.end_stage() is None
+        with monkeypatch.context() as patched:
+            patched.setattr(StepEngine, "agree", fail)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                monitor.engine.begin_stage("validation", 3)
+        if is_ended:
+            assert monitor.engine.end_stage() is None
+        monitor.engine.begin_stage("test", 3)
+        monitor.module(torch.full((1, 2), 2.0))
+        of_loop = monitor.engine.end_stage()
         record = record_of(monitor)
+    assert of_loop is not None
+    assert of_loop.values["test/activation/relu/max"] == 2.0
     assert (record.step, record.values["activation/relu/max"]) == (3, 1.0)
 
 

@@ -369,6 +369,18 @@ def test_a_pattern_that_matches_nothing_waits_and_then_warns(caplog: pytest.LogC
     )
 
 
+def test_a_pattern_may_name_a_state_by_any_name_of_its_parameter(caplog: pytest.LogCaptureFixture) -> None:
+    """A tied weight has two names, and its key has the first."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    with ModuleMonitor(rules=Rule(kinds=STATES, sites=r"1\.weight\.exp_avg", statistics="norm"), on_error="raise") as monitor:
+        records, truths = train(model, AdamW(model.parameters()), monitor, num_steps=1)
+    assert {key: value for key, value in records[0].values.items() if key.startswith(STATES)} == {
+        f"{STATES}/0.weight.exp_avg/norm": pytest.approx(float(truths[0][STATES, "0.weight.exp_avg"][0].norm()), rel=1e-6)
+    }
+    assert caplog.messages == []
+
+
 def test_keys_of_states_are_not_planned() -> None:
     """They are known after the first step; those of cosines of updates are known before."""
     with ModuleMonitor(rules=[*RULES]) as monitor:

@@ -157,6 +157,35 @@ def test_a_logged_metric_is_recorded_by_its_name(tmp_path: Path) -> None:
     assert not any("train_loss_step" in key for key in series)
 
 
+class OwnKeys(Tiny):
+    """Logs under names that look like keys of a monitor."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("gradient/net/size", 3.0)
+        self.log("monitor/own", 4.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_keys_that_monitors_pass_to_lightning_are_no_context_and_names_like_them_are(tmp_path: Path) -> None:
+    """Neither keys of this callback nor of another, context or not; what the module logs is context, whatever its name is."""
+    patterns = {"": ["context/loss", "parameter/.*"], "run1": ["run1/monitor/errors", "run1/context/lr"]}
+    callbacks = [
+        ModuleMonitorCallback(1, rules=NORMS, callback_metrics=patterns[prefix], prefix=prefix, store=False) for prefix in patterns
+    ]
+    keeps = [KeepRecords(callback) for callback in callbacks]
+    run = fit(tmp_path, [*callbacks, *keeps], OwnKeys, limit_val_batches=0)
+    assert {key for key in run.callback_metrics if key.startswith(("context/", "parameter/", "run1/"))} == {
+        "context/loss", "run1/context/lr", "run1/monitor/errors", *(key for key in keeps[0].series() if key.startswith("parameter/")),
+    }  # fmt: skip
+    names = {"loss", "lr", "batch_size", "input_abs_max", "input_is_constant", "stale_gradients"}
+    names |= {"loss_2", "own_weight_norm", "gradient_net_size", "monitor_own"}
+    for prefix, keep in zip(["", "run1/"], keeps, strict=True):
+        series = keep.series()
+        assert {key for key in series if key.startswith(f"{prefix}context/")} == {f"{prefix}context/{name}" for name in names}
+        assert series[f"{prefix}context/gradient_net_size"] == dict.fromkeys(range(6), 3.0)
+        assert series[f"{prefix}context/monitor_own"] == dict.fromkeys(range(6), 4.0)
+
+
 def test_loggers_get_loss_and_rate_of_the_context_which_counts_for_no_limit(tmp_path: Path) -> None:
     """Lightning logs the rest itself. The four norms and the number of errors are five keys: no roll-ups."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=NORMS, max_logged_keys=5)

@@ -17,7 +17,17 @@ from lightning_module_monitor.errors import RanksLostError
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.probes.base import ErrorReporter, Gate, unchanged_grad_mode
-from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN, Finding, Record
+from lightning_module_monitor.record import (
+    CONTEXT_KIND,
+    KINDS,
+    OWN_KIND,
+    RANK_DISAGREEMENT,
+    SECONDS_PER_STEP,
+    TRAIN,
+    Finding,
+    RawTensor,
+    Record,
+)
 from lightning_module_monitor.sinks.recent_records import StorageManager
 from lightning_module_monitor.statistics.functions import Aggregate
 
@@ -48,7 +58,7 @@ class StepEngine:
         self.open_step: StepContext | None = None
         """The step, or the loop of another stage, that is open and monitored; ``None`` if there is none."""
         self._suspended: list[StepContext | None] = []
-        """The steps that loops of other stages have suspended, the innermost last; ``None`` for a step that is not monitored."""
+        """The step that the open loop of another stage has suspended, ``None`` if it is not monitored; empty without such a loop."""
         self.begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
         self.has_lost_ranks = False
@@ -94,10 +104,9 @@ class StepEngine:
         """Begin a step; returns whether it is monitored. A step that an error left open is closed first."""
         self.lose()
         # In the order in which other ranks have ended it: the loop, then the step around it.
-        while self.open_step is not None or self._suspended:
-            if self.open_step is not None:
-                self._finish(self.open_step)
-            self._go_on_with(self._suspended.pop() if self._suspended else None)
+        self.end_stage()
+        if self.open_step is not None:
+            self._finish(self.open_step)
         model = self.model
         self.begun = step
         due = self.due(step)
@@ -145,7 +154,7 @@ class StepEngine:
         return record
 
     def lose(self) -> None:
-        """After an error the open steps give no record when they end, which they must all the same: other ranks wait for that."""
+        """Discard the open steps after an error: they give no record. End them as usual, because other ranks wait for that."""
         for context in self._open_steps():
             context.lose()
 
@@ -216,10 +225,11 @@ class StepEngine:
             step: The step that its record gets.
 
         Returns:
-            Whether any rule records activations.
+            Whether any rule records something at modules.
         """
-        if self.open_step is not None and self._suspended:
-            self.open_step.lose()
+        if self._suspended:
+            if self.open_step is not None:
+                self.open_step.lose()
             self.end_stage()
         everything = self.recipe.everything()
         plan = self.model.planner.plan(everything, stage)
@@ -285,49 +295,67 @@ class StepEngine:
             return None
         try:
             with unchanged_grad_mode():
-                return self._finished(context)
+                return self._make_record(context)
         except RanksLostError as error:
             self.lose_ranks(error)
             return None
 
-    def _finished(self, context: StepContext) -> Record | None:
-        model, tensors = self.model, []
+    def _make_record(self, context: StepContext) -> Record | None:
+        model, accumulator = self.model, context.accumulator
+        tensors = self._end_probes(context)
+        values = self._values(context)
+        if accumulator.is_lost:
+            return None
+        _report_attention(context, self._reporter)
+        values[context.errors_key] = float(accumulator.num_errors)
+        findings: list[Finding] = []
+        if model.ranks is not None and context.stage == TRAIN:
+            # Optimizers that share out their work keep a state on one rank alone.
+            differing = [stream for stream in accumulator.differing if not KINDS[stream.kind].of_states]
+            values[self.recipe.figure_key(RANK_DISAGREEMENT)] = float(len({stream.site for stream in differing}))
+            findings = model.replicas.examine(context.step, differing)
+        record = Record(
+            context.step, values, histograms=accumulator.histograms, tensors=tensors, findings=findings, modules=model.table.modules()
+        )
+        self._storage.add(record)
+        return record
+
+    def _end_probes(self, context: StepContext) -> list[RawTensor]:
+        """End the probes of a step; returns its raw tensors. Modules that did not run, and code that torch traced, are reported."""
         try:
             tensors = context.finish_probes()
         finally:
             with self._reporter.guard("hooks", context.accumulator):
                 context.close()
-            # Not before: hooks that Ctrl-C has left are removed when this monitor is closed.
+            # Later than close(): if Ctrl-C interrupts it, the hooks that are left are removed when this monitor is closed.
             self._go_on_with(None)
         if Unobserved.number > context.num_unobserved:
             self._reporter.log_once(Unobserved.message, logging.WARNING)
-        if context.stage == TRAIN and model.awaits_first_step:
-            model.awaits_first_step = False
-            model.report_not_run(context.step)
-        values: dict[str, float] = {}
-        users = [stream for stream in model.logged.values() if stream.kind not in (OWN_KIND, CONTEXT_KIND)]
-        # Of the other kinds nothing is measured; to find out takes as long as all else at the end of a step.
-        for key in context.accumulator.drop_overwriting(users):
+        if context.stage == TRAIN and self.model.awaits_first_step:
+            self.model.awaits_first_step = False
+            self.model.report_not_run(context.step)
+        return tensors
+
+    def _values(self, context: StepContext) -> dict[str, float]:
+        """The values of a step, of all ranks together; none after an error. A logged value that is measured too is reported."""
+        model, values = self.model, dict[str, float]()
+        # Values of the other kinds are never measured, and a search among them takes as long as the rest of the end of a step.
+        logged_streams = [stream for stream in model.logged.values() if stream.kind not in (OWN_KIND, CONTEXT_KIND)]
+        for key in context.accumulator.drop_overwriting(logged_streams):
             self._reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._reporter.guard("values", context.accumulator):
             values = context.accumulator.collect(model.ranks)
             for probe in context.probes:
                 probe.derive(values)
-        if context.accumulator.is_lost:
-            return None
-        if context.attention is not None and context.attention.is_requested and model.awaits_attention:
-            model.awaits_attention = False
-            if context.attention.has_observed:
-                self._reporter.settle("attention")
-            elif self._reporter.is_first():
-                self._reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING, "attention")
-        values[context.errors_key] = float(context.accumulator.num_errors)
-        findings: list[Finding] = []
-        if model.ranks is not None and context.stage == TRAIN:
-            # Optimizers that share out their work keep a state on one rank alone.
-            differing = [stream for stream in context.accumulator.differing if not KINDS[stream.kind].of_states]
-            values[self.recipe.figure_key(RANK_DISAGREEMENT)] = float(len({stream.site for stream in differing}))
-            findings = model.replicas.examine(context.step, differing)
-        record = Record(context.step, values, context.accumulator.histograms, tensors, findings, model.table.modules())
-        self._storage.add(record)
-        return record
+        return values
+
+
+def _report_attention(context: StepContext, reporter: ErrorReporter) -> None:
+    """Report, once, whether the first step with a rule about attention has observed any."""
+    if context.attention is None or not context.attention.is_requested or not context.model.awaits_attention:
+        return
+    context.model.awaits_attention = False
+    if context.attention.has_observed:
+        reporter.settle("attention")
+    elif reporter.is_first():
+        reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING, "attention")

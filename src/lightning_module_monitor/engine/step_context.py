@@ -93,7 +93,8 @@ class StepContext:
         tensors = {site.name: site.tensor() for site in model.index.parameters}
         if [name for name, tensor in tensors.items() if tensor is None]:
             fail_removed(plan.parameters, tools.accumulator)
-        states = None if plan.states is None else StateReader(plan.states.stream, plan.states.all_totals, plan.states.report_idle, tools)
+        rules = plan.states
+        states = None if rules is None else StateReader(rules.stream, rules.known_totals, rules.report_unmatched, tools)
         return ParameterTap(
             plan.parameters,
             captured.parameters,

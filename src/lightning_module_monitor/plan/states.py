@@ -1,8 +1,9 @@
-"""Which rules record the states of optimizers, whose names are known only after an optimizer's first step."""
+"""The rules about the states of optimizers. Names of states are known only after the first step of an optimizer."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,19 +18,24 @@ from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.stream import Stream
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StateRules:
-    """The rules about states that are due in a step. Patterns match a parameter's name, or that of a state: ``head.weight.exp_avg``."""
+    """The rules about states that are due in a step, and the states that optimizers have so far.
+
+    Patterns match a name of a parameter, or of a state: ``head.weight.exp_avg``.
+    """
 
     rules: Sequence[ParsedRule]
-    totals: Mapping[Stream, ParsedRule]
+    rules_by_total: Mapping[Stream, ParsedRule]
     """The totals that are planned of all states of a module's parameters, each with its rule."""
     watched: Mapping[Stream, WatchedParameter]
     """Parameters by the stream that is planned of all their states."""
     index: ModelIndex
     reporter: ErrorReporter
     _streams: dict[tuple[str, str], Stream | None] = field(default_factory=dict, init=False)
-    _totals: dict[tuple[Stream, str], Stream | None] = field(default_factory=dict, init=False)
+    """What is recorded of each state that is known, by the names of its parameter and of the state."""
+    _total_streams: dict[tuple[Stream, str], Stream | None] = field(default_factory=dict, init=False)
+    """The totals of the states of a name, by the total that is planned of all states."""
 
     @classmethod
     def of(
@@ -58,47 +64,45 @@ class StateRules:
             self._streams[key] = planned.at(self.index.part_name(watched.site.name, state), names) if is_recorded else None
         return self._streams[key]
 
-    def all_totals(self) -> list[Stream]:
-        """The streams of all totals of states that are known by now, as ``_root_.exp_avg``.
+    def known_totals(self) -> list[Stream]:
+        """The streams of the totals, such as ``_root_.exp_avg``, of the states that :meth:`stream` was called with.
 
-        The members of a total are the states of one name of all parameters, whether or not an optimizer keeps it of them.
+        The members of a total are the states of one name that its rule picks, whether or not an optimizer keeps them.
         """
-        for state in dict.fromkeys(state for _site, state in self._streams) if self.totals else ():
-            for total, rule in self.totals.items():
-                if (total, state) not in self._totals:
+        for state in dict.fromkeys(state for _site, state in self._streams) if self.rules_by_total else ():
+            for total, rule in self.rules_by_total.items():
+                if (total, state) not in self._total_streams:
                     targets = [self.watched[member] for member in total.members]
                     streams = [self.stream(target, state) for target in targets if self._is_picked(target, state, rule)]
                     members = tuple(stream for stream in streams if stream is not None)
-                    self._totals[total, state] = self._total(total, state, members) if members else None
-        return [total for total in self._totals.values() if total is not None]
-
-    def _total(self, planned: Stream, state: str, members: tuple[Stream, ...]) -> Stream:
-        return replace(planned, site=self.index.part_name(planned.site, state), origin=planned, members=members)
+                    site = self.index.part_name(total.site, state)
+                    of_state = replace(total, site=site, origin=total, members=members) if members else None
+                    self._total_streams[total, state] = of_state
+        return [total for total in self._total_streams.values() if total is not None]
 
     def _is_picked(self, watched: WatchedParameter, state: str, rule: ParsedRule) -> bool:
         site = with_state(watched.site, state)
         return is_picked(site, site.owner, rule) and not matches(site.aliases, self.index.exclude)
 
-    def waiting(self) -> list[tuple[str, str]]:
+    def unmatched_patterns(self) -> list[tuple[str, re.Pattern[str]]]:
         """The patterns that match no parameter's name, and wait for names of states; each with the path of its rule."""
         return [
-            (rule.label, pattern.pattern)
+            (rule.label, pattern)
             for rule in self.rules
             for pattern in rule.sites
             if not rule.is_optional and not any(matches((site.name, *site.aliases), (pattern,)) for site in self.index.parameters)
         ]
 
-    def report_idle(self, states: Collection[str]) -> None:
-        """Warn, once, of patterns that match no parameter's name and no state's name.
+    def report_unmatched(self, states: Collection[tuple[ParameterSite, str]]) -> None:
+        """Warn, once, of patterns that match no name of a parameter or a state.
 
         Args:
-            states: All names of states that the optimizers keep, at least one.
+            states: All states that the optimizers keep, at least one, each with its parameter.
         """
-        rules = {rule.label: rule for rule in self.rules}
-        for label, text in self.waiting():
-            pattern = next(pattern for pattern in rules[label].sites if pattern.pattern == text)
-            if not matches(states, (pattern,)):
-                names = [*(site.name for site in self.index.parameters), *states]
+        for label, pattern in self.unmatched_patterns():
+            if not any(matches(with_state(site, state).aliases, (pattern,)) for site, state in states):
+                names = [*(site.name for site in self.index.parameters), *(f"{site.name}.{state}" for site, state in states)]
+                text = pattern.pattern
                 message = f"{label}.sites {text!r} matches none of {len(names)} names of parameters and of their states"
                 self.reporter.log_once(f"{message}{nearest_pattern(text, names)}", logging.WARNING, f"{label} {text} of states")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_module_monitor.errors import shortened
+from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.probes.base import StepTools, WatchedParameter
 from lightning_module_monitor.statistics.stream import Stream
@@ -24,7 +25,7 @@ class StateReader:
     Args:
         select: Returns what is recorded of a state of a parameter; ``None`` if nothing is.
         totals: Returns the totals of all states that were selected so far.
-        report_idle: Receives the names of all states at the end of a step in which there are any.
+        report_unmatched: Receives all states, each with its parameter, at the end of a step in which there are any.
         tools: The tools of the step.
     """
 
@@ -32,17 +33,17 @@ class StateReader:
         self,
         select: Callable[[WatchedParameter, str], Stream | None],
         totals: Callable[[], Iterable[Stream]],
-        report_idle: Callable[[Collection[str]], None],
+        report_unmatched: Callable[[Collection[tuple[ParameterSite, str]]], None],
         tools: StepTools,
     ) -> None:
         self._select = select
         self.totals = totals
-        self._report_idle = report_idle
+        self._report_unmatched = report_unmatched
         self._tools = tools
         self._read: set[str] = set()
         """The sites of parameters whose states were read."""
-        self._names: dict[str, None] = {}
-        """The names of all states."""
+        self._states: dict[tuple[ParameterSite, str], None] = {}
+        """All states of the parameters' shapes, by parameter and name."""
         self._stateless: dict[str, None] = {}
         """The classes of optimizers that stepped, and keep no such tensor."""
         self._unsupported: defaultdict[torch.dtype | type, list[str]] = defaultdict(list)
@@ -62,7 +63,7 @@ class StateReader:
         """
         unread = [target for target in watched if target.site.name not in self._read]
         for optimizer in optimizers:
-            self.is_asked, num_names = True, len(self._names)
+            self.is_asked, num_states = True, len(self._states)
             for target in unread:
                 parameter = target.site.tensor()
                 kept = None if parameter is None else optimizer.state.get(parameter)
@@ -70,7 +71,7 @@ class StateReader:
                     self._read.add(target.site.name)
                     for name, value in kept.items():
                         yield from self._state(optimizer, target, parameter, str(name), value)
-            if has_stepped and num_names == len(self._names):
+            if has_stepped and num_states == len(self._states):
                 self._stateless[type(optimizer).__name__] = None
 
     def _state(
@@ -83,7 +84,7 @@ class StateReader:
             return
         full_name, stream = f"{target.site.name}.{name}", self._select(target, name)
         if state is not None:
-            self._names[full_name] = None
+            self._states[target.site, name] = None
         if stream is None:
             return
         if state is None:
@@ -105,8 +106,8 @@ class StateReader:
             log_once(f"{STATE}: {names} keeps no tensors of the shapes of its parameters; there is nothing to record.", logging.WARNING)
         if not self.is_asked:
             log_once(f"{STATE}: no optimizer was given; expected monitor_updates(optimizers=optimizer) after its step.", logging.WARNING)
-        if self._names:
-            self._report_idle(self._names)
+        if self._states:
+            self._report_unmatched(self._states)
 
 
 def is_counter(optimizer: Optimizer, name: str) -> bool:

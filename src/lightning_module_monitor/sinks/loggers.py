@@ -270,15 +270,18 @@ def names_context(pattern: re.Pattern[str]) -> bool:
     return f"{CONTEXT_KIND}/" in pattern.pattern
 
 
-def log_callback_metrics(record: Record, pl_module: LightningModule, patterns: Sequence[re.Pattern[str]], progress_bar: bool) -> None:
-    """Log values whose keys match a pattern for EarlyStopping, ModelCheckpoint and, as an option, the progress bar.
+def log_callback_metrics(record: Record, pl_module: LightningModule, patterns: Sequence[re.Pattern[str]], progress_bar: bool) -> list[str]:
+    """Log values whose keys match a pattern for EarlyStopping, ModelCheckpoint and, as an option, the progress bar; returns the keys.
 
     Call it from a hook that may log.
     """
+    keys = []
     for text, value in record.values.items():
         if any(pattern.fullmatch(text) and (names_context(pattern) or not is_context(text)) for pattern in patterns):
             in_step = Key.parse(text).stage == TRAIN
             pl_module.log(text, value, prog_bar=progress_bar, logger=False, on_step=in_step, on_epoch=not in_step)
+            keys.append(text)
+    return keys
 
 
 # Heat maps

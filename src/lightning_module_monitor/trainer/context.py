@@ -14,10 +14,10 @@ from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.record import BATCH_SIZE, KINDS, LEARNING_RATE, LOSS, OWN_KIND, Facts, Key, name_of_rate
+from lightning_module_monitor.record import BATCH_SIZE, LEARNING_RATE, LOSS, Facts, name_of_rate
 from lightning_module_monitor.trainer.facts import LossFacts, facts_of, first_gradient
 from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
-from lightning_module_monitor.trainer.run import Run
+from lightning_module_monitor.trainer.run import Run, passed_keys
 from lightning_module_monitor.trainer.strategy import scaler_of
 
 CONTEXT = {
@@ -28,7 +28,7 @@ CONTEXT = {
     "input_is_constant": "min",
     "stale_gradients": "max",
 }
-"""The context of every monitored step of a fit: the aggregate over micro-batches and ranks, by name."""
+"""The context of the monitored steps of a fit: the aggregate over micro-batches and ranks, by name. Some batches have no ``input_...``."""
 
 
 def announce_context(model: ObservedModel, optimizers: Sequence[Optimizer]) -> Callable[[str], str]:
@@ -43,8 +43,8 @@ def announce_context(model: ObservedModel, optimizers: Sequence[Optimizer]) -> C
     return functools.cache(namer.name)
 
 
-def note_accumulation(run: Run) -> None:
-    """Before a step: note what its losses are divided by, and which parameters an optimizer has, for the gradient noise."""
+def prepare_gradient_noise(run: Run) -> None:
+    """Before a step: note for the gradient noise what the losses of the step are divided by, and which parameters an optimizer has."""
     if run.recipe.gradient_noise is not None:
         optimizers = run.trainer.optimizers
         are_known = all(isinstance(optimizer, Optimizer) for optimizer in optimizers)
@@ -53,7 +53,7 @@ def note_accumulation(run: Run) -> None:
 
 
 class MonitoredStep:
-    """Notifies the monitor of the optimizers of a step, and adds the context of the step, without a read on the host."""
+    """Notifies the monitor of the optimizers of a step, and adds its context; only metrics of the progress bar are read on the host."""
 
     def __init__(self, run: Run, name_of_metric: Callable[[str], str], fail: Callable[[str, Exception], None]) -> None:
         self._run = run
@@ -63,7 +63,7 @@ class MonitoredStep:
         """The optimizers that are torch's: a strategy may have other objects."""
         self._loss_facts = LossFacts()
         self._stale: dict[Optimizer, Tensor | float] = {}
-        """Whether the gradients of an optimizer were not zero at the begin of every backward pass."""
+        """Whether the first gradient of an optimizer was not zero at the begin of every backward pass; it stands for all of them."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
         """The learning rates that the optimizers used."""
         self.tracker: OptimizerTracker | DeepSpeedTracker
@@ -126,11 +126,11 @@ class MonitoredStep:
         for number, rate in enumerate(rates):
             if isinstance(rate, Tensor | float | int):
                 self._run.monitor.monitor_context(name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
-        # Reading the metrics converts those of the progress bar to numbers, as Lightning itself does right afterwards.
-        metrics = self._trainer.callback_metrics
+        # This converts metrics of the progress bar to numbers, which waits for the device; Lightning does so again right afterwards.
+        metrics, passed = self._trainer.callback_metrics, passed_keys.get(self._trainer, ())
         for name, value in metrics.items():
             is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # a metric that is logged by step and by epoch
-            if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and not _is_ours(name):
+            if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and name not in passed:
                 self._run.monitor.monitor_context(self._name_of_metric(name), value)
 
     def facts(self) -> Facts:
@@ -139,9 +139,3 @@ class MonitoredStep:
 
     def _add(self, name: str, value: Tensor | float) -> None:
         self._run.monitor.monitor_context(name, value, CONTEXT[name])
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a logged name is a key of a monitor, which ``callback_metrics`` passes to Lightning."""
-    key = Key.parse(name)
-    return key.kind == OWN_KIND or (key.kind in KINDS and key.site != "")

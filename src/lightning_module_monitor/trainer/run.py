@@ -20,6 +20,9 @@ from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.checks import AwaitedKeys
 from lightning_module_monitor.trainer.options import Options
 
+passed_keys: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
+"""The keys that monitors have passed to Lightning by ``callback_metrics``: all callbacks of a Trainer find them among its metrics."""
+
 
 class RunResults:
     """The results of the runs of a callback."""

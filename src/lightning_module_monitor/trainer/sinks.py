@@ -29,7 +29,7 @@ from lightning_module_monitor.trainer import strategy
 from lightning_module_monitor.trainer.context import CONTEXT
 from lightning_module_monitor.trainer.nonfinite_search import marks_steps
 from lightning_module_monitor.trainer.options import STAGES
-from lightning_module_monitor.trainer.run import Run
+from lightning_module_monitor.trainer.run import Run, passed_keys
 
 
 class _OpenSinks(NamedTuple):
@@ -134,7 +134,8 @@ class SinksController:
             self.write(record)
         if self._patterns:
             # On every rank, because other callbacks have to decide the same on all ranks.
-            log_callback_metrics(record, self._run.module, self._patterns, self._options.progress_bar)
+            keys = log_callback_metrics(record, self._run.module, self._patterns, self._options.progress_bar)
+            passed_keys.setdefault(self._trainer, set()).update(keys)
 
     def write(self, record: Record) -> None:
         """Write a record to the store and the loggers, if they are open."""

@@ -17,7 +17,7 @@ from lightning_module_monitor.errors import ConfigError, MonitorError, Nonfinite
 from lightning_module_monitor.health.alert_options import STOP
 from lightning_module_monitor.record import OVERHEAD_FRACTION, Record
 from lightning_module_monitor.trainer.checks import check_awaited, check_detectors
-from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, note_accumulation
+from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, prepare_gradient_noise
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
@@ -175,7 +175,7 @@ class StepController:
     def _begin_step(self, step: int) -> bool:
         """Begin a step; returns whether any event of it matters: a step that is not monitored may be timed or searched."""
         name_of_metric, overhead = self._name_of_metric, self._overhead
-        note_accumulation(self._run)
+        prepare_gradient_noise(self._run)
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
             self._monitored = MonitoredStep(self._run, name_of_metric, self.fail)
             self._monitored.tracker.attach()

@@ -82,7 +82,7 @@ def dry_run_text(planner: Planner, schedule: ParsedSchedule, max_steps: int, key
     lines = [
         *_recorded(plan),
         *_memory(plan),
-        *([] if plan.states is None else map(_waiting, plan.states.waiting())),
+        *_waiting(plan),
         f"{_keys_in_words([*keys, *histograms])}; a table of {in_bytes(table)} to copy to the host, once",
         size,
         *([] if captured is None else [_raw_tensors(captured)]),
@@ -124,8 +124,10 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"the last update for cosine_to_previous, in the dtype of the parameters: {in_bytes(kept)} from step to step"
 
 
-def _waiting(pattern: tuple[str, str]) -> str:
-    return f"{pattern[0]}.sites {pattern[1]!r} matches no parameter, and waits for names of states"
+def _waiting(plan: Plan) -> Iterator[str]:
+    """The patterns that may match states of optimizers."""
+    for label, pattern in () if plan.states is None else plan.states.unmatched_patterns():
+        yield f"{label}.sites {pattern.pattern!r} matches no parameter, and waits for names of states"
 
 
 def _raw_tensors(captured: Plan) -> str:
