@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_module_monitor import Alert, Finding, ModuleMonitor, ModuleMonitorCallback, Rule, WidthCheck, load_store
 from lightning_module_monitor.display import Findings, Modules
-from lightning_module_monitor.health.causes import diagnose
 from lightning_module_monitor.health.detectors import BUILT_IN
+from lightning_module_monitor.health.diagnoses import diagnose
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.width_check.power_law import Row
 from lightning_module_monitor.width_check.settings import Settings

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.config.rules import Rule as Rule
     from lightning_module_monitor.health.alert_options import Alert as Alert
     from lightning_module_monitor.health.alert_options import Health as Health
-    from lightning_module_monitor.health.causes import Diagnosis as Diagnosis
+    from lightning_module_monitor.health.diagnoses import Diagnosis as Diagnosis
     from lightning_module_monitor.histogram import Histogram as Histogram
     from lightning_module_monitor.monitor import ModuleMonitor as ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer as register_rcc_layer
@@ -42,7 +42,7 @@ _HOMES = {
     "callback": ("ModuleMonitorCallback",),
     "config.gradient_options": ("GradientFlow", "GradientNoise"),
     "config.rules": ("Capture", "Rule"),
-    "health.causes": ("Diagnosis",),
+    "health.diagnoses": ("Diagnosis",),
     "health.alert_options": ("Alert", "Health"),
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),

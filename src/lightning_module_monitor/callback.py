@@ -18,7 +18,7 @@ from lightning_module_monitor.config.schedule import Schedule
 from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alert_options import Alert, Health
-from lightning_module_monitor.health.causes import Diagnoses
+from lightning_module_monitor.health.diagnoses import Diagnoses
 from lightning_module_monitor.lightning_packages import Callback, LightningModule, Trainer
 from lightning_module_monitor.model.compiled import KEEP
 from lightning_module_monitor.monitor import ModuleMonitor

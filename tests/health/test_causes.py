@@ -7,8 +7,9 @@ import re
 import pytest
 from helpers.documents import generated
 
-from lightning_module_monitor.health.causes import CAUSES, MAX_DIAGNOSES, diagnose
+from lightning_module_monitor.health.causes import CAUSES
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
+from lightning_module_monitor.health.diagnoses import MAX_DIAGNOSES, diagnose
 from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key
 

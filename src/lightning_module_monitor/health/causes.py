@@ -1,76 +1,15 @@
-"""Diagnoses: the causes that explain findings, at most three; one table of causes."""
+"""The table of causes: what shows each, what rules it out, what it explains, and what to try."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.alerts import CURE
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.run_history import SMALL_REACH, History
-from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Finding
-
-MAX_DIAGNOSES = MAX_EVIDENCE = 3
-
-DEAD_AFTER = 10
-"""Number of records in which a unit is zero for every input before it counts as dead (``dead_fraction``)."""
-
-
-@dataclass(frozen=True, repr=False)
-class Diagnosis(Described):
-    """A likely cause of findings, and what to try.
-
-    Attributes:
-        name: Name of the cause, e.g. ``learning_rate``.
-        headline: The cause in a sentence.
-        first_step: The first step that shows it.
-        site: The first module or parameter that shows it; empty if the cause has no site.
-        evidence: The findings in sentences with figures, and facts that rule other causes out.
-        consequences: Names of the other findings that follow from it.
-        advice: What to try.
-        key: The key of the series that shows it first; empty if there is none.
-    """
-
-    name: str
-    headline: str
-    first_step: int
-    site: str
-    evidence: tuple[str, ...]
-    consequences: tuple[str, ...]
-    advice: str
-    key: str = ""
-
-    @property
-    def title(self) -> str:
-        """The cause with its first step and site. A condition that a record shows may have begun after the record before."""
-        begin = f"from step {self.first_step} {'at the latest' if self.key and self.first_step else 'on'}"
-        return f"{self.headline}, {begin}{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
-
-    def _describe(self) -> Description:
-        rows = [("from step", str(self.first_step)), ("where", self.site), *(("evidence", words) for words in self.evidence)]
-        consequences = [("explains", ", ".join(dict.fromkeys(self.consequences)))] if self.consequences else []
-        return Description(self.headline, ("", ""), [*rows, *consequences, ("try", self.advice)])
-
-    def __repr__(self) -> str:
-        return f"Diagnosis({self})"
-
-    def __str__(self) -> str:
-        num = len(self.consequences)
-        more = f" {counted(num, 'other finding')} follow{'s' if num == 1 else ''} from it." if num else ""
-        return f"{self.title}. {' '.join(self.evidence)}{more} Try: {self.advice}."
-
-
-class Diagnoses(Described, list[Diagnosis]):
-    """Diagnoses in their order."""
-
-    def _describe(self) -> Description:
-        rows = [(str(cause.first_step), cause.headline, cause.site, cause.evidence[0], cause.advice) for cause in self]
-        return Description(counted(len(self), "diagnosis", "diagnoses"), ("from step", "what", "where", "evidence", "try"), rows)
-
-    def __repr__(self) -> str:
-        return "[" + ",\n ".join(map(repr, self)) + "]"
+from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
 
 
 @dataclass(frozen=True)
@@ -106,7 +45,9 @@ def _is_idle(finding: Finding) -> bool:
 
 
 def _first_sizes_in_words(history: History) -> str:
-    return "In the first record: " + ", ".join(f"{name} {size:.2g}" for name, size in history.first_sizes.items()) + "."
+    sizes = {"loss": history.first_loss, "gradient": history.first.get("gradient"), "output": history.first.get("output")}
+    known = (f"{name} {size:.2g}" for name, size in sizes.items() if size is not None and not math.isnan(size))
+    return f"In the first record: {', '.join(known)}."
 
 
 def _reach_in_words(history: History) -> str:
@@ -127,8 +68,6 @@ def _rate_in_words(history: History) -> str:
 _ZERO = ("zero_outputs", "zero_gradients")
 _STILL = ("frozen_updates", "tiny_updates")
 _GROWTH = ("exploding", "growing_weights", "diverging", "growing_activations", "growing_over_depth", "large_updates", "gradient_spike")
-_UNEXPLAINED = ("", "learning_rate", "update", "recurrent")
-"""Causes that the search for a non-finite value names, and that another diagnosis may explain."""
 _FLAT = ("saturation", "vanishing", "entropy_collapse", "large_logits")
 _SYMPTOMS = (*_ZERO, *_STILL, *_FLAT, "dead_units", NOT_LEARNING)
 _SLOWER = "a learning rate that is ten times lower, warm-up, clipping of gradients"
@@ -431,35 +370,3 @@ CAUSES = (
     ),
 )
 """In the order in which they are tried: what is certain comes before what is likely."""
-
-
-def diagnose(findings: Iterable[Finding], history: History | None = None) -> Diagnoses:
-    """The causes that findings show, the surest first; at most ``MAX_DIAGNOSES``. Each finding belongs to one of them."""
-    history = History() if history is None else history
-    # A finding on the whole run begins with the run, whenever its cause does.
-    rest = sorted(findings, key=lambda finding: (finding.name == NOT_LEARNING, finding.first_step))
-    diagnoses = Diagnoses()
-    for cause in CAUSES:
-        evidence = [finding for finding in rest if finding.name in cause.evidence_for and cause.is_shown(finding, history)]
-        if not evidence or cause.is_ruled_out(history) or len(diagnoses) == MAX_DIAGNOSES:
-            continue
-        first = evidence[0]
-        consequences = [finding for finding in rest if finding not in evidence and _follows(finding, cause, first, history)]
-        shown = sorted(evidence, key=lambda finding: finding.name != NONFINITE)[:MAX_EVIDENCE]
-        words = tuple(filter(None, [*(finding.words for finding in shown), cause.remark(history)]))
-        names = tuple(finding.name for finding in consequences)
-        diagnoses.append(Diagnosis(cause.name, cause.headline, first.first_step, first.site, words, names, cause.advice, first.key))
-        rest = [finding for finding in rest if finding not in evidence and finding not in consequences]
-    return diagnoses
-
-
-def _follows(finding: Finding, cause: Cause, first: Finding, history: History) -> bool:
-    """Whether a cause, first shown by ``first``, explains another finding."""
-    begin = first.first_step
-    earlier = [step for step in history.steps if step < begin]
-    if finding.name == NONFINITE and finding.cause in _UNEXPLAINED:
-        # It has its own step, and the condition that a record shows may have begun right after the record before.
-        begin = max(earlier, default=-1) + 1
-    elif first.name == "dead_units":
-        begin = earlier[-DEAD_AFTER] if len(earlier) >= DEAD_AFTER else 0
-    return finding.name in cause.explains and (finding.first_step >= begin or finding.name == NOT_LEARNING)

@@ -11,9 +11,9 @@ import numpy as np
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.health.alerts import Fired
-from lightning_module_monitor.health.causes import Diagnoses, diagnose
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.detectors import DETECTORS, DIVERGING, NONFINITE, NOT_LEARNING
+from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
 from lightning_module_monitor.health.judge import Alarm, Judge
 from lightning_module_monitor.health.run_history import MIN_LOSSES, History
 from lightning_module_monitor.record import ROOT_SITE, Finding, Severity

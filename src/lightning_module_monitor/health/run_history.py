@@ -300,12 +300,6 @@ class History:
         return 0 < self.first.get("output", 0.0) < 1e-4 * min(self.first.get("input_abs_max", 1.0), 1.0)
 
     @property
-    def first_sizes(self) -> dict[str, float]:
-        """Loss, norm of the gradient and rms of the last output in the first record, by name, where they are known."""
-        sizes = {"loss": self.first_loss, "gradient": self.first.get("gradient", math.nan), "output": self.first.get("output", math.nan)}
-        return {name: size for name, size in sizes.items() if not math.isnan(size)}
-
-    @property
     def explodes_in_first_module(self) -> bool:
         """Whether the first output of the first module was more than 1000 times the input."""
         return self.first.get("first_output", 0.0) > 1e3 * max(self.first.get("input_abs_max", math.inf), 1.0)

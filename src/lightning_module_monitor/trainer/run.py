@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
-from lightning_module_monitor.health.causes import Diagnoses, diagnose
+from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
 from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer
 from lightning_module_monitor.monitor import ModuleMonitor

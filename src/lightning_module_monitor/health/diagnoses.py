@@ -1,0 +1,106 @@
+"""Diagnoses: at most three causes that explain the findings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_module_monitor.display import Described, Description, counted
+from lightning_module_monitor.health.causes import CAUSES, Cause
+from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING
+from lightning_module_monitor.health.run_history import History
+from lightning_module_monitor.record import ROOT_SITE, Finding
+
+MAX_DIAGNOSES = MAX_EVIDENCE = 3
+
+DEAD_AFTER = 10
+"""Number of records in which a unit is zero for every input before it counts as dead (``dead_fraction``)."""
+_UNEXPLAINED = ("", "learning_rate", "update", "recurrent")
+"""Causes that the search for a non-finite value names, and that another diagnosis may explain."""
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Described):
+    """A likely cause of findings, and what to try.
+
+    Attributes:
+        name: Name of the cause, e.g. ``learning_rate``.
+        headline: The cause in a sentence.
+        first_step: The first step that shows it.
+        site: The first module or parameter that shows it; empty if the cause has no site.
+        evidence: The findings in sentences with figures, and facts that rule other causes out.
+        consequences: Names of the other findings that follow from it.
+        advice: What to try.
+        key: The key of the series that shows it first; empty if there is none.
+    """
+
+    name: str
+    headline: str
+    first_step: int
+    site: str
+    evidence: tuple[str, ...]
+    consequences: tuple[str, ...]
+    advice: str
+    key: str = ""
+
+    @property
+    def title(self) -> str:
+        """The cause with its first step and site. A condition that a record shows may have begun after the record before."""
+        begin = f"from step {self.first_step} {'at the latest' if self.key and self.first_step else 'on'}"
+        return f"{self.headline}, {begin}{f', first at {self.site}' if self.site not in ('', ROOT_SITE) else ''}"
+
+    def _describe(self) -> Description:
+        rows = [("from step", str(self.first_step)), ("where", self.site), *(("evidence", words) for words in self.evidence)]
+        consequences = [("explains", ", ".join(dict.fromkeys(self.consequences)))] if self.consequences else []
+        return Description(self.headline, ("", ""), [*rows, *consequences, ("try", self.advice)])
+
+    def __repr__(self) -> str:
+        return f"Diagnosis({self})"
+
+    def __str__(self) -> str:
+        num = len(self.consequences)
+        more = f" {counted(num, 'other finding')} follow{'s' if num == 1 else ''} from it." if num else ""
+        return f"{self.title}. {' '.join(self.evidence)}{more} Try: {self.advice}."
+
+
+class Diagnoses(Described, list[Diagnosis]):
+    """Diagnoses in their order."""
+
+    def _describe(self) -> Description:
+        rows = [(str(cause.first_step), cause.headline, cause.site, cause.evidence[0], cause.advice) for cause in self]
+        return Description(counted(len(self), "diagnosis", "diagnoses"), ("from step", "what", "where", "evidence", "try"), rows)
+
+    def __repr__(self) -> str:
+        return "[" + ",\n ".join(map(repr, self)) + "]"
+
+
+def diagnose(findings: Iterable[Finding], history: History | None = None) -> Diagnoses:
+    """The causes that findings show, the surest first; at most ``MAX_DIAGNOSES``. Each finding belongs to one of them."""
+    history = History() if history is None else history
+    # A finding on the whole run begins with the run, whenever its cause does.
+    rest = sorted(findings, key=lambda finding: (finding.name == NOT_LEARNING, finding.first_step))
+    diagnoses = Diagnoses()
+    for cause in CAUSES:
+        evidence = [finding for finding in rest if finding.name in cause.evidence_for and cause.is_shown(finding, history)]
+        if not evidence or cause.is_ruled_out(history) or len(diagnoses) == MAX_DIAGNOSES:
+            continue
+        first = evidence[0]
+        consequences = [finding for finding in rest if finding not in evidence and _follows(finding, cause, first, history)]
+        shown = sorted(evidence, key=lambda finding: finding.name != NONFINITE)[:MAX_EVIDENCE]
+        words = tuple(filter(None, [*(finding.words for finding in shown), cause.remark(history)]))
+        names = tuple(finding.name for finding in consequences)
+        diagnoses.append(Diagnosis(cause.name, cause.headline, first.first_step, first.site, words, names, cause.advice, first.key))
+        rest = [finding for finding in rest if finding not in evidence and finding not in consequences]
+    return diagnoses
+
+
+def _follows(finding: Finding, cause: Cause, first: Finding, history: History) -> bool:
+    """Whether a cause, first shown by ``first``, explains another finding."""
+    begin = first.first_step
+    earlier = [step for step in history.steps if step < begin]
+    if finding.name == NONFINITE and finding.cause in _UNEXPLAINED:
+        # It has its own step, and the condition that a record shows may have begun right after the record before.
+        begin = max(earlier, default=-1) + 1
+    elif first.name == "dead_units":
+        begin = earlier[-DEAD_AFTER] if len(earlier) >= DEAD_AFTER else 0
+    return finding.name in cause.explains and (finding.first_step >= begin or finding.name == NOT_LEARNING)
