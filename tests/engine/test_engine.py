@@ -251,6 +251,43 @@ def test_each_part_of_a_dict_that_a_function_returns_is_a_value_of_its_own(aggre
     }
 
 
+def test_a_function_that_fails_in_one_micro_batch_has_no_part_of_the_others() -> None:
+    """All parts of its dict are NaN in that step, and right again in the next."""
+
+    def split(x: Tensor) -> dict[str, Tensor]:
+        if len(x) == 5:
+            raise ArithmeticError("five rows")
+        return {"least": x.min(), "most": x.max()}
+
+    with ModuleMonitor(rules=[Rule(kinds="activation", functions={"f": split, "g": len})]) as monitor:
+        monitor.set_module(identity := nn.Identity())
+        records = []
+        for step, sizes in enumerate([(3, 5), (3, 3)]):
+            monitor.begin_step(step)
+            for size in sizes:
+                identity(torch.arange(float(size)))
+                monitor.after_micro_batch()
+            records.append(record_of(monitor))
+    values = [{key.rpartition("/")[2]: value for key, value in record.values.items()} for record in records]
+    nan = pytest.approx(math.nan, nan_ok=True)
+    assert values[0] == {"f": nan, "f.least": nan, "f.most": nan, "g": (3 * 3 + 5 * 5) / 8, "errors": 1.0}
+    assert values[1] == {"f.least": 0.0, "f.most": 2.0, "g": 3.0, "errors": 0.0}
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [{"a": lambda x: {"b": x.sum()}, "a.b": len}, {"a": lambda x: {"x/y": x.sum(), "x y": len(x)}}],
+    ids=["a function has the name of a part", "two parts, cleaned"],
+)
+def test_two_values_of_one_key_are_an_error_and_not_a_mean(functions: dict[str, Any]) -> None:
+    """Which is reported as that of any function, and gives NaN."""
+    with in_step(identity := nn.Identity(), rules=[Rule(kinds="activation", functions=functions)]) as monitor:
+        identity(torch.tensor([7.0]))
+        values = record_of(monitor).values
+    assert all(math.isnan(value) for key, value in values.items() if key != "monitor/errors"), values
+    assert values["monitor/errors"] == 1.0
+
+
 def test_an_aggregate_of_the_users_sees_all_results_and_may_return_a_dict() -> None:
     """Custom function over the concatenated values; the keys of a dict are appended."""
     with ModuleMonitor() as monitor:

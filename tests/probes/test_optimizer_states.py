@@ -351,10 +351,12 @@ def test_the_monitors_own_exclude_leaves_out_states() -> None:
     }
 
 
-def test_a_pattern_that_matches_nothing_waits_and_then_warns(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("option", ["sites", "exclude"])
+def test_a_pattern_that_matches_nothing_waits_and_then_warns(option: str, caplog: pytest.LogCaptureFixture) -> None:
     """Once, after the first step with states, with a pattern that matches; one that matches a state never does."""
     model = Net()
-    rules = [Rule(kinds=STATES, sites=[r".*exp_avg", "exp_avg_sq", ".*"], statistics="norm")]
+    patterns = [r".*exp_avg", "exp_avg_sq", *([".*"] if option == "sites" else [])]
+    rules = [Rule(kinds=STATES, statistics="norm", **{option: patterns})]
     with ModuleMonitor(rules=rules, on_error="raise") as monitor:
         optimizer = AdamW(model.parameters())
         monitor.set_module(model)
@@ -364,7 +366,7 @@ def test_a_pattern_that_matches_nothing_waits_and_then_warns(caplog: pytest.LogC
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        "rules[0].sites 'exp_avg_sq' matches none of 12 names of parameters and of their states as a whole; "
+        f"rules[0].{option} 'exp_avg_sq' matches none of 12 names of parameters and of their states as a whole; "
         "'.*exp_avg_sq.*' matches 4 of them."
     )
 

@@ -64,3 +64,18 @@ def test_a_file_that_is_renamed_keeps_its_records(tmp_path: Path, caplog: pytest
     assert len(caplog.messages) == 1
     assert [load_store(tmp_path / name)[RMS][0].tolist() for name in ("moved.h5", "m.h5")] == [[0], [1]]
     h5py.File(tmp_path / "moved.h5").close()
+
+
+def test_a_folder_in_the_place_of_the_file_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Later records are in a file of the next free name."""
+    written = Store(tmp_path / "m.h5", configuration={})
+    written.write(Record(0, {RMS: 0.0}))
+    (tmp_path / "m.h5").unlink()
+    (tmp_path / "m.h5").mkdir()
+    written.write(Record(1, {RMS: 1.0}))
+    written.close()
+    assert written.path == tmp_path / "m-2.h5"
+    assert load_store(written.path)[RMS][0].tolist() == [1]
+    removed, moved = caplog.messages
+    assert "was removed or renamed while the run wrote to it: the records from step 1 on are in a new file" in removed
+    assert f"This run writes to {written.path}" in moved

@@ -85,11 +85,12 @@ class StateRules:
         return is_picked(site, site.owner, rule) and not matches(site.aliases, self.index.exclude)
 
     def unmatched_patterns(self) -> list[tuple[str, re.Pattern[str]]]:
-        """The patterns that match no parameter's name, and wait for names of states; each with the path of its rule."""
+        """The patterns that match no parameter's name, and wait for names of states; each with the path of its option."""
         return [
-            (rule.label, pattern)
+            (f"{rule.label}.{option}", pattern)
             for rule in self.rules
-            for pattern in rule.sites
+            for option, patterns in (("sites", rule.sites), ("exclude", rule.exclude))
+            for pattern in patterns
             if not rule.is_optional and not any(matches((site.name, *site.aliases), (pattern,)) for site in self.index.parameters)
         ]
 
@@ -103,7 +104,7 @@ class StateRules:
             if not any(matches(with_state(site, state).aliases, (pattern,)) for site, state in states):
                 names = [*(site.name for site in self.index.parameters), *(f"{site.name}.{state}" for site, state in states)]
                 text = pattern.pattern
-                message = f"{label}.sites {text!r} matches none of {len(names)} names of parameters and of their states"
+                message = f"{label} {text!r} matches none of {len(names)} names of parameters and of their states"
                 self.reporter.log_once(f"{message}{nearest_pattern(text, names)}", logging.WARNING, f"{label} {text} of states")
 
 

@@ -231,9 +231,12 @@ class StepAccumulator:
 
         Raises:
             TypeError: If it is neither tensor nor number.
+            ValueError: If another value has its key.
         """
         key = stream.keys[name]
         entry = self._results.get(key) or (stream, name, Results(stream.values[name].aggregate))
+        if entry[0] is not stream:
+            raise ValueError(f"{key} is the key of two values; expected another name for one of them")
         entry[2].add(result, num_elements)
         self._results[key] = entry
 
@@ -291,7 +294,7 @@ class StepAccumulator:
         layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
             self._failed.update(stream.keys[name] for name in (*stream.statistics, *stream.channels))
-        self._failed.update(stream.keys[name] for stream, name, _value in itertools.compress(layout.values, numbers.raised))
+        self._failed |= layout.keys_of_failed(numbers.raised)
         # Further collectives come before everything that may fail: an error must not keep this rank from a collective.
         results = self._finished_once(observed, numbers, copied, ranks)
         values = self._state.finisher(numbers.observed).values(numbers.moments, layout.rows_of_counts(FINE, numbers), self._fail)

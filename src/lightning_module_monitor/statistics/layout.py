@@ -83,6 +83,18 @@ class Layout:
             self.values += [(stream, name, value) for name, value in stream.values.items()]
             self.channels += [(stream, name, statistic) for name, statistic in stream.channels.items()]
 
+    def keys_of_failed(self, raised: Flags) -> set[str]:
+        """The keys of the values that could not be computed, and of the parts of those that are dicts."""
+        failed = {(stream.identity, name): stream.keys[name] for stream, name, _value in itertools.compress(self.values, raised)}
+        parts = [(stream, name) for stream, name, _value in self.values if failed and stream.origin is not None]
+        names = [name for _identity, name in failed]
+        keys = {
+            stream.keys[name]
+            for stream, name in parts
+            if any(name.startswith(f"{whole}.") and (stream.origin.identity, whole) in failed for whole in names)  # type: ignore[union-attr]
+        }
+        return keys.union(failed.values())
+
     def rows_of_counts(self, bins: Bins, numbers: Numbers) -> dict[Stream, Array]:
         """The rows of counts in a set of bins, by stream."""
         return {stream: numbers.counts[self.slices[stream.identity, bins]] for stream, sort in self.summed if sort == bins}

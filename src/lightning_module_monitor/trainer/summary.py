@@ -127,7 +127,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _waiting(plan: Plan) -> Iterator[str]:
     """The patterns that may match states of optimizers."""
     for label, pattern in () if plan.states is None else plan.states.unmatched_patterns():
-        yield f"{label}.sites {pattern.pattern!r} matches no parameter, and waits for names of states"
+        yield f"{label} {pattern.pattern!r} matches no parameter, and waits for names of states"
 
 
 def _raw_tensors(captured: Plan) -> str:

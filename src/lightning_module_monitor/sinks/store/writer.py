@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -333,12 +334,14 @@ def _changed_options(run: Mapping[str, Any], configuration: Mapping[str, object]
 
 
 def _is_removed(path: Path) -> bool:
-    """Whether there is no file at a path; false if the folder does not allow to look."""
+    """Whether there is no file at a path; false if the folder does not allow to look.
+
+    Another file there is not noticed: on some network file systems a file has no number that stays.
+    """
     try:
-        path.lstat()
+        return not stat.S_ISREG(path.lstat().st_mode)
     except OSError as error:
         return isinstance(error, FileNotFoundError | NotADirectoryError)
-    return False
 
 
 def _reason(error: Exception) -> str:
