@@ -30,8 +30,8 @@ from lightning_module_monitor.trainer.summary import description_of
 
 
 @dataclass
-class _Latest:
-    """The results of the latest run of a callback or of a deep copy of it: some libraries train with copies of their callbacks."""
+class _ShownResults:
+    """The results that a callback shows: of its latest run, or of that of a deep copy; some libraries train with copies of callbacks."""
 
     results: RunResults
 
@@ -63,12 +63,12 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         gradient_flow: Blocks between which the gain of the gradient is recorded: ``{blocks: model.blocks}``.
         gradient_noise: Whether to record the simple noise scale, from the gradients of accumulated micro-batches and of DDP's ranks: of
             the whole model, or of modules (``{per_module: [_root_, model.encoder]}``).
-        capture: Raw tensors to write to ``monitor.tensors.h5``, beside the store: ``{sites: model.head, steps: [0, 100]}``.
-        health: Checks while training: the module that made the first NaN or infinity, and the conditions of the built-in detectors, e.g.
-            ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, as far as they are cheap. ``false``: no check.
+        capture: Raw tensors to write to ``monitor.tensors.h5`` beside the store: ``{sites: model.head, steps: [0, 100]}``.
+        health: Checks while training: the search for the module that made the first NaN or infinity, and the built-in detectors, e.g.
+            ``{nonfinite: always, watch: [dead_units, vanishing]}``. Default: both, without those that cost more. ``false``: no check.
         alerts: Rules on recorded values: ``[{keys: "gradient/.*/norm", above: 100, for_steps: 3, then: stop}]``.
         store: Whether to write ``monitor.h5`` in the first logger's directory; or the path of the file.
-        report: Whether to write a page about the run, ``monitor.html`` beside the store, when it ends, also by an exception.
+        report: Whether to write a page about the run, ``monitor.html`` beside the store, at the end of the run or after an exception.
         callback_metrics: Pattern or patterns of keys that EarlyStopping, ModelCheckpoint and other callbacks can monitor.
         progress_bar: Whether the progress bar shows those keys.
         stages: When to monitor: ``train``, ``validate``, ``test``, ``predict``. A validation, test or predict loop gives
@@ -131,9 +131,9 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._run: RunController | None = None
         """The run in progress, from ``setup`` to its end."""
         self._results = RunResults()
-        self._latest = _Latest(self._results)
-        self._shared: tuple[_Latest, ...] = ()
-        """The results of the callbacks that this callback is a deep copy of."""
+        self._shown = _ShownResults(self._results)
+        self._shown_by_originals: tuple[_ShownResults, ...] = ()
+        """What the callbacks show that this callback is a deep copy of; a run of this callback replaces it."""
 
     @property
     def monitor(self) -> ModuleMonitor:
@@ -149,21 +149,21 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     @property
     def last_record(self) -> Record | None:
         """The newest record, without its raw tensors."""
-        return self._latest.results.last_record
+        return self._shown.results.last_record
 
     @property
     def store_path(self) -> str | None:
         """Path of the latest store that a record was written to."""
-        return self._latest.results.store_path
+        return self._shown.results.store_path
 
     @property
     def findings(self) -> list[Finding]:
         """The findings of this run, in order; a notebook shows them as a table."""
-        return Findings(self._latest.results.findings)
+        return Findings(self._shown.results.findings)
 
     def diagnose(self) -> Diagnoses:
         """At most three diagnoses of this run: the causes of its findings, each with evidence, first step and advice."""
-        return self._latest.results.diagnoses()
+        return self._shown.results.diagnoses()
 
     def planned_keys(self) -> list[str]:
         """Every key of the run in progress that is known before its first step; none before the model exists."""
@@ -172,7 +172,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
     def _describe(self) -> Description:
         if isinstance(self._prepared, ConfigError):
             return Description(f"refused: {self._prepared}", (), ())
-        results = self._latest.results
+        results = self._shown.results
         description = description_of(self._prepared.options, self._prepared.monitor, results)
         if results is self._results:
             return description
@@ -208,14 +208,14 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         """The state without the run, other copies, and the methods that Lightning binds to a callback, which refer to the model."""
         state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
         results = self._results.copied(self.state_dict())
-        return state | {"_run": None, "_shared": (), "_results": results, "_latest": _Latest(results)}
+        return state | {"_run": None, "_shown_by_originals": (), "_results": results, "_shown": _ShownResults(results)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleMonitorCallback:
         """A copy that trains; this callback then shows the results of the copy."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
-        copied._shared = (self._latest, *self._shared)
+        copied._shown_by_originals = (self._shown, *self._shown_by_originals)
         return copied
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -230,8 +230,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         if not self._prepared.options.observes_run(stage):
             self._was_set_up = True
             return
-        for latest in (self._latest, *self._shared):
-            latest.results = self._results
+        for shown in (self._shown, *self._shown_by_originals):
+            shown.results = self._results
         callbacks = trainer.callbacks  # type: ignore[union-attr]  # set by a connector, where mypy does not look
         others = [callback for callback in callbacks if isinstance(callback, ModuleMonitorCallback) and callback is not self]
         run = Run(*self._prepared, self._results, trainer, pl_module, stage)

@@ -144,5 +144,5 @@ def test_the_history_counts_the_whole_gradient_once(tmp_path: Path) -> None:
     for rules in (None, [Rule(kinds=["gradient", "parameter"], statistics="norm")]):
         callback = ModuleMonitorCallback(1, rules=rules)
         fit(tmp_path / str(len(first)), [callback], max_steps=2)
-        first.append(callback._latest.results.history.first["gradient"])
+        first.append(callback._shown.results.history.first["gradient"])
     assert first[0] == pytest.approx(first[1], rel=1e-6)
