@@ -235,7 +235,7 @@ class StepAccumulator:
         """
         key = stream.keys[name]
         entry = self._results.get(key) or (stream, name, Results(stream.values[name].aggregate))
-        if entry[0] is not stream:
+        if entry[0].identity != stream.identity:
             raise ValueError(f"{key} is the key of two values; expected another name for one of them")
         entry[2].add(result, num_elements)
         self._results[key] = entry
