@@ -43,6 +43,9 @@ OVERHEAD_FRACTION = "overhead_fraction"
 RCC_SKIPPED_CALLS = "rcc_skipped_calls"
 """The name of the number of calls that the refined coordinate check leaves out, of all ranks."""
 
+DEAD_AFTER = 10
+"""Number of monitored steps throughout which a dead unit was zero for every input."""
+
 STEPS_SINCE_NONFINITE = "steps_since_nonfinite"
 """The name of the figure that is how many steps ago a loss or gradient was not finite for the first time since the last record; 0: none."""
 

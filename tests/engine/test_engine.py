@@ -274,6 +274,21 @@ def test_a_function_that_fails_in_one_micro_batch_has_no_part_of_the_others() ->
     assert values[1] == {"f.least": 0.0, "f.most": 2.0, "g": 3.0, "errors": 0.0}
 
 
+def test_a_function_that_fails_costs_no_other_that_is_named_like_a_part_of_it() -> None:
+    """Also at further outputs, whose streams are derived as those of parts are."""
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, 2 * x
+
+    with in_step(model := Two(), rules=[Rule(kinds="activation", functions={"f": lambda x: x.missing, "f.x": torch.sum})]) as monitor:
+        model(torch.tensor([3.0]))
+        values = record_of(monitor).values
+    assert values["activation/_root_/f.x"] == 3.0
+    assert values["activation/_root_.output_1/f.x"] == 6.0
+    assert math.isnan(values["activation/_root_/f"])
+
+
 @pytest.mark.parametrize(
     "functions",
     [{"a": lambda x: {"b": x.sum()}, "a.b": len}, {"a": lambda x: {"x/y": x.sum(), "x y": len(x)}}],

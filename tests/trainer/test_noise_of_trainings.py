@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import functional as F
 
-from lightning_module_monitor import ModuleMonitorCallback, load_store
+from lightning_module_monitor import ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.trainer.strategy import check_gradient_noise
 
@@ -211,9 +211,12 @@ def test_a_scheduler_of_accumulation_is_let_through(tmp_path: Path) -> None:
 
 
 def test_a_run_without_training_needs_no_micro_batches(tmp_path: Path) -> None:
-    """Validating with the same callback is not refused."""
-    callback = ModuleMonitorCallback(1, rules=[], gradient_noise=True, stages=["train", "validate"], store=False)
+    """Validating with the same callback is not refused, and gives its record."""
+    rules = [Rule(kinds="activation", sites="model", statistics="rms")]
+    callback = ModuleMonitorCallback(1, rules=rules, gradient_noise=True, stages=["train", "validate"], store=False)
     trainer(tmp_path, [callback]).validate(Classifier("mlp"), loader(8), verbose=False)
+    assert callback.last_record is not None
+    assert [key for key in callback.last_record.values if "monitor/" not in key] == ["validation/activation/model/rms"]
 
 
 def test_a_dry_run_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:

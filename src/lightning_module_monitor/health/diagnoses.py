@@ -9,12 +9,9 @@ from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.causes import CAUSES, Cause
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING
 from lightning_module_monitor.health.run_history import History
-from lightning_module_monitor.record import ROOT_SITE, Finding
+from lightning_module_monitor.record import DEAD_AFTER, ROOT_SITE, Finding
 
 MAX_DIAGNOSES = MAX_EVIDENCE = 3
-
-DEAD_AFTER = 10
-"""Number of records in which a unit is zero for every input before it counts as dead (``dead_fraction``)."""
 _UNEXPLAINED = ("", "learning_rate", "update", "recurrent")
 """Causes that the search for a non-finite value names, and that another diagnosis may explain."""
 

@@ -36,6 +36,8 @@ class StateRules:
     """What is recorded of each state that is known, by the names of its parameter and of the state."""
     _total_streams: dict[tuple[Stream, str], Stream | None] = field(default_factory=dict, init=False)
     """The totals of the states of a name, by the total that is planned of all states."""
+    _has_reported: bool = field(default=False, init=False)
+    """Whether unmatched patterns have been reported, with the first states."""
 
     @classmethod
     def of(
@@ -95,12 +97,13 @@ class StateRules:
         ]
 
     def report_unmatched(self, states: Collection[tuple[ParameterSite, str]]) -> None:
-        """Warn, once, of patterns that match no name of a parameter or a state.
+        """Warn of patterns that match no name of a parameter or a state. Later calls do nothing.
 
         Args:
             states: All states that the optimizers keep, at least one, each with its parameter.
         """
-        for label, pattern in self.unmatched_patterns():
+        unmatched, self._has_reported = [] if self._has_reported else self.unmatched_patterns(), True
+        for label, pattern in unmatched:
             if not any(matches(with_state(site, state).aliases, (pattern,)) for site, state in states):
                 names = [*(site.name for site in self.index.parameters), *(f"{site.name}.{state}" for site, state in states)]
                 text = pattern.pattern

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.kernels.moments import Array
 from lightning_module_monitor.kernels.torch_kernel import CPU_PORTION, PORTION, widest
+from lightning_module_monitor.record import DEAD_AFTER
 
 MAX_CHANNELS = 4096
 """Limit of channels whose sums of squares are taken. In larger layers evenly spaced channels are observed."""
@@ -102,13 +103,10 @@ CHANNEL_SUMS, UNIT_SUMS = ChannelSums(channel_sums, MAX_CHANNELS), ChannelSums(u
 Recent: TypeAlias = deque[NDArray[np.bool_]]
 """For each of the last steps, whether each unit was alive: had an element that was not zero, or NaN."""
 
-NUM_STEPS = 10
-"""Number of monitored steps throughout which a dead unit was zero."""
-
 
 def recent_units() -> Recent:
     """A memory for the last steps."""
-    return deque(maxlen=NUM_STEPS)
+    return deque(maxlen=DEAD_AFTER)
 
 
 @dataclass(frozen=True)

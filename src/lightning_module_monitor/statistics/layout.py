@@ -85,15 +85,15 @@ class Layout:
 
     def keys_of_failed(self, raised: Flags) -> set[str]:
         """The keys of the values that could not be computed, and of the parts of those that are dicts."""
-        failed = {(stream.identity, name): stream.keys[name] for stream, name, _value in itertools.compress(self.values, raised)}
-        parts = [(stream, name) for stream, name, _value in self.values if failed and stream.origin is not None]
-        names = [name for _identity, name in failed]
-        keys = {
-            stream.keys[name]
-            for stream, name in parts
-            if any(name.startswith(f"{whole}.") and (stream.origin.identity, whole) in failed for whole in names)  # type: ignore[union-attr]
-        }
-        return keys.union(failed.values())
+        failed = [(stream, name) for stream, name, _value in itertools.compress(self.values, raised)]
+        parts = [
+            part.keys[part_name]
+            for stream, name in failed
+            for part, part_name, _value in self.values
+            if part.origin is not None and part.origin.identity == stream.identity
+            if part_name.startswith(f"{name}.") and part_name not in stream.values
+        ]
+        return {*parts, *(stream.keys[name] for stream, name in failed)}
 
     def rows_of_counts(self, bins: Bins, numbers: Numbers) -> dict[Stream, Array]:
         """The rows of counts in a set of bins, by stream."""
