@@ -61,3 +61,14 @@ def test_the_lowest_versions_are_those_of_pyproject() -> None:
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (root / "constraints-lowest.txt").read_text(), re.MULTILINE))
     assert len(bounds) > 20
     assert {name: pins.get(name) for name in bounds} == bounds
+
+
+def test_a_dependency_is_imported() -> None:
+    """What nobody imports would only be installed."""
+    root = Path(__file__).parents[1]
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    dependencies = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[\[>=]", dependency)[0].replace("-", "_") for dependency in dependencies}
+    sources = "\n".join(path.read_text() for path in (root / "src").rglob("*.py"))
+    assert len(names) > 5
+    assert names == {name for name in names if re.search(rf"^\s*(from|import) {name}\b", sources, re.MULTILINE)}

@@ -68,7 +68,7 @@ class ObservedTensor:
             if self.further:  # of some outputs of the planned stream
                 stream = plan[self.stream].at(stream.site, ["norm", "cosine_to_previous"])
             accumulator.observe(stream, self.tensor)
-            accumulator.observe_base([(stream, self.tensor + 1)])
+            accumulator.measure_all([(stream, self.tensor + 1)], are_bases=True)
             for name in stream.compared_with:
                 accumulator.measure_comparison(stream, name, self.tensor, self.tensor.flip(0), is_opposite=name == "gradient")
         else:

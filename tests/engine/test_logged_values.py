@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,36 @@ class LogsOddValues(Tiny, MonitorMixin):
             monitor.monitor_context(f"of_{number}", value)  # type: ignore[arg-type]
         monitor.log_tensor("own/tensor/of_a_number", 3)  # type: ignore[arg-type]
         return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.float32(1.0), np.int64(1), True, Fraction(1), torch.tensor(True)])
+def test_a_number_of_any_sort_is_a_value(value: Any) -> None:
+    """NumPy's numbers, also its bool, which is no number of Python."""
+    with ModuleMonitor(rules=RULES, on_error="raise") as monitor:
+        monitor.set_module(nn.Linear(1, 1))
+        monitor.begin_step(0)
+        monitor.log_scalar("own/value", value)
+        record = monitor.end_step()
+    assert record is not None
+    assert record.values["own/value"] == 1.0
+
+
+def test_of_a_long_error_the_first_line_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Some messages of torch are a page."""
+
+    def fail(_tensor: Tensor) -> Tensor:
+        raise RuntimeError(f"no such operation. {'word ' * 100}\nInstructions for developers")
+
+    with ModuleMonitor(rules=[Rule(kinds="activation", functions={"fails": fail})]) as monitor:
+        model = nn.Linear(1, 1)
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(torch.ones(1, 1))
+        monitor.end_step()
+    [message] = caplog.messages
+    assert message.startswith("activation '_root_', tensor of shape (1, 1): fails failed with RuntimeError: no such operation. word word")
+    assert message.endswith("word [...]. It is recorded as NaN. Logged once; monitor/errors counts them.")
+    assert len(message) < 450
 
 
 def test_a_value_that_is_no_number_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -70,15 +70,29 @@ def test_targets_that_are_too_large_come_before_the_rate() -> None:
     """A first loss of 4e10 with outputs of 0.1, of no cross-entropy."""
     house = History()
     house.losses, house.steps, house.first = [4e10, 5e10], [0, 10], {"output": 0.1}
-    assert [one.name for one in diagnose([finding("growing_weights", 20)], house)] == ["unscaled_targets"]
+    [diagnosis] = diagnose([finding("growing_weights", 20)], house)
+    assert (diagnosis.name, diagnosis.first_step) == ("unscaled_targets", 0)  # the first record shows it
 
 
 @pytest.mark.parametrize(("first_step", "expected"), [(10, "unscaled_input"), (0, "zero")])
 def test_units_that_an_input_of_thousands_kills(first_step: int, expected: str) -> None:
     """Zeros that begin in training are of units that died; a module that is zero before any update is not used."""
     history = History()
-    history.first = {"input_abs_max": 1600.0}
-    assert [one.name for one in diagnose([finding("zero_outputs", 100, 100 - first_step)], history)] == [expected]
+    history.first, history.steps = {"input_abs_max": 1600.0}, [0, 10]
+    [diagnosis] = diagnose([finding("zero_outputs", 100, 100 - first_step)], history)
+    assert (diagnosis.name, diagnosis.first_step) == (expected, 0)
+
+
+def test_what_the_first_record_shows_is_there_from_its_step_on() -> None:
+    """Whenever its findings come, also in a run that does not begin at step 0; without records it is there from its finding on."""
+    history = History()
+    history.first, history.steps = {"input_abs_max": 1.0, "output": 1e-9}, [50, 100]
+    [diagnosis] = diagnose([Finding(100, "dead_units", "relu", "activation/relu/dead_fraction", "")], history)
+    assert diagnosis.title == (
+        "Outputs are next to nothing before any update: they shrink from layer to layer, from step 50 at the latest, first at relu"
+    )
+    history.steps = []
+    assert diagnose([finding("dead_units", 100)], history)[0].first_step == 100
 
 
 def test_what_is_certain_comes_first() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, Record, Rule
+from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import KINDS
 
@@ -265,3 +266,25 @@ def test_consumers_of_one_tap_do_not_disturb_each_other(is_reentrant: bool | Non
     for key, value in kept.items():
         assert torch.equal(value, of_capture[key]), key
         torch.testing.assert_close(value, of_plain[key], msg=str(key))
+
+
+def test_what_updates_are_relative_to_is_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the updates are: an accelerator measures all tensors that are given together by one launch."""
+    model, together = make("mlp"), list[int]()
+    measure = MomentTable.add_all
+    monkeypatch.setattr(MomentTable, "add_all", lambda table, rows, *rest: together.append(len(rows)) or measure(table, rows, *rest))
+    monkeypatch.setattr(MomentTable, "add", None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ModuleMonitor(rules=[Rule(kinds="update", statistics=["norm", "ratio"])], on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        before = [parameter.detach().double() for parameter in model.parameters()]
+        model(batches(4)[0][0]).sum().backward()
+        monitor.monitor_parameters()
+        optimizer.step()
+        record = monitor.end_step()
+    assert together == [len(before), len(before)]
+    assert record is not None
+    for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
+        ratio = (parameter.detach().double() - old).norm() / old.norm()
+        assert record.values[f"update/{name}/ratio"] == pytest.approx(ratio.item(), rel=1e-4)

@@ -42,7 +42,7 @@ def observed(rows: SeriesState | None, indices: list[int], tensors: list[Tensor]
     accumulator = StepAccumulator(lambda *_error: None, rows)
     for index in indices:
         accumulator.observe(STREAMS[index], tensors[index])
-        accumulator.observe_base([(STREAMS[index], 2 * tensors[index])])
+        accumulator.measure_all([(STREAMS[index], 2 * tensors[index])], are_bases=True)
     values = accumulator.collect()
     return values, {key: histogram.counts for key, histogram in accumulator.histograms.items()}
 

@@ -32,6 +32,8 @@ class Cause:
     is_ruled_out: Callable[[History], bool] = lambda _history: False
     remark: Callable[[History], str] = lambda _history: ""
     """A sentence with the figures that show it, or that rule other causes out."""
+    is_from_start: bool = False
+    """Whether the first record shows it, whenever its findings come."""
 
 
 def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
@@ -172,6 +174,7 @@ CAUSES = (
         "a large first loss, with outputs much smaller than its square root",
         is_shown=lambda finding, history: history.has_small_outputs and not _is_idle(finding),
         remark=lambda history: f"The first loss was {history.first_loss:.3g}, with outputs of {history.first['output']:.2g} (rms).",
+        is_from_start=True,
     ),
     Cause(
         "unscaled_input",
@@ -183,6 +186,7 @@ CAUSES = (
         is_shown=lambda finding, history: (
             history.has_large_input and not _is_idle(finding) and _cause_is("", "learning_rate", "update")(finding, history)
         ),
+        is_from_start=True,
     ),
     Cause(
         "explodes_from_start",
@@ -203,6 +207,7 @@ CAUSES = (
         "in the first record the output of the last module is less than a 10,000th of the input",
         is_shown=lambda _finding, history: history.vanishes_from_start,
         remark=_first_sizes_in_words,
+        is_from_start=True,
     ),
     Cause(
         "learning_rate",

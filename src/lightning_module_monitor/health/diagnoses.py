@@ -86,7 +86,8 @@ def diagnose(findings: Iterable[Finding], history: History | None = None) -> Dia
         shown = sorted(evidence, key=lambda finding: finding.name != NONFINITE)[:MAX_EVIDENCE]
         words = tuple(filter(None, [*(finding.words for finding in shown), cause.remark(history)]))
         names = tuple(finding.name for finding in consequences)
-        diagnoses.append(Diagnosis(cause.name, cause.headline, first.first_step, first.site, words, names, cause.advice, first.key))
+        first_step = history.steps[0] if cause.is_from_start and history.steps else first.first_step
+        diagnoses.append(Diagnosis(cause.name, cause.headline, first_step, first.site, words, names, cause.advice, first.key))
         rest = [finding for finding in rest if finding not in evidence and finding not in consequences]
     return diagnoses
 

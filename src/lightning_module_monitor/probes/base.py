@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,9 @@ from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.stream import Stream
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
+
+MAX_MESSAGE = 300
+"""Characters of an error's message in a message of the monitor."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class ErrorReporter:
     def of_stream(self, stream: Stream, name: str, tensor: str, error: Exception) -> None:
         """Report a statistic or function that failed; ``tensor`` describes what it was computed from."""
         where = f"{stream.kind} {stream.site!r}" if stream.site else stream.keys.get(name, stream.kind)
-        message = f"{where}, {tensor}: {name} failed with {type(error).__name__}: {error}"
+        message = f"{where}, {tensor}: {name} failed with {type(error).__name__}: {_first_line(error)}"
         self.report(f"{message}. It is recorded as NaN.", error, f"{stream.kind} {name} {type(error).__name__}")
 
     def report(self, message: str, error: Exception, once: str = "", *, is_counted: bool = True) -> None:
@@ -176,8 +180,8 @@ class ErrorReporter:
             MonitorError: If errors are to be raised.
         """
         accumulator.num_errors += 1
-        name, cause = type(error).__name__, str(error).strip().partition("\n")[0]
-        self.report(f"{what} ({name}: {cause}).", error, f"{once} {name}")
+        name = type(error).__name__
+        self.report(f"{what} ({name}: {_first_line(error)}).", error, f"{once} {name}")
 
     def log_once(self, message: str, level: int = logging.INFO, once: str = "", error: Exception | None = None) -> None:
         """Log a message once, with the traceback of an error; one that is no problem is logged by one of several ranks."""
@@ -188,6 +192,11 @@ class ErrorReporter:
     def settle(self, once: str) -> None:
         """Log no message of this name any more, in all runs of the model: its cause is known not to exist."""
         self._reported.add(once)
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's message, shortened: some of torch's have instructions for its developers."""
+    return textwrap.shorten(str(error).strip().partition("\n")[0], MAX_MESSAGE)
 
 
 class StepTools(NamedTuple):

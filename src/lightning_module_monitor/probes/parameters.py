@@ -220,7 +220,7 @@ class ParameterTap(Probe):
         for target, _copy in before:
             del self._before[target.site.name]
         relative_to = [(target.streams[UPDATE], copy) for target, copy in before if UPDATE in target.streams and copy.is_floating_point()]
-        self._accumulator.observe_base(self._own(relative_to))
+        self._accumulator.measure_all(self._own(relative_to), are_bases=True)
         updates: list[tuple[WatchedParameter, Tensor]] = []
         dtypes: dict[str, torch.dtype] = {}
         """Those of the parameters, by site: the update of a parameter in half precision is in float32."""

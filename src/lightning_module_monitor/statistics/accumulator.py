@@ -169,18 +169,22 @@ class StepAccumulator:
         for stream, tensor in pairs:
             self.call_functions(stream, tensor)
 
-    def measure_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
-        """:meth:`observe_all` without the functions: of tensors that are parts of what a function receives."""
-        measured = [(stream, tensor) for stream, tensor in pairs if stream.needs]
-        rows, needs = [self._row(stream) for stream, _tensor in measured], [stream.needs for stream, _tensor in measured]
+    def measure_all(self, pairs: Iterable[tuple[Stream, Tensor]], *, are_bases: bool = False) -> None:
+        """:meth:`observe_all` without the functions: of tensors that are parts of what a function receives.
+
+        With ``are_bases`` the tensors are those that relative statistics are relative to.
+        """
+        with_needs = ((stream, tensor, stream.base_needs if are_bases else stream.needs) for stream, tensor in pairs)
+        measured = [(stream, tensor, needs) for stream, tensor, needs in with_needs if needs]
+        rows = [self._row(stream) + (BASE if are_bases else OWN) for stream, _tensor, _needs in measured]
         try:
-            failed = self._table.add_all(rows, [tensor for _stream, tensor in measured], needs)
+            failed = self._table.add_all(rows, [tensor for _, tensor, _ in measured], [needs for *_, needs in measured])
         except Exception:
-            for stream, _tensor in measured:  # it is not known how many were added
+            for stream, _tensor, _needs in measured:  # it is not known how many were added
                 self._give_up(stream)
             raise
         for index, error in failed:
-            self.fail(*measured[index], error)
+            self.fail(*measured[index][:2], error)
 
     def observe_rows(self, streams: Sequence[Stream], values: Tensor, counts: Tensor) -> None:
         """Take a short tensor for each of several streams, of which not every element has to count.
@@ -199,15 +203,6 @@ class StepAccumulator:
         for stream, row, is_counted in zip(streams, values, counts, strict=True):
             if stream.functions:
                 self.call_functions(stream, torch.where(is_counted, row, torch.nan))
-
-    def observe_base(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
-        """Take the tensors that relative statistics are relative to; streams without such a statistic are left out."""
-        for stream, tensor in pairs:
-            if stream.base_needs:
-                try:
-                    self._table.add((self._row(stream) + BASE,), tensor, stream.base_needs)
-                except Exception as error:
-                    self.fail(stream, tensor, error)
 
     def call_functions(self, stream: Stream, *tensors: Tensor) -> None:
         """Call the user's functions with a tensor, or with both tensors of a pair."""

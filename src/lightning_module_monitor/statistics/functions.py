@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -102,7 +103,7 @@ def as_tensor(result: object) -> Tensor:
         TypeError: If it is neither a real tensor nor a number.
         ValueError: If it is a tensor without elements of its own.
     """
-    if isinstance(result, Real):
+    if isinstance(result, Real | np.bool_):
         result = torch.tensor(float(result), dtype=torch.float64, device="cpu")
     result = plain(result) if isinstance(result, Tensor) else result
     if not isinstance(result, Tensor) or result.is_complex() or result.is_meta:
