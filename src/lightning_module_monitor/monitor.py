@@ -28,7 +28,6 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.engine.metrics import MetricMethods
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
-from lightning_module_monitor.engine.step_context import as_scale
 from lightning_module_monitor.errors import ConfigError, Log
 from lightning_module_monitor.model.compiled import COMPILED_CHOICES, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
@@ -42,6 +41,7 @@ from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
+from lightning_module_monitor.statistics.precision import Scale
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -325,7 +325,7 @@ class ModuleMonitor(Described, MetricMethods):
         """
         return self.engine.begin_step(step)
 
-    def begin_backward(self, scale: Tensor | float | None = None) -> None:
+    def begin_backward(self, scale: Scale = None) -> None:
         """The backward pass begins: from now to :meth:`end_backward` gradients that arrive at outputs count.
 
         Where neither is ever called, all do, as they arrive.
@@ -336,16 +336,14 @@ class ModuleMonitor(Described, MetricMethods):
                 ``scaler.get_scale()`` reads nothing on the host.
         """
         if self.engine.open_step is not None:
-            self.engine.open_step.modules.begin_backward(as_scale(scale))
+            self.engine.open_step.modules.begin_backward(scale)
 
     def end_backward(self) -> None:
         """The backward pass is over. The gradients of a later ``autograd.grad`` do not count."""
         if self.engine.open_step is not None:
             self.engine.open_step.modules.end_backward()
 
-    def monitor_gradients(
-        self, before_clip: bool = False, parameters: Iterable[Tensor] | None = None, scale: Tensor | float | None = None
-    ) -> None:
+    def monitor_gradients(self, before_clip: bool = False, parameters: Iterable[Tensor] | None = None, scale: Scale = None) -> None:
         """Observe the gradients of the parameters, as they are now.
 
         Args:

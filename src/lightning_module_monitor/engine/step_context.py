@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,6 +30,7 @@ from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.tap import Consumer, ModuleTap
 from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, RawTensor
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.statistics.precision import Scale
 
 
 class StepContext:
@@ -115,15 +115,15 @@ class StepContext:
         for probe in self.probes:
             probe.attach()
 
-    def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Tensor | float | None) -> None:
+    def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Scale) -> None:
         """Observe the gradients of some parameters, or of all."""
         among = _identities(parameters)
         if self.parameters is not None:
             with self.guard("gradients"):
-                self.parameters.observe_gradients(kind, among, as_scale(scale))
+                self.parameters.observe_gradients(kind, among, scale)
         if self.noise is not None:
             with self.guard("gradient noise"):
-                self.noise.observe_gradients(among, as_scale(scale))
+                self.noise.observe_gradients(among, scale)
 
     def observe_parameters(self, parameters: Iterable[Tensor] | None) -> None:
         """Observe some parameters, or all, before the optimizer moves them."""
@@ -211,8 +211,3 @@ class StepContext:
 
 def _identities(parameters: Iterable[Tensor] | None) -> Among:
     return None if parameters is None else frozenset(map(id, parameters))
-
-
-def as_scale(scale: Tensor | float | None) -> Tensor | None:
-    """A scale of the loss as a tensor."""
-    return torch.tensor(scale, dtype=torch.float64, device="cpu") if isinstance(scale, float | int) else scale

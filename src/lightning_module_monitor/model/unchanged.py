@@ -7,7 +7,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,12 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
                     tensor.set_(values)  # type: ignore[call-overload]  # torch declares it for storages alone
                 else:
                     overwrite(tensor, values)
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Within the block autocast is off on a device."""
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from lightning_module_monitor.probes.base import StepTools, WatchedModule, faili
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, ReferenceProbe
 from lightning_module_monitor.probes.tap import Awaited, Consumer, counted_elements
 from lightning_module_monitor.record import ModuleInfo
-from lightning_module_monitor.statistics.precision import divided_by_scale
+from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
 ACTIVATION, GRADIENT, DIFFERENCE = "activation", "activation_gradient", "activation_difference"
@@ -62,7 +62,7 @@ class ActivationProbe(Consumer[WatchedModule]):
             if kind in watched.streams:
                 self._accumulator.fail(watched.streams[kind], output, error)
 
-    def observe_gradient(self, stream: Stream, gradient: Tensor, scale: Tensor | None) -> None:
+    def observe_gradient(self, stream: Stream, gradient: Tensor, scale: Scale) -> None:
         """Measure the gradient of an output."""
         gradient = counted_elements(gradient)
         self._accumulator.observe(stream, gradient if scale is None else divided_by_scale(gradient, scale))

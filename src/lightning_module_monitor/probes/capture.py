@@ -15,7 +15,7 @@ from lightning_module_monitor.model.outputs import NamedTensors
 from lightning_module_monitor.probes.base import StepTools, WatchedModule
 from lightning_module_monitor.probes.tap import Awaited, Consumer
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.statistics.precision import divided_by_scale
+from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 
 _Call = tuple[str, int]
 """Name of an output, and number of the call in the step."""
@@ -69,7 +69,7 @@ class CaptureProbe(Consumer[WatchedModule]):
         """Report an output that cannot be taken apart or copied."""
         self._report(f"The output of {watched.site.name!r}", error)
 
-    def observe_gradient(self, call: _Call, gradient: Tensor, scale: Tensor | None) -> None:
+    def observe_gradient(self, call: _Call, gradient: Tensor, scale: Scale) -> None:
         """Copy the gradient of an output."""
         self.keep("activation_gradient", *call, divided_by_scale(gradient, scale))
 

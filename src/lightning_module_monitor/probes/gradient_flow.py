@@ -19,7 +19,7 @@ from lightning_module_monitor.probes.base import StepTools
 from lightning_module_monitor.probes.tap import Awaited, Consumer, counted_elements
 from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.gains import EPS, NORMS, Thresholds, summary, transitions
-from lightning_module_monitor.statistics.precision import divided_by_scale
+from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
 KIND = "gradient_flow"
@@ -139,7 +139,7 @@ class GradientFlowProbe(BlockGradientProbe):
         self._chain = chain
         self._accumulator = tools.accumulator
 
-    def observe_gradient(self, index: int, gradient: Tensor, scale: Tensor | None) -> None:
+    def observe_gradient(self, index: int, gradient: Tensor, scale: Scale) -> None:
         """Observe the gradient at a block."""
         self._accumulator.observe(self._chain.streams[index], divided_by_scale(counted_elements(gradient), scale))
 

@@ -25,6 +25,7 @@ from lightning_module_monitor.probes.tap import ModuleTap
 from lightning_module_monitor.record import UNDEFINED, is_undefined
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.noise_scale import NoiseAndSignal, largest_over_median, noise_and_signal
+from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
 KIND = "gradient_noise"
@@ -191,7 +192,7 @@ class GradientNoiseProbe(Probe):
             is_first = (norm_of(before) - norm).abs() <= 1e-9 * norm
             norm.copy_(torch.where(is_first, norm_of(self._parts[index]), math.nan))
 
-    def observe_gradients(self, among: Among, scale: Tensor | None) -> None:
+    def observe_gradients(self, among: Among, scale: Scale) -> None:
         """Observe the gradients of the whole step, of some parameters or of all: before clipping, and of all ranks together."""
         for index, parameter in enumerate(self._parameters):
             if parameter is None or index in self._observed or not (among is None or id(parameter) in among):
@@ -204,7 +205,7 @@ class GradientNoiseProbe(Probe):
                 if index in self._arrived_in_step:  # it was used and cleared before, as by an optimizer that steps in the backward pass
                     self._buffer(self._whole_norms, parameter.device)[index] = math.nan
                 continue
-            norm = norm_of(gradient) if scale is None else norm_of(gradient) / scale.to(gradient.device)
+            norm = divided_by_scale(norm_of(gradient), scale)
             if index not in self._arrived_in_step and self._num_ranks == 1:
                 norm = zero_or_nan(norm)  # it is of no micro-batch of this step
             elif index in self._leftovers:
@@ -246,12 +247,12 @@ class GradientNoiseProbe(Probe):
         self._parts.clear()
         self._parameters = [None] * len(self._parameters)
 
-    def _add_squares(self, streams: Mapping[str, Stream], name: str, norms: Mapping[torch.device, Tensor], scale: Tensor | None) -> None:
+    def _add_squares(self, streams: Mapping[str, Stream], name: str, norms: Mapping[torch.device, Tensor], scale: Scale) -> None:
         """Add the squares of norms, without a scale of the loss, to the streams of all sites; NaN after an error."""
         if self._has_failed:
             norms = {torch.device("cpu"): torch.full((len(self._parameters),), math.nan, dtype=torch.float64, device="cpu")}
         for device, on_device in norms.items():
-            squares = (on_device if scale is None else on_device / scale.to(device)).square()
+            squares = divided_by_scale(on_device, scale).square()
             parameters, sites = self._pairs_on(device)
             sums = squares.new_zeros(len(self._sites.members)).index_add_(0, sites, squares[parameters])
             for site, total in zip(self._sites.members, sums.unbind(), strict=True):

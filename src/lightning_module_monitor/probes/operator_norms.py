@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.statistics.precision import Difference
 
 NUM_STEPS = 6
@@ -44,14 +45,14 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
         weights: By site: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
 
     Returns:
-        By site the largest singular value of its matrices, float64, shape ``()``; within :data:`TOLERANCE`.
+        By site the largest singular value of its matrices, shape ``()``, in float64 if its device has it; within :data:`TOLERANCE`.
     """
     norms: dict[str, Tensor] = {}
     alike: defaultdict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = defaultdict(list)
     for site, weight in weights.items():
         tensor = weight.tensor
         if not tensor.numel():
-            norms[site] = torch.zeros((), dtype=torch.float64, device=tensor.device)
+            norms[site] = torch.zeros((), dtype=widest(tensor.device), device=tensor.device)
         else:
             alike[tensor.shape, tensor.dtype, tensor.device].append(site)
     for (shape, _dtype, _device), sites in alike.items():
@@ -61,20 +62,21 @@ def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
             part = sites[start : start + at_once]
             computed = [weights[site].computed() for site in part]
             if len(shape) == 1:
-                largest = torch.stack(computed).abs().amax(1).double()
+                largest = torch.stack(computed).abs().amax(1)
             else:
                 largest = _operator_norms(computed[0] if len(part) == 1 else torch.cat(computed)).view(len(part), -1).amax(1)
-            norms.update(zip(part, largest.unbind(), strict=True))
+            norms.update(zip(part, largest.to(widest(largest.device)).unbind(), strict=True))
     return norms
 
 
 def _operator_norms(matrices: Tensor) -> Tensor:
-    """The operator norm of each matrix, float64, shape ``(groups,)``."""
+    """The operator norm of each matrix, shape ``(groups,)``, in float64 if their device has it."""
     # Squares of a very small update would underflow, and the reciprocal of a subnormal number would overflow.
     largest = torch.maximum(matrices.amax((1, 2), keepdim=True), matrices.amin((1, 2), keepdim=True).neg())
     scale = torch.where(largest > 0, largest.clamp(min=torch.finfo(largest.dtype).tiny), 1.0)
     small = _bidiagonal(matrices, scale.reciprocal())
-    return _norm_of_small(small).double() * scale.double().flatten()
+    wide = widest(scale.device)
+    return _norm_of_small(small).to(wide) * scale.to(wide).flatten()
 
 
 def _bidiagonal(matrices: Tensor, factor: Tensor) -> Tensor:

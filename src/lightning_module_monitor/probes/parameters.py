@@ -30,7 +30,7 @@ from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
 from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
 from lightning_module_monitor.probes.reference import Reference
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.precision import divided_by_scale
+from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
 
@@ -194,7 +194,7 @@ class ParameterTap(Probe):
                     with self._failing({UPDATE}, target, parameter):
                         self._copy(target, parameter)
 
-    def observe_gradients(self, kind: str, among: Among = None, scale: Tensor | None = None) -> None:
+    def observe_gradients(self, kind: str, among: Among = None, scale: Scale = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
 
         def read_unscaled(parameter: Tensor) -> Tensor | None:

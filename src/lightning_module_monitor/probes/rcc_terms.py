@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
+from lightning_module_monitor.model.unchanged import full_precision
 from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule, failing_alone
 from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
@@ -159,7 +159,7 @@ class CoordinateCheckProbe(Probe):
             hook = UncopiedHook(functools.partial(self._observe_call, layer))
             self._hooks.add_forward(layer.module, hook, with_kwargs=True, prepend=True)
         if not is_tracing():
-            with torch.no_grad(), _full_precision(self._device):
+            with torch.no_grad(), full_precision(self._device):
                 self._observe_operator_norms()
 
     def finish(self) -> None:
@@ -210,7 +210,7 @@ class CoordinateCheckProbe(Probe):
             self._num_skipped += 1
             self._tools.reporter.log_once(SKIPPED)
             return
-        with _full_precision(self._device):
+        with full_precision(self._device):
             self._accumulator.observe_for(itertools.chain(_output_terms(layer, tensors), self._input_terms(layer, tensors)))
 
     def _input_terms(self, layer: CheckedLayer, tensors: CallTensors) -> Iterator[_Observed]:
@@ -362,8 +362,3 @@ def _like_output(layer: CheckedLayer, bias: Tensor | None, output: Tensor) -> Te
 def _matrices(layer: CheckedLayer, module: nn.Module) -> Tensor:
     weight, _bias = weight_and_bias(layer.type, module, is_running=False)
     return layer.type.matrices(module, weight)
-
-
-def _full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Computations of the monitor itself do not use half precision."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

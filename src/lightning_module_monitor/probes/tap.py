@@ -26,6 +26,7 @@ from lightning_module_monitor.model.hooks import (
 )
 from lightning_module_monitor.model.outputs import NamedTensors, in_graph, named_tensors
 from lightning_module_monitor.probes.base import Gate, Probe
+from lightning_module_monitor.statistics.precision import Scale
 
 TargetT = TypeVar("TargetT")
 
@@ -64,7 +65,7 @@ class Consumer(Probe, Generic[TargetT], ABC):
     def fail(self, target: TargetT, output: object, error: Exception) -> None:
         """Report an output that cannot be taken apart or observed."""
 
-    def observe_gradient(self, call: Any, gradient: Tensor, scale: Tensor | None) -> None:  # noqa: ANN401  # as it was awaited
+    def observe_gradient(self, call: Any, gradient: Tensor, scale: Scale) -> None:  # noqa: ANN401  # as it was awaited
         """Observe an awaited gradient, of the loss times ``scale``. It may be part of a graph, and is valid in this method only."""
 
     def fail_gradient(self, call: Any, gradient: Tensor, error: Exception) -> None:  # noqa: ANN401  # as above
@@ -101,7 +102,7 @@ class ModuleTap(Probe):
         """Weak: a graph that no backward pass went through takes its hooks with it, and a micro-batch may never be ended."""
         self.counts_gradients = True
         """Whether gradients that arrive are those of the loss."""
-        self.scale: Tensor | None = None
+        self.scale: Scale = None
         """The factor of the loss that is differentiated."""
         self._waiting: defaultdict[Hashable, deque[Any]] = defaultdict(functools.partial(deque, maxlen=MAX_WAITING_CALLS))
         """Calls whose output has no gradient, by name: a backward pass may run them again."""
@@ -120,7 +121,7 @@ class ModuleTap(Probe):
             else:
                 self._module_hooks.add_forward(module, UncopiedHook(functools.partial(self._observe, consumers)))
 
-    def begin_backward(self, scale: Tensor | None = None) -> None:
+    def begin_backward(self, scale: Scale = None) -> None:
         """Gradients that arrive from now on count."""
         self.counts_gradients = True
         self.scale = scale

@@ -17,6 +17,7 @@ from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, no
 from lightning_module_monitor.probes.tap import ModuleTap, counted_elements
 from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, NORMS, Category, Thresholds, Transition, summary, transitions
+from lightning_module_monitor.statistics.precision import Scale
 from lightning_module_monitor.statistics.stream import Stream
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class _Probe(BlockGradientProbe):
             self._norms = [values[self.reached[index]][key] if index in self.reached else None for index, key in enumerate(keys)]
         return list(self._norms)
 
-    def observe_gradient(self, index: int, gradient: Tensor, _scale: Tensor | None) -> None:
+    def observe_gradient(self, index: int, gradient: Tensor, _scale: Scale) -> None:
         if self._current_pass != self.tap.backward_pass():
             self._current_pass, self._accumulator = self.tap.backward_pass(), StepAccumulator(_warn_of_gradient)
         if self._is_strict and self.reached.get(index, self._accumulator) is not self._accumulator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.elements import own_elements, plain
 from lightning_module_monitor.kernels.torch_kernel import widest
-from lightning_module_monitor.model.unchanged import unchanged_random_states
+from lightning_module_monitor.model.unchanged import full_precision, unchanged_random_states
 
 Aggregate = str | Callable[[Tensor], Any]
 
@@ -64,8 +64,7 @@ class Function(Value):
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Run a user's code on a tensor of a device without side effects: no graph, no autocast, every random state as it was before."""
-    autocast = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
-    with unchanged_random_states(device), torch.no_grad(), autocast:
+    with unchanged_random_states(device), torch.no_grad(), full_precision(device):
         yield
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import in_memory, widened
 
+Scale: TypeAlias = Tensor | float | None
+"""What a loss was multiplied by: a number, or a tensor of shape ``()`` on any device; ``None`` if it was not scaled."""
 
-def divided_by_scale(gradient: Tensor, scale: Tensor | None) -> Tensor:
+
+def divided_by_scale(gradient: Tensor, scale: Scale) -> Tensor:
     """A gradient divided by the scale of its loss, without a host read.
 
     Args:
         gradient: Any shape, any floating or complex dtype.
-        scale: Shape ``()``, on any device; ``None`` if the loss was not scaled.
+        scale: The scale of the loss.
 
     Returns:
         The gradient itself if there is no scale. Else a new tensor in float32 or better, because half precision would underflow without
@@ -23,7 +27,7 @@ def divided_by_scale(gradient: Tensor, scale: Tensor | None) -> Tensor:
     if scale is None:
         return gradient
     gradient = in_memory(gradient).detach()
-    return widened(gradient) / scale.to(gradient.device)
+    return widened(gradient) / (scale.to(gradient.device) if isinstance(scale, Tensor) else scale)
 
 
 @dataclass(frozen=True)

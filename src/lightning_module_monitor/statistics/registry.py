@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
 from lightning_module_monitor.kernels.number_formats import NUMBER_FORMATS
+from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.statistics import casts
 from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelStatistic, dead_fraction, outlier_channels
@@ -241,15 +242,20 @@ NEAR_ONE_HOT = 0.99
 
 def saturated_sigmoid(y: Tensor) -> Tensor:
     """Fraction of a sigmoid's outputs ``y`` whose slope ``y (1 - y)``, at most 1/4, is flat; shape ``()``."""
-    return (y * (1 - y) < FLAT / 4).double().mean()
+    return _fraction(y * (1 - y) < FLAT / 4)
 
 
 def saturated_tanh(y: Tensor) -> Tensor:
     """Fraction of a tanh's outputs ``y`` whose slope ``1 - y^2``, at most 1, is flat; shape ``()``."""
-    return (1 - y * y < FLAT).double().mean()
+    return _fraction(1 - y * y < FLAT)
+
+
+def _fraction(is_counted: Tensor) -> Tensor:
+    return is_counted.to(widest(is_counted.device)).mean()
 
 
 def saturated_softmax(y: Tensor) -> Tensor:
     """Fraction of a softmax's distributions that have a probability above 0.99; shape ``()``."""
     # Each distribution sums to 1, so the sum of all elements is their number, whichever dimension they lie along.
-    return (y > NEAR_ONE_HOT).double().sum() / y.double().sum()
+    wide = widest(y.device)
+    return (y > NEAR_ONE_HOT).to(wide).sum() / y.to(wide).sum()

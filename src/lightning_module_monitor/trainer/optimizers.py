@@ -221,8 +221,8 @@ class DeepSpeedTracker:
     def __init__(self, monitor: ModuleMonitor, engine: DeepSpeedEngine) -> None:
         self._monitor = monitor
         self._engine = engine
-        self.scale: Tensor | None = None
-        """The factor of the loss; shape ``()``."""
+        self.scale: float | None = None
+        """The factor of the loss."""
         self.first_steps: Mapping[Optimizer, object] = {}
         """Always empty, as the engine zeroes the gradients."""
         self._has_stepped = False
@@ -235,7 +235,7 @@ class DeepSpeedTracker:
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; under fp16 the engine scales it."""
         if self._engine.fp16_enabled():
-            self.scale = torch.tensor(float(self._engine.optimizer.loss_scale), device=loss.device)
+            self.scale = float(self._engine.optimizer.loss_scale)
         self._monitor.begin_backward(self.scale)
 
     def before_step(self, _optimizer: Optimizer) -> None:
