@@ -15,13 +15,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from helpers.equivalence import TENSORS
+from helpers.equivalence import PARAMETERS, TENSORS
 from helpers.lightning_package import (
     BatchSizeFinder,
     Callback,
     LearningRateFinder,
     LightningModule,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
     Trainer,
     Tuner,
@@ -288,6 +289,33 @@ def test_stochastic_weight_averaging_beside_the_monitor(tmp_path: Path) -> None:
         assert gradient is not None
         assert update == pytest.approx(rate * gradient, rel=1e-4)
     assert (gradients[-1], updates[-1]) == (None, 0.0)
+
+
+@pytest.mark.shows("ModelPruning", *PARAMETERS, "training unchanged")
+@pytest.mark.parametrize("is_permanent", [False, True])
+def test_pruning_beside_the_monitor(is_permanent: bool, tmp_path: Path) -> None:
+    """From its first epoch on the parameter has another name in its module: it is recorded by the name that it had."""
+    norms: list[tuple[float, float]] = []
+
+    class KeepNorms(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_args: Any) -> None:
+            named = dict(pl_module.model.head.named_parameters())
+            weight = named.get("weight_orig", named.get("weight"))
+            assert weight is not None
+            assert weight.grad is not None
+            norms.append((weight.detach().double().norm().item(), weight.grad.double().norm().item()))
+
+    def prune() -> list[Callback]:
+        return [ModelPruning("l1_unstructured", amount=0.5, make_pruning_permanent=is_permanent), KeepNorms()]
+
+    series = with_and_without(tmp_path, prune).series()
+    norms = norms[len(norms) // 2 :]
+    assert len(norms) == 12
+    for kind, expected in zip(("parameter", "gradient"), zip(*norms, strict=True), strict=True):
+        assert [*series[f"{kind}/model.head.weight/norm"].values()] == pytest.approx(expected, rel=1e-5)
+    updates = series["update/model.head.weight/norm"]
+    assert [*updates.values()] == pytest.approx([0.05 * gradient for _parameter, gradient in norms], rel=1e-4)
+    assert set(series["monitor/errors"].values()) == {0.0}
 
 
 @pytest.mark.shows("ModelCheckpoint, EarlyStopping", "training unchanged")

@@ -67,11 +67,15 @@ class ParameterSite:
         parameter = self.owner._parameters.get(self.attribute)
         if type(parameter) is nn.Parameter:  # quicker than isinstance and is_lazy
             return parameter
+        parameter = self.registered()
         return None if parameter is None or is_lazy(parameter) else parameter
 
-    def is_removed(self) -> bool:
-        """Whether its owner no longer has such a parameter; a lazy parameter is not removed."""
-        return self.owner._parameters.get(self.attribute) is None
+    def registered(self) -> nn.Parameter | None:
+        """The current parameter, also one without a shape; ``None`` if it was removed."""
+        parameters = self.owner._parameters
+        parameter = parameters.get(self.attribute)
+        # Pruning (torch.nn.utils.prune) gives the parameter this name, and computes a tensor of the former name from it.
+        return parameters.get(f"{self.attribute}_orig") if parameter is None else parameter
 
     def has(self, kind: str) -> bool:
         """Whether a parameter can have values of a kind: it is floating-point and, for gradients, trained. True before it has a shape."""

@@ -123,7 +123,7 @@ class GradientNoiseProbe(Probe):
         self._state = state
         self._rank, self._num_ranks = (0, 1) if ranks is None else (ranks.index, ranks.size)
         self._hooks = HookSet()
-        self._parameters = [site.owner._parameters.get(site.attribute) for site in sites.parameters]  # also those of lazy layers
+        self._parameters = [site.registered() for site in sites.parameters]  # also those of lazy layers
         self._number = 0
         """Number of the micro-batch that runs."""
         self._size: float | Tensor | None = None

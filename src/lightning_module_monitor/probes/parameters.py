@@ -125,7 +125,7 @@ def name_of(kind: str, site: str) -> str:
 def fail_removed(watched: Sequence[WatchedParameter], accumulator: StepAccumulator) -> None:
     """Record NaN for parameters that were removed from their modules: an absent value would go unnoticed."""
     for target in watched:
-        for stream in target.streams.values() if target.site.is_removed() else ():
+        for stream in target.streams.values() if target.site.registered() is None else ():
             if stream.kind == STATE:
                 continue  # its keys are not known
             accumulator.fail(stream, target.site.owner, LookupError("the module has no parameter of this name any more"))
