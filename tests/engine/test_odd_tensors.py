@@ -183,6 +183,73 @@ def test_a_wrapper_that_stands_for_a_tensor_is_measured_as_that() -> None:
     assert record.values["monitor/errors"] == 0.0
 
 
+class Quantized(Stored):
+    """A tensor that no operation but its own takes, as torchao keeps frozen weights and the states of its optimizers."""
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]  # torch declares no return type
+        return self.whole / 8
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].whole)
+        if func is torch.ops.aten.t.default:
+            return cls(args[0].whole.t())
+        if func is torch.ops.aten.mm.default:
+            return func(args[0], args[1].dequantize())
+        if func is torch.ops.aten.mul_.Tensor:
+            args[0].whole.mul_(args[1])
+            return args[0]
+        raise NotImplementedError(f"{func} of a quantized tensor")
+
+
+class Frozen(nn.Module):
+    """A layer with a quantized weight, as for QLoRA."""
+
+    def __init__(self, whole: Tensor) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 3, bias=False)
+        self.base.weight = nn.Parameter(Quantized(whole), requires_grad=False)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.base(x))
+        return y
+
+
+def test_a_quantized_parameter_is_measured_as_what_it_stands_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Its statistics, its difference from the reference, its update, functions of it, and a copy; the check of layers leaves it out."""
+    whole = torch.arange(-4, 8, dtype=torch.int8).view(3, 4)
+    truth = rms(whole / 8)
+    net = Frozen(whole.clone())
+    head = rms(net.head.weight)
+    rules = [
+        Rule(kinds="parameter", statistics=["rms", "hist", "zero_fraction"], functions={"first": lambda x: x.flatten()[0]}),
+        Rule(kinds="parameter_difference", statistics=["rms"], functions={"both": lambda x, y: (x + y).flatten()[0]}),
+        Rule(kinds="update", statistics=["rms", "ratio"]),
+        Rule(kinds=["rcc_output", "rcc_effective_update"], statistics=["rms"]),
+        Rule(kinds="rcc_operator_norm"),
+    ]
+    capture = Capture(sites="base.weight", steps=[0], kinds=["parameter", "update"])
+    with caplog.at_level(logging.INFO):
+        record = observe(net, rules, torch.randn(3, 4), reference=Frozen(whole.clone()), capture=capture)
+    values = record.values
+    assert values["parameter/base.weight/rms"] == pytest.approx(truth, rel=1e-6)
+    assert values["parameter/base.weight/zero_fraction"] == pytest.approx(1 / 12)
+    assert values["parameter/base.weight/first"] == -0.5
+    assert values["parameter_difference/base.weight/rms"] == 0.0
+    assert values["parameter_difference/base.weight/both"] == -1.0
+    assert values["update/base.weight/rms"] == pytest.approx(truth, rel=1e-6)
+    assert values["update/base.weight/ratio"] == pytest.approx(1.0)
+    assert values["update/head.weight/rms"] == pytest.approx(head, rel=1e-6)
+    assert record.histograms["parameter/base.weight/hist"].row.sum() == 12
+    assert all(torch.equal(one.value, whole / 8) for one in record.tensors)
+    assert len(record.tensors) == 2
+    assert values["monitor/errors"] == 0.0
+    assert not any(key.startswith("rcc/base") for key in values)
+    assert sum("quantized" in message for message in caplog.messages) == 1
+
+
 class Complex(nn.Module):
     """Complex parameters, and some of integers, beside real ones."""
 

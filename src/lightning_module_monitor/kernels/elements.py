@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -45,14 +46,21 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def own_elements(tensor: Tensor) -> Tensor:
-    """The tensor, or the plain tensor that a wrapper (a subclass with ``__torch_dispatch__``, a functional tensor) computes.
+    """The tensor, or the plain tensor that a wrapper (a subclass with ``__torch_dispatch__``, a functional tensor) stands for.
+
+    Returns:
+        What the wrapper's own ``dequantize`` returns, as torchao's have one, or else the wrapper times 1.
 
     Raises:
-        ValueError: If operations on it return no plain tensor.
+        ValueError: If neither is a plain tensor.
     """
     if _is_plain(tensor):
         return tensor
-    result = tensor.detach() * 1  # exact, also for signs of zeros, infinities and NaN
+    kind = type(tensor)
+    if kind.dequantize is not Tensor.dequantize and not isinstance(inspect.getattr_static(kind, "dequantize"), staticmethod):
+        result = tensor.dequantize().detach()
+    else:
+        result = tensor.detach() * 1  # exact, also for signs of zeros, infinities and NaN
     if not _is_plain(result):
         raise ValueError(f"operations on a {type(tensor).__name__} return no plain tensor, and its elements cannot be read")
     return result

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_module_monitor.kernels import numba_kernel, triton_kernel
 from lightning_module_monitor.kernels.bins_of_floats import Bins
-from lightning_module_monitor.kernels.elements import strided
+from lightning_module_monitor.kernels.elements import PLAIN, strided
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel, widest
@@ -95,7 +95,7 @@ class MomentTable:
                 kernel, readable, *_operands = self._kernel_of(tensor)
                 if not readable.numel():
                     continue
-                if type(kernel) is NumbaKernel:  # which gains nothing from several at once
+                if type(kernel) is NumbaKernel or type(tensor) not in PLAIN:  # gains nothing from several, or may be a copy
                     try:
                         kernel.add((rows[index],), readable, needs[index])
                     except Exception as error:

@@ -158,7 +158,7 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
     with_weights = [site for site in index.modules if rcc_layers.has_own_weights(site.module) and is_picked(site, site.module, rule)]
     left_out = [f"{site.name} ({type(site.module).__name__})" for site in with_weights if not rcc_layers.layer_parts(site.module)]
     if left_out:
-        why = "rcc leaves out modules whose type is not in its table"
+        why = "rcc leaves out modules whose type is not in its table, or whose weight is quantized or computed from others"
         reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")
 
 

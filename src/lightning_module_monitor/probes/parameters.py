@@ -22,7 +22,7 @@ from lightning_module_monitor.distributed.shards import (
     whole,
     whole_of_flat,
 )
-from lightning_module_monitor.kernels.elements import WIDE, in_memory, widened
+from lightning_module_monitor.kernels.elements import WIDE, in_memory, own_elements, widened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.capture import CaptureProbe
@@ -57,11 +57,17 @@ def update(before: Tensor, after: Tensor) -> Tensor:
     """A parameter minus its copy, in whose memory it is computed.
 
     Raises:
-        ValueError: If the parameter's memory was given back.
+        ValueError: If the parameter's memory was given back, or its elements cannot be read.
     """
-    after = in_memory(after).detach()
+    after = _readable(after)
     # Of half-precision tensors in float32, which does not round the difference again.
     return torch.sub(after, before, out=before) if after.dtype in WIDE else widened(after) - widened(before)
+
+
+def _readable(parameter: Tensor) -> Tensor:
+    """The parameter, or the tensor that a quantized one stands for; without a graph, a DTensor as it is."""
+    parameter = in_memory(parameter)
+    return (parameter if is_sharded(parameter) else own_elements(parameter)).detach()
 
 
 class WholeTensors:
@@ -298,7 +304,7 @@ class ParameterTap(Probe):
     def _copy(self, target: WatchedParameter, parameter: Tensor) -> None:
         """Copy a parameter before the optimizer moves it, in place of an older copy."""
         if (UPDATE, target.site.name) in self._captured or self._is_supported(target.site.name, parameter):
-            copy = in_memory(parameter).detach()
+            copy = _readable(parameter)
             copy = copy.clone() if copy.layout is torch.strided else copy.to_dense()
             self._before[target.site.name] = target, id(target.site.tensor()), copy
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_module_monitor.distributed.shards import whole
+from lightning_module_monitor.distributed.shards import is_sharded, whole
 from lightning_module_monitor.kernels.elements import in_memory, plain, widened
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
@@ -278,7 +278,7 @@ def register_rcc_layer(layer_type: type[nn.Module], function: LayerFunction) -> 
 
 
 def layer_parts(module: nn.Module) -> LinearMaps:
-    """The linear maps of a module; empty if its type is not in the table."""
+    """The linear maps of a module; empty if its type is not in the table, or its weight no tensor that the check can compute with."""
     if any(is_parametrized(module, name) or isinstance(vars(module).get(name), Tensor) for name in ("weight", "bias")):
         return {}  # computed from other parameters, as spectral norm, weight norm and pruning do
     for base in type(module).__mro__:
@@ -290,8 +290,13 @@ def layer_parts(module: nn.Module) -> LinearMaps:
             if getattr(type(module), method) is not getattr(base, method) or method in vars(module):
                 return {}
         weights = {name: layer_type.parameters(module)[0] for name, layer_type in maps.items()}
-        return {name: maps[name] for name, weight in weights.items() if weight is not None and weight.is_floating_point()}
+        return {name: maps[name] for name, weight in weights.items() if weight is not None and _is_supported(weight)}
     return {}
+
+
+def _is_supported(weight: Tensor) -> bool:
+    """Whether it is a real tensor of its own elements, or laid out over ranks: not a quantized one, say."""
+    return weight.is_floating_point() and (is_plain(weight) or is_sharded(weight))
 
 
 def weight_and_bias(part: LayerType, module: nn.Module, *, is_running: bool) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_module_monitor.kernels.elements import in_memory, is_on_host, plain, to_host
+from lightning_module_monitor.kernels.elements import in_memory, is_on_host, own_elements, plain, to_host
 
 UNKNOWN = -1
 """The index of a number that does not exist."""
@@ -35,7 +35,7 @@ class Magnitudes:
             tensor = torch.view_as_real(stored.resolve_conj()) if stored.is_complex() else stored
         if not tensor.numel():
             return UNKNOWN
-        least, largest = torch.aminmax(in_memory(tensor).detach())
+        least, largest = torch.aminmax(in_memory(own_elements(tensor)).detach())
         if is_on_host(tensor):
             self._numbers.append(max(-least.item(), largest.item()))  # both are NaN if any element is
         else:
