@@ -10,8 +10,9 @@ from helpers.documents import generated
 from lightning_module_monitor.health.causes import CAUSES
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.diagnoses import MAX_DIAGNOSES, diagnose
+from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.run_history import History
-from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key
+from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key, Record
 
 
 def finding(name: str, step: int, steps_before: int = 0, cause: str = "") -> Finding:
@@ -110,7 +111,7 @@ def test_units_were_zero_for_ten_records_before_they_count_as_dead() -> None:
         assert [one.name for one in diagnose(found, history)] == expected
 
 
-@pytest.mark.parametrize(("gradient", "expected"), [({}, "no_gradient"), ({"w": 0.0}, "no_gradient"), ({"w": 0.1}, "frozen")])
+@pytest.mark.parametrize(("gradient", "expected"), [({}, "no_gradient"), ({"w": 0.0}, "zero_gradient"), ({"w": 0.1}, "frozen")])
 def test_what_gets_no_gradient_and_what_does_not_move(gradient: dict[str, float], expected: str) -> None:
     """Where gradients are not recorded, it is not known."""
     history = History()
@@ -118,6 +119,53 @@ def test_what_gets_no_gradient_and_what_does_not_move(gradient: dict[str, float]
     assert [one.name for one in diagnose([stands_still], history)] == ["frozen"]
     history.add(0, {Key("gradient", site, "norm"): norm for site, norm in ({"other": 1.0} | gradient).items()})
     assert [one.name for one in diagnose([stands_still], history)] == [expected]
+
+
+def test_what_moves_again_is_not_frozen() -> None:
+    """A head whose gradients are withheld in the first epoch, as for DINO: the finding stays, without a diagnosis."""
+    history, stood_still = History(), Finding(30, "frozen_updates", "w", "", "")
+    names = {}
+    for step, norm in ((0, 1.0), (10, 1.0), (20, 1.5)):
+        history.add(step, {Key("parameter", "w", "norm"): norm, Key("gradient", "w", "norm"): 1.0})
+        names[step] = [one.name for one in diagnose([stood_still], history)]
+    assert names == {0: ["frozen"], 10: ["frozen"], 20: []}
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1e-9, "vanishing"), (0.0, "vanishing"), (1e-3, "vanished")])
+def test_a_gradient_has_vanished_if_it_was_larger_at_first(first: float, expected: str) -> None:
+    """A gradient of rounding errors was never larger, and that of an adapter is 0 at first; the loss may fall all the same."""
+    history = History()
+    for step, (norm, loss) in enumerate(((first, 3.0), (1e-8, 2.0))):
+        history.add(step, {Key("gradient", "w.weight", "norm"): norm, Key("context", "", "loss"): loss})
+    found = [Finding(30, "vanishing", "w.weight", "", "", steps_before=20)]
+    assert [one.name for one in diagnose(found, history)] == [expected]
+    resumed = History()
+    resumed.load(history.state())
+    resumed.add(2, {Key("gradient", "w.weight", "norm"): 1e-8, Key("context", "", "loss"): 2.0})
+    assert [one.name for one in diagnose(found, resumed)] == [expected]
+    resumed.add(3, {Key("gradient", "w.weight", "norm"): 1e-8, Key("context", "", "loss"): 1.0})
+    assert "vanishing" not in [one.name for one in diagnose(found, resumed)]
+
+
+def test_zeros_of_outputs_and_of_gradients_are_told_apart() -> None:
+    """A part with gradients of zeros may have outputs; parameters that such a gradient does not move are no case of their own."""
+    history = History()
+    history.add(0, {Key("gradient", "w.weight", "norm"): 0.0, Key("gradient", "other", "norm"): 1.0})
+    found = [Finding(90, name, "w.weight", "", "", steps_before=90) for name in ("zero_gradients", "tiny_updates")]
+    [shown] = diagnose(found, history)
+    assert (shown.name, shown.headline) == ("zero_gradient", "A part of the model gets gradients of nothing but zeros")
+    [shown] = diagnose([Finding(90, "zero_outputs", "w", "", "", steps_before=90)], history)
+    assert shown.headline == "A part of the model outputs nothing but zeros"
+
+
+@pytest.mark.parametrize("gain", [30.0, 0.03])
+def test_a_gain_has_its_direction_in_the_evidence(gain: float) -> None:
+    """A gradient that grows on its way back does not vanish."""
+    judge = Judge([DETECTORS["gradient_gain"].alert()])
+    alarms = [alarm for step in range(6) for alarm in judge.observe(Record(step, {"gradient_flow/a-b/gain": gain}))]
+    [shown] = diagnose([alarm.finding for alarm in alarms], judge.history)
+    assert shown.evidence == (f"a-b: on its way back the gradient becomes {gain:.3g} times as large, since step 0.",)
+    assert shown.headline == "The size of the gradient changes from block to block"
 
 
 def test_the_first_record_of_a_condition_counts() -> None:

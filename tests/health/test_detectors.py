@@ -10,7 +10,7 @@ import pytest
 
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.record import Key, Record
+from lightning_module_monitor.record import UNDEFINED_BITS, Key, Record
 from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 
@@ -111,3 +111,27 @@ def test_a_further_output_is_no_layer_that_grows() -> None:
     assert while_training(["growing_over_depth"], rows) == []
     rows["activation/c/rms"] = [3e4] * 4
     assert while_training(["growing_over_depth"], rows) == [("growing_over_depth", "c", 20)]
+
+
+def test_a_further_output_may_be_zero() -> None:
+    """A part of a loss, or a tensor that a module passes on."""
+    rows = {"activation/a/rms": [1.0] * 12, "activation/a.output_kl_global/rms": [0.0] * 12, "activation/b/rms": [1.0] * 12}
+    assert while_training(["zero_outputs"], rows) == []
+    rows["activation/b/rms"] = [0.0] * 12
+    assert while_training(["zero_outputs"], rows) == [("zero_outputs", "b", 90)]
+
+
+@pytest.mark.parametrize("name", [name for name, detector in DETECTORS.items() if detector.rule is not None])
+def test_a_record_in_which_no_value_is_defined(name: str) -> None:
+    """The ratio of an update of a weight of zeros is 0 / 0: such a record is passed over, by every detector."""
+    (kinds, statistics), *_ = DETECTORS[name].sources
+    key = Key(kinds[0], "" if kinds[0] in ("context", "monitor") else "a.weight", statistics[0]).format()
+    undefined = float(np.uint64(UNDEFINED_BITS).view(np.float64))
+    assert while_training([name], {key: [undefined] * 12}) == []
+
+
+def test_a_bias_is_no_weight_whatever_its_module_is_called() -> None:
+    """The weight of a parametrization is one."""
+    rows = {f"gradient/{site}/norm": [1.0] * 12 for site in ("weights.0.bias", "a.weight")}
+    rows |= {f"gradient/{site}/norm": [0.0] * 12 for site in ("weight_network.bias", "b.parametrizations.weight.original0")}
+    assert while_training(["zero_gradients"], rows) == [("zero_gradients", "b.parametrizations.weight.original0", 90)]

@@ -118,6 +118,93 @@ def test_code_behind_a_container_is_not_taken_for_its_own(
     assert words in found.words
 
 
+class OwnWeight(nn.Module):
+    """Has a weight of its own beside layers, which is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head, self.scale = nn.Linear(6, 6), nn.Linear(6, 3), nn.Parameter(torch.full((6,), math.nan))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.fc(x) * self.scale)
+        return logits
+
+
+class OwnWeightAtTheRoot(Classifier):
+    """The same, in the LightningModule itself."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 3))
+        self.scale = nn.Parameter(torch.full((6,), math.nan))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] * self.scale, batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Classifier(OwnWeight()), "passes NaN to model.head, and weights of model are not finite (model.scale has NaN)."),
+        (OwnWeightAtTheRoot, "was given NaN, and weights of the LightningModule are not finite (scale has NaN)."),
+    ],
+)
+def test_code_between_modules_may_use_a_weight_that_is_not_finite(make: Callable[[], Classifier], words: str, tmp_path: Path) -> None:
+    """Then it has not made NaN of finite values, and the weights are the cause."""
+    callback = ModuleMonitorCallback(1)
+    trainer(tmp_path, [callback], max_steps=1).fit(make(), loader(), loader(8))
+    assert words in callback.findings[0].words
+    assert [one.name for one in callback.diagnose()] == ["update"]
+
+
+class Graphs:
+    """A batch of graphs as PyTorch Geometric has it: no container, with tensors that have a row for each node."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.num_graphs = x, y, len(y)
+
+    def to(self, *args: Any, **options: Any) -> Graphs:
+        return Graphs(self.x.to(*args, **options), self.y.to(*args, **options))
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {"x": self.x, "y": self.y}
+
+
+class Unknown:
+    """A batch that shows nothing of what it holds."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+
+class OfGraphs(Classifier):
+    """Two nodes for each graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch.tensors if isinstance(batch, Unknown) else (batch.x, batch.y) if isinstance(batch, Graphs) else batch
+        return super().training_step([x.reshape(len(y), -1, 6).mean(1), y], batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Graphs, "The batch has NaN, in row 5 of batch_x."),
+        (lambda x, y: [x, y], "The batch has NaN, in row 5 of batch_0."),
+        (lambda x, y: [x[::2], y], ", in sample 2."),
+        (Unknown, "own code before it. No tensor was found in the batch to look at."),
+    ],
+    ids=["graphs", "rows", "samples", "unknown"],
+)
+def test_a_batch_with_nan_is_named_by_what_is_known_of_it(make: Callable[[Tensor, Tensor], Any], words: str, tmp_path: Path) -> None:
+    """A row is a sample if all tensors have as many rows."""
+    seed()
+    x, y = torch.randn(8, 6), torch.arange(4) % 3
+    x[4:6] = torch.tensor([[math.nan] if words.endswith("2.") else [0.0], [math.nan]])
+    batch, callback = make(x, y), ModuleMonitorCallback(1)
+    module = OfGraphs(nn.Linear(6, 3))
+    trainer(tmp_path, [callback], max_steps=1, limit_val_batches=0).fit(module, DataLoader([0], collate_fn=lambda _rows: batch), loader(8))
+    assert callback.findings[0].words.endswith(words)
+
+
 def test_a_model_that_keeps_an_output_is_run_again(tmp_path: Path) -> None:
     """A tensor of the last forward pass, with its graph, is no hindrance; it stays what it was."""
 

@@ -55,6 +55,7 @@ def test_a_falling_loss_silences() -> None:
         "growing_over_depth",
         "entropy_collapse",
         "constant_input",
+        "vanishing",
     )
     halves = dict.fromkeys(of_halves, "50")
     tenths = dict.fromkeys(("exploding", "growing_activations", "gradient_spike", "large_updates"), "10")

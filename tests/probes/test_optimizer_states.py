@@ -509,3 +509,21 @@ def test_sparse_gradients_and_frozen_parameters() -> None:
     assert math.isnan(record.values["update/1.weight/cosine_to_gradient"])
     assert {key.split("/")[1] for key in record.values if key.startswith(STATES)} == {"0.weight.exp_avg", "0.weight.exp_avg_sq"}
     assert record.values["monitor/errors"] == 0
+
+
+def test_an_optimizer_of_other_parameters_is_not_said_to_keep_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A GAN has two, of which the monitored part has one."""
+    model, other = Net(), nn.Linear(6, 1)
+    optimizers = [AdamW(other.parameters()), AdamW(model.parameters())]
+    with ModuleMonitor(rules=Rule(kinds=STATES, statistics="norm"), on_error="raise") as monitor:
+        monitor.set_module(model)
+        x, y = batch(0)
+        monitor.begin_step(0)
+        (F.cross_entropy(model(x), y) + other(x).mean()).backward()
+        monitor.monitor_parameters()
+        for optimizer in optimizers:
+            optimizer.step()
+            monitor.monitor_updates(optimizers=optimizer)
+        record = record_of(monitor)
+    assert sum(key.endswith(".exp_avg/norm") for key in record.values) == len([*model.parameters()])
+    assert "keeps no tensors" not in caplog.text

@@ -12,6 +12,7 @@ from helpers.operations import no_host_reads
 from helpers.tiny import KeepRecords, Tiny, fit, loader, trainer
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.kernels import elements
@@ -128,6 +129,57 @@ def test_the_learning_rate_is_the_rate_that_the_step_used(tmp_path: Path) -> Non
 def test_the_batch_size_counts_all_samples_of_a_step(tmp_path: Path) -> None:
     """Six batches of five samples: the first step has four batches, the last step two."""
     assert monitored(tmp_path, Losses(), accumulate_grad_batches=4).series()["context/batch_size"] == {0: 20.0, 1: 10.0}
+
+
+class Graphs:
+    """A batch of graphs as PyTorch Geometric has it: no container, with a row for each node, and its number of graphs."""
+
+    def __init__(self, x: Tensor, num_graphs: int) -> None:
+        self.x, self.num_graphs = x, num_graphs
+
+    def to(self, *args: Any, **options: Any) -> Graphs:
+        return Graphs(self.x.to(*args, **options), self.num_graphs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"x": self.x, "names": ["a"]}
+
+
+class OfAnyBatch(Tiny):
+    """The input is ``x`` of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch["x"] if isinstance(batch, dict) else batch.x).pow(2).mean()
+
+
+def context_of(folder: Path, batch: object, **options: Any) -> dict[str, float]:
+    """The context of a step on a batch."""
+    keep = KeepRecords(ModuleMonitorCallback(every_n_steps=1, rules=NORMS, on_error="raise", **options))
+    data = DataLoader([0, 0], collate_fn=lambda _rows: batch)
+    trainer(folder, [keep.monitor, keep], max_steps=1, accumulate_grad_batches=2, limit_val_batches=0).fit(OfAnyBatch(), data, loader())
+    return {key.removeprefix("context/"): value for key, value in keep.records[0].values.items() if key.startswith("context/")}
+
+
+def test_a_batch_of_graphs_counts_its_graphs(tmp_path: Path) -> None:
+    """And not its nodes, which are the first tensor; what is largest in it is known, too."""
+    x = torch.arange(24.0).view(6, 4)
+    context = context_of(tmp_path, Graphs(x, 2))
+    assert (context["batch_size"], context["input_abs_max"], context["input_is_constant"]) == (4.0, 23.0, 0.0)
+
+
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_the_input_is_constant_if_no_other_tensor_may_be_the_input(is_constant: bool, tmp_path: Path) -> None:
+    """The largest tensor may be an offset of zeros, and the data a smaller one; targets of one number for each sample vary anyhow."""
+    x = torch.ones(3, 4) if is_constant else torch.randn(3, 4)
+    context = context_of(tmp_path, {"x": x, "offsets": torch.zeros(3, 5, 3), "y": torch.randn(3, 1)})
+    assert context["input_is_constant"] == is_constant
+
+
+@pytest.mark.parametrize(("num_targets", "warns"), [(3, False), (2, True)])
+def test_the_noise_scale_says_what_it_counts(num_targets: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where tensors of the batch differ in length, its first tensor may have no row for each sample."""
+    context_of(tmp_path, {"x": torch.randn(3, 4), "y": torch.randn(num_targets)}, gradient_noise=True)
+    said = [message for message in caplog.messages if "gradient_noise counts batch_size in rows of the first tensor" in message]
+    assert len(said) == warns
 
 
 class Logging(Losses):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_module_monitor.health.alerts import CURE
+from lightning_module_monitor.health.alerts import CURE, has_fallen
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.run_history import SMALL_REACH, History
 from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
@@ -266,18 +266,26 @@ CAUSES = (
     Cause(
         "vanishing",
         "Gradients vanish on their way back",
-        ("vanishing", "gradient_gain"),
+        ("vanishing",),
         "residual connections, normalization layers, an initialization that keeps the scale, fewer layers",
-        (*_ZERO, *_STILL, NOT_LEARNING),
-        "from the first record on",
-        is_shown=lambda finding, _history: finding.first_step == 0 or finding.name != "vanishing",
+        (*_STILL, NOT_LEARNING),
+        "from the first record on, or without a gradient that was larger in the first record",
+        is_shown=lambda finding, history: finding.first_step == 0 or not history.has_faded(finding.site),
+        evidence_against="the loss has fallen by more than half",
+        is_ruled_out=lambda history: has_fallen(history.first_loss, history.loss, 0.5),
     ),
     Cause(
         "vanished",
         "Gradients have vanished while training",
         ("vanishing",),
         "a lower learning rate, warm-up; a normalization layer",
-        (*_ZERO, *_STILL, NOT_LEARNING),
+        (*_STILL, NOT_LEARNING),
+    ),
+    Cause(
+        "gradient_gain",
+        "The size of the gradient changes from block to block",
+        ("gradient_gain",),
+        "normalization layers, residual connections, an initialization that keeps the scale",
     ),
     Cause(
         "clipping",
@@ -318,12 +326,22 @@ CAUSES = (
     Cause(
         "no_gradient",
         "Parameters that are to be trained get no gradient",
-        ("frozen_updates",),
+        _STILL,
         "look for a detach() or no_grad() between the parameters and the loss; if the model does not use the parameters, as the mask token "
         "of a checkpoint, set requires_grad to False",
-        (*_ZERO, *_STILL, NOT_LEARNING),
+        (*_STILL, NOT_LEARNING),
         "the newest record has gradients of others, and none of this parameter",
-        is_shown=lambda finding, history: history.num_gradients > 0 and not history.has_gradient(finding.site),
+        is_shown=lambda finding, history: history.num_gradients > 0 and math.isnan(history.gradient_of(finding.site)),
+    ),
+    Cause(
+        "zero_gradient",
+        "A part of the model gets gradients of nothing but zeros",
+        ("zero_gradients", *_STILL),
+        "look for an input of zeros, for a detach() or no_grad(), and for a softmax over one value, whose derivative is 0; check whether "
+        "it is meant to be idle",
+        (NOT_LEARNING,),
+        "for parameters that do not move: the newest record has a gradient of 0",
+        is_shown=lambda finding, history: finding.name == "zero_gradients" or history.gradient_of(finding.site) == 0,
     ),
     Cause(
         "frozen",
@@ -331,7 +349,9 @@ CAUSES = (
         _STILL,
         "in half precision, updates that are smaller than the weights' rounding are lost: keep the weights in float32 (precision: "
         "bf16-mixed); else look for code that writes the weights back, and for a detach() or no_grad()",
-        (*_ZERO, NOT_LEARNING),
+        (NOT_LEARNING,),
+        "the newest record has it as in the record before",
+        is_shown=lambda finding, history: not history.has_moved(finding.site),
     ),
     Cause(
         "update",
@@ -352,9 +372,9 @@ CAUSES = (
     Cause(
         "zero",
         "A part of the model outputs nothing but zeros",
-        _ZERO,
-        "check whether it is meant to be idle; look for a detach() or no_grad(), and for a softmax over one value, whose derivative is 0",
-        (*_STILL, NOT_LEARNING),
+        ("zero_outputs",),
+        "check whether it is meant to be idle",
+        (*_ZERO, *_STILL, NOT_LEARNING),
     ),
     Cause(
         "growth",
@@ -367,7 +387,7 @@ CAUSES = (
     Cause("shrinking_weights", "Weights shrink towards zero", ("shrinking_weights",), "look for a penalty on the weights", (NOT_LEARNING,)),
     Cause(
         NOT_LEARNING,
-        "The loss does not fall, though weights move and gradients arrive",
+        "The loss does not fall, and nothing else that was recorded shows why",
         (NOT_LEARNING,),
         "check that labels belong to their inputs, and that output and target have the same shape; train on one batch until its loss is "
         "near 0; other learning rates. The loss of trained weights may stay where it is",

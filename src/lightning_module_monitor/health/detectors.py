@@ -18,10 +18,9 @@ from lightning_module_monitor.health.figures import (
     not_finite,
     over_the_input,
     relative_to_largest,
-    strengths,
     totals,
     weights_only,
-    zeros,
+    zeros_of_outputs,
     zeros_of_weights,
 )
 from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED
@@ -96,10 +95,10 @@ DETECTORS = {
         Detector(
             "constant_input",
             [([CONTEXT_KIND], ["input_is_constant"])],
-            formula="whether the largest tensor of a batch is the same for all of its samples",
+            formula="whether the largest tensor of a batch, and every other with several numbers a sample, is the same for all samples",
             limit="in 3 records",
             source="plain arithmetic",
-            without="no batch has a tensor of two or more samples",
+            without="no tensor of two or more samples was found in a batch",
             rule=_rule(above=0.5, for_steps=3, unless_loss_falls=0.5, phrase="The input is the same for all samples of a batch"),
         ),
         Detector(
@@ -149,6 +148,7 @@ DETECTORS = {
                 below=1e-6,
                 for_steps=3,
                 needs_step=True,
+                unless_loss_falls=0.5,
                 parameters="trained",
                 phrase="{sites}: the gradient is {value:.1e} of the largest one",
             ),
@@ -305,11 +305,11 @@ DETECTORS = {
         Detector(
             "zero_outputs",
             [(["activation"], ["zero_fraction", *_SIZES])],
-            formula="the fraction of an output's elements that are zero; without it, whether the size of the output is 0",
+            formula="the fraction of the elements of a module's first output that are zero; without it, whether its size is 0",
             limit="above 0.99 in 10 records",
             source=_HEURISTIC,
             without=_NO_OUTPUT,
-            rule=_rule(figures=zeros, above=0.99, for_steps=10, phrase="{sites}: {value:.0%} of the output is zero"),
+            rule=_rule(figures=zeros_of_outputs, above=0.99, for_steps=10, phrase="{sites}: {value:.0%} of the output is zero"),
         ),
         Detector(
             "zero_gradients",
@@ -373,11 +373,13 @@ DETECTORS = {
         Detector(
             "gradient_gain",
             [(["gradient_flow"], ["gain"])],
-            formula="the larger of the gain of the gradient between two blocks and its inverse",
-            limit="above 10 in 5 records",
+            formula="the gain of the gradient between two blocks, on its way back",
+            limit="above 10 or below 0.1 in 5 records",
             source=_HEURISTIC,
             without="no gradient arrived at two blocks",
-            rule=_rule(figures=strengths, above=10.0, for_steps=5, phrase="{sites}: the gradient changes {value:.3g} times here"),
+            rule=_rule(
+                above=10.0, below=0.1, for_steps=5, phrase="{sites}: on its way back the gradient becomes {value:.3g} times as large"
+            ),
             is_by_default=False,
             recorded_by="gradient_flow: {blocks: NAME.OF.THE.BLOCKS}",
         ),

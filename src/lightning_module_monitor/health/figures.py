@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Figures
-from lightning_module_monitor.record import ROOT_SITE, Key
+from lightning_module_monitor.record import ROOT_SITE, Key, is_weight
 
 FINITE_STATISTICS = ("nonfinite_count", "norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
 """Statistics that show a non-finite element: the number of such elements, and statistics that are finite for every finite tensor, unlike
@@ -25,7 +25,7 @@ NUM_BEFORE = 3
 
 @functools.lru_cache(maxsize=64)
 def _is_weight(keys: tuple[str, ...]) -> NDArray[np.bool_]:
-    return np.array(["weight" in Key.parse(key).site for key in keys])
+    return np.array([is_weight(Key.parse(key).site) for key in keys], bool)
 
 
 def relative_to_largest(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
@@ -97,7 +97,7 @@ def moved_by_gradients(keys: tuple[str, ...], values: NDArray[np.float64]) -> Fi
 
 @functools.lru_cache(maxsize=64)
 def _is_first_output(keys: tuple[str, ...]) -> NDArray[np.bool_]:
-    return np.array([key.kind == "activation" and "output_" not in key.site.rpartition(".")[2] for key in map(Key.parse, keys)])
+    return np.array([key.kind == "activation" and "output_" not in key.site.rpartition(".")[2] for key in map(Key.parse, keys)], bool)
 
 
 def over_the_input(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
@@ -106,7 +106,7 @@ def over_the_input(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figure
     Zero and non-finite sizes are left out, and further outputs of modules: some are masks that hold the lowest number of their dtype.
     """
     is_size = _is_first_output(keys) & np.isfinite(values) & (values > 0)
-    input_sizes = values[[key.endswith("/input_abs_max") for key in keys]]
+    input_sizes = values[np.array([key.endswith("/input_abs_max") for key in keys], bool)]
     base = max(min([*values[is_size][:1], *input_sizes], default=1.0), 1.0)
     return Figures(keys, values / base, keys, is_there=is_size)
 
@@ -123,20 +123,23 @@ def _in_order_of_events(keys: tuple[str, ...]) -> tuple[NDArray[np.intp], tuple[
 def not_finite(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
     """1 for every count of non-finite elements above 0, and for every other value that is not finite; else 0."""
     order, ordered = _in_order_of_events(keys)
-    is_count = np.array([key.endswith(FINITE_STATISTICS[0]) for key in ordered])
+    is_count = np.array([key.endswith(FINITE_STATISTICS[0]) for key in ordered], bool)
     values = values[order]
     return Figures(ordered, np.where(is_count, values > 0, ~np.isfinite(values)).astype(float), ordered)
 
 
-def zeros(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """The fraction of zeros where it is recorded, else 1 for every size that is 0."""
-    is_fraction = np.array([key.endswith("zero_fraction") for key in keys])
-    return Figures(keys, np.where(is_fraction, values, values == 0), keys)
+def zeros_of_outputs(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+    """The fraction of zeros of every output where it is recorded, else 1 for every size that is 0.
+
+    Further outputs of modules are left out: a part of the loss may be 0 by design, and a module may pass on what it got.
+    """
+    is_fraction = np.array([key.endswith("zero_fraction") for key in keys], bool)
+    return Figures(keys, np.where(is_fraction, values, values == 0), keys, is_there=_is_first_output(keys))
 
 
 def zeros_of_weights(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
     """1 for every weight whose gradient is 0. The gradient of a bias may be 0 in theory, as in the last layer of a Wasserstein critic."""
-    return zeros(keys, values)._replace(is_there=_is_weight(keys))
+    return Figures(keys, (values == 0).astype(float), keys, is_there=_is_weight(keys))
 
 
 def at_least_typical(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
@@ -149,9 +152,3 @@ def at_least_typical(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figu
 def weights_only(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
     """The values of weights, without biases: a bias that begins at zero moves by many times its size."""
     return Figures(keys, values, keys, is_there=_is_weight(keys))
-
-
-def strengths(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
-    """The larger of each gain and its inverse."""
-    with np.errstate(divide="ignore"):
-        return Figures(keys, np.maximum(values, 1 / values), keys)

@@ -115,25 +115,30 @@ class _MicroBatchSearch:
         """Code between modules, or the batch, made a non-finite input of a call; ``bad_input`` is its index in the values."""
         call = self._calls[index]
         kind, name, before = kind_of(self._values[bad_input]), self._sites[call.site].name, self._last_output(index)
+        where = self._caller(call)
+        owner = "" if where == ROOT else where
+        bad = self._nonfinite_weights({key: value for key, value in self._weights.items() if key.rpartition(".")[0] == owner})
         if call.caller == NO_CALL:
             first = f"The first module of the pass, {name}, was given {kind}"
             origin = f"{name} was given {kind}, and all outputs before it are finite" if index else first
             words = f"{origin}: the batch has it, or the LightningModule's own code before it."
-            return self._producer(ROOT, index, kind, words, before)
-        where = self._caller(call)
-        code = f"Code in the forward of {where}, between its modules"
-        words = f"{code}, has made {kind} of finite values, and passes it to {name}."
-        return self._producer(where, index, kind, words, before)
+            if bad:
+                words = f"{name} was given {kind}, and weights of the LightningModule are not finite ({bad})."
+        elif bad:
+            passes = f"passes {kind} to {name}, and weights of {where} are not finite ({bad})"
+            words = f"Code in the forward of {where}, between its modules, {passes}."
+        else:
+            words = f"Code in the forward of {where}, between its modules, has made {kind} of finite values, and passes it to {name}."
+        return self._producer(where, index, kind, words, before, cause="update" if bad else "")
 
     def _module(self, index: int) -> Producer:
         """A module with finite inputs returned a non-finite output."""
         call, name = self._calls[index], self._sites[self._calls[index].site].name
         kind = kind_of(self._values[call.output])
-        bad = {key: value for key, value in self._weights_of(name).items() if not math.isfinite(value)}
+        bad = self._nonfinite_weights(self._weights_of(name))
         largest: dict[str, float] = {}
         if bad:
-            listed = ", ".join(f"{key} has {kind_of(value)}" for key, value in bad.items())
-            words = f"Its weights are not finite ({listed}), so that its output has {kind}."
+            words = f"Its weights are not finite ({bad}), so that its output has {kind}."
         elif call.entered != NO_CALL:
             largest = self._last_output(index)
             words = f"Its own code, after its modules, has made {kind} of finite values."
@@ -199,6 +204,10 @@ class _MicroBatchSearch:
     def _weights_of(self, name: str) -> dict[str, float]:
         """Largest magnitudes of the parameters of a module, and of those within it."""
         return {key: value for key, value in self._weights.items() if name != ROOT and key.startswith(f"{name}.")}
+
+    def _nonfinite_weights(self, weights: Mapping[str, float]) -> str:
+        """Those of some parameters that are not finite, in words; empty if all are."""
+        return ", ".join(f"{key} has {kind_of(value)}" for key, value in weights.items() if not math.isfinite(value))
 
     def _last_output(self, index: int) -> dict[str, float]:
         """The largest magnitude of the last output before a call, if there is one."""

@@ -22,6 +22,7 @@ from lightning_module_monitor.record import (
     ParameterFacts,
     is_rate,
     is_total,
+    is_weight,
     name_of_rate,
 )
 
@@ -121,8 +122,12 @@ class History:
         """Number of records with gradients, and number of records whose gradients have the largest size that clipping allows."""
         self.first: dict[str, float] = {}
         """Sizes in the first record: ``gradient``, ``output`` (last module), ``first_output`` (first module), ``input_abs_max``."""
+        self.first_gradients: dict[str, float] = {}
+        """The norm of the gradient of each parameter in the first record."""
         self.last: Mapping[Key, float] = {}
         """The values of the last record with parameters."""
+        self._before: Mapping[Key, float] = {}
+        """Those of the record before."""
         self._context: Mapping[str, float] = {}
         self.facts = NO_FACTS
 
@@ -139,13 +144,14 @@ class History:
         norms = [value for key, value in values.items() if key.kind == "gradient" and key.site != ROOT_SITE]
         norm = values.get(Key("gradient", ROOT_SITE, "norm"), math.hypot(*norms))
         if norms or norm > 0 or any(key.kind == "parameter" for key in values):
-            self.last = {key: value for key, value in values.items() if not is_total(key)}
+            self._before, self.last = self.last, {key: value for key, value in values.items() if not is_total(key)}
             movement = float(np.fmax.reduce([math.nan, *itertools.starmap(self._movement, self.facts.parameters.items())]))
             self._movements += [] if math.isnan(movement) else [(step, movement)]
             self.num_gradients += bool(norms) or norm > 0
             self.num_clipped += 0 < self._least_clipped() <= norm
             if not self.first:
                 outputs = [value for key, value in values.items() if key.kind == "activation"]
+                self.first_gradients = {key.site: value for key, value in self.last.items() if key.kind == "gradient"}
                 self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
                 self.first |= {"gradient": norm, **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
 
@@ -270,11 +276,20 @@ class History:
         """The trained parameters with this learning rate (its name) whose last gradient was not 0."""
         parameters = self.facts.parameters.items()
         sites = [site for site, facts in parameters if facts.training == "trained" and name_of_rate(facts.group) == rate]
-        return [*filter(self.has_gradient, sites)]
+        return [site for site in sites if self.gradient_of(site) > 0]
 
-    def has_gradient(self, site: str) -> bool:
-        """Whether the last recorded gradient of a parameter was not 0."""
-        return self.last.get(Key("gradient", site, "norm"), 0.0) > 0
+    def gradient_of(self, site: str) -> float:
+        """The norm of the gradient of a parameter in the last record; NaN without one."""
+        return self.last.get(Key("gradient", site, "norm"), math.nan)
+
+    def has_faded(self, site: str) -> bool:
+        """Whether the last recorded gradient of a parameter is less than a hundredth of its first one."""
+        return 0 < 100 * self.gradient_of(site) < self.first_gradients.get(site, 0.0)
+
+    def has_moved(self, site: str) -> bool:
+        """Whether the norm of a parameter has changed between the last two records."""
+        before, last = (values.get(Key("parameter", site, "norm"), math.nan) for values in (self._before, self.last))
+        return abs(last - before) > 0  # not if either is NaN
 
     @property
     def has_small_outputs(self) -> bool:
@@ -335,7 +350,7 @@ class History:
     def _movement(self, site: str, facts: ParameterFacts) -> float:
         """The part of its norm by which a step can move a weight; infinite if the optimizer is not known, NaN if the weight is fixed."""
         norm, gradient = (self.last.get(Key(kind, site, "norm"), math.nan) for kind in ("parameter", "gradient"))
-        if facts.training != "trained" or "weight" not in site or facts.group < 0 or not (norm > 0 and gradient > 0):
+        if facts.training != "trained" or not is_weight(site) or facts.group < 0 or not (norm > 0 and gradient > 0):
             return math.nan
         group, rate = self.facts.groups[facts.group], self.newest(name_of_rate(facts.group))
         ratio = self.last.get(Key("update", site, "ratio"), math.nan)
@@ -357,6 +372,7 @@ class History:
             "losses": [*self.losses],
             "rates": {name: tuple(rate) for name, rate in self.rates.items()},
             "first": dict(self.first),
+            "first_gradients": dict(self.first_gradients),
             "movements": [*self._movements],
             "clipped": (self.num_gradients, self.num_clipped),
         }
@@ -366,5 +382,6 @@ class History:
         self.steps, self.losses = [*content.get("steps", ())], [*content.get("losses", ())]
         self.rates = {name: Rate(*rate) for name, rate in content.get("rates", {}).items()}
         self.first = dict(content.get("first", {}))
+        self.first_gradients = dict(content.get("first_gradients", {}))
         self._movements = [*content.get("movements", ())]
         self.num_gradients, self.num_clipped = content.get("clipped", (0, 0))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.kernels.elements import plain
+
 Path = tuple[Hashable, ...]
 """The path to a tensor in an output: indices, names, and ``("key", k)`` for keys of a mapping that are no strings. Unique."""
 
@@ -21,13 +23,25 @@ NamedTensors = Sequence[tuple[Path, Tensor]]
 def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     """Every tensor in an output, with its path, which begins with ``path``.
 
-    The output is a tensor, or nested tuples, lists, mappings, named tuples and dataclasses of tensors. Other objects are skipped.
+    The output is a tensor, or nested tuples, lists, mappings, named tuples and dataclasses of tensors, or an object with such contents that
+    has the methods ``to`` and ``to_dict``. Other objects are skipped.
     """
     if isinstance(output, Tensor):
         yield path, output
         return
     for name, part in parts(output):
         yield from named_tensors(part, (*path, name))
+
+
+def num_samples(batch: object) -> int | None:
+    """The number of samples in a batch: its ``num_graphs`` (PyTorch Geometric), or the length of its first tensor; ``None`` if unknown."""
+    num_graphs = getattr(batch, "num_graphs", None)
+    if isinstance(num_graphs, int):
+        return num_graphs
+    if isinstance(batch, Tensor):
+        tensor = plain(batch)
+        return len(tensor) if tensor.dim() else None
+    return next((num for _name, part in parts(batch) if (num := num_samples(part)) is not None), None)
 
 
 def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappings: bool = False) -> Any:  # noqa: ANN401  # of its structure
@@ -102,6 +116,8 @@ def parts(output: object) -> Iterator[tuple[Hashable, object]]:
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         names = [field.name for field in dataclasses.fields(output)]
         yield from ((name, getattr(output, name)) for name in names if hasattr(output, name))  # a field may be unset
+    elif hasattr(type(output), "to") and hasattr(type(output), "to_dict"):  # PyTorch Geometric's graphs
+        yield from parts(output.to_dict())  # type: ignore[attr-defined]  # it has the method
 
 
 def _sequence(kind: type[tuple[Any, ...]] | type[list[Any]], elements: list[Any]) -> tuple[Any, ...] | list[Any]:

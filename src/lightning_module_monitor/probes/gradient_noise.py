@@ -221,7 +221,8 @@ class GradientNoiseProbe(Probe):
             streams = self._sites.micro_batch_streams(self._number, self._num_ranks)
             self._add_squares(streams, name, self._norms, self._tap.scale)
             if self._size is None:
-                self._warn("the number of samples of a micro-batch is not known", "monitor_context('batch_size', len(batch), 'sum')")
+                expected = "monitor_context('batch_size', len(batch), 'sum') in training_step; a Trainer's is callback.monitor"
+                self._warn("the number of samples of a micro-batch is not known", expected)
             else:
                 self._accumulator.add_result(streams[""], name, self._size, 1)
         self._number += 1

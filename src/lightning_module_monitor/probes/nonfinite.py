@@ -192,6 +192,8 @@ class NonfiniteProbe:
 
     def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None]) -> None:
         self._report = report
+        self._owners = {"" if site.name == ROOT else f"{site.name}.": site.module for site in sites}
+        """The modules that have parameters, by the beginning of the parameters' names."""
         self._sites = [site for site in sites if site.name != ROOT]
         self._hooks, self._tensor_hooks = HookSet(), HookSet()
         self._numbers = Magnitudes()
@@ -260,9 +262,9 @@ class NonfiniteProbe:
         if is_tracing():
             return
         self._weights = {
-            f"{site.name}.{name}": self._numbers.add(_local_elements(parameter))
-            for site in self._sites
-            for name, parameter in site.module._parameters.items()
+            start + name: self._numbers.add(_local_elements(parameter))
+            for start, module in self._owners.items()
+            for name, parameter in module._parameters.items()
             if parameter is not None and not is_lazy(parameter) and parameter.is_floating_point()
         }
 

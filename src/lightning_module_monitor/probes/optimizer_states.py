@@ -64,6 +64,7 @@ class StateReader:
         unread = [target for target in watched if target.site.name not in self._read]
         for optimizer in optimizers:
             self.is_asked, num_states = True, len(self._states)
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if has_stepped else set()
             for target in unread:
                 parameter = target.site.tensor()
                 kept = None if parameter is None else optimizer.state.get(parameter)
@@ -71,7 +72,7 @@ class StateReader:
                     self._read.add(target.site.name)
                     for name, value in kept.items():
                         yield from self._state(optimizer, target, parameter, str(name), value)
-            if has_stepped and num_states == len(self._states):
+            if num_states == len(self._states) and any(id(target.site.tensor()) in own for target in unread):
                 self._stateless[type(optimizer).__name__] = None
 
     def _state(

@@ -19,7 +19,7 @@ from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.copies import independent_copy
 from lightning_module_monitor.model.names import ROOT, ModuleSite
-from lightning_module_monitor.model.outputs import named_tensors, with_tensors
+from lightning_module_monitor.model.outputs import named_tensors, suffix, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import MaskedRows, NonfiniteProbe, ObservedPasses
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
@@ -107,9 +107,12 @@ class StepRerun:
             source = replace(source, words=words, cause="masked_row")
         if source is not None and source.site == ROOT and source.is_forward:
             content = _nonfinite_content(kept.batch)
-            location, cause = ("the batch", "data") if content else ("training_step", source.cause)
-            words = f"{source.words} The batch {f'has {content}' if content else 'is finite'}."
-            source = replace(source, words=words, cause=cause, location=location)
+            if content:
+                source = replace(source, words=f"{source.words} The batch has {content}.", cause="data", location="the batch")
+            elif any(named_tensors(kept.batch)):
+                source = replace(source, words=f"{source.words} The batch is finite.", location="training_step")
+            else:
+                source = replace(source, words=f"{source.words} No tensor was found in the batch to look at.")
         if not obstacle:
             return None if source is None else replace(source, micro_batch=number)
         prefix = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
@@ -194,19 +197,24 @@ def _versions(batch: object) -> list[tuple[object, int, int]]:
 def _nonfinite_content(batch: object) -> str:
     """The kinds of non-finite values in a batch, and the samples that have them, in words; empty if it is finite.
 
-    A sample is an index in the first dimension of the first tensor that has such values.
+    A sample is an index in the first dimension, where all tensors have the same length; else it is a row of one tensor.
     """
-    tensors = [local_part(tensor) for _path, tensor in named_tensors(batch) if tensor.is_floating_point() or tensor.is_complex()]
+    tensors = [(path, local_part(tensor)) for path, tensor in named_tensors(batch)]
+    lengths = {len(tensor) for _path, tensor in tensors if tensor.dim()}
+    tensors = [(path, tensor) for path, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     numbers = Magnitudes()
-    for tensor in tensors:
+    for _path, tensor in tensors:
         numbers.add(tensor)
     kinds = sorted({kind_of(value) for value in numbers.read() if not math.isfinite(value)})
     if not kinds:
         return ""
-    rows = ((~tensor.isfinite()).reshape(len(tensor), -1).any(1) for tensor in tensors if tensor.dim() and tensor.numel())
-    samples = next((indices for row in rows if (indices := row.nonzero().flatten().tolist())), [])
-    more = f" and {len(samples) - 3} more" if len(samples) > 3 else ""
-    return " and ".join(kinds) + (f", in sample {', '.join(map(str, samples[:3]))}{more}" if samples else "")
+    for path, tensor in tensors:
+        rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist() if tensor.dim() and tensor.numel() else []
+        if rows:
+            what, of = ("sample", "") if len(lengths) == 1 else ("row", f" of {suffix(path, 'batch')}")
+            more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+            return f"{' and '.join(kinds)}, in {what} {', '.join(map(str, rows[:3]))}{more}{of}"
+    return " and ".join(kinds)
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
