@@ -173,14 +173,34 @@ def test_a_resumed_run_finds_what_the_whole_run_finds(tmp_path: Path) -> None:
         assert {(one.name, one.step) for one in expected} >= {("streak", 3), ("once", 0)}
         assert store.findings() == expected
         assert store.series("activation/model.1/std")[0].tolist() == [1, 2, 3, 4]
-    # Another alert begins anew, and so does a fit that is not resumed.
+    # Another alert begins anew, beside the findings until the checkpoint, and so does a fit that is not resumed.
     alerts = [Alert(keys="parameter/.*/norm", above=0.0, for_steps=4)]
     callback = ModuleMonitorCallback(1, alerts=alerts, store=False)
     options = {"max_epochs": -1, "max_steps": 6, "limit_val_batches": 0}
     trainer(tmp_path, [callback], **options).fit(third, loader(4), loader(4), ckpt_path=tmp_path / "parts" / "2.ckpt")
-    assert [one.step for one in callback.findings] == [5]
+    assert [(one.name, one.step) for one in callback.findings if one.name != "changes"] == [("once", 0), ("parameter/.*/norm", 5)]
     trainer(tmp_path, [callback], **options).fit(third, loader(4), loader(4))
     assert [one.step for one in callback.findings] == [3]
+
+
+def test_a_resumed_run_knows_what_was_found_before(tmp_path: Path) -> None:
+    """Diagnoses and verdict are those of the whole run; what is judged at the end is judged anew."""
+
+    class Forgotten(Classifier):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.model[1].parameters(), lr=0.0 if self.trainer.max_steps == 10 else 0.1)
+
+    module = Forgotten(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    options: dict[str, Any] = {"max_epochs": -1, "limit_val_batches": 0}
+    first, resumed = ModuleMonitorCallback(1), ModuleMonitorCallback(1)
+    run = trainer(tmp_path, [first], max_steps=10, **options)
+    run.fit(module, loader(4), loader(4))
+    run.save_checkpoint(tmp_path / "first.ckpt")
+    assert {one.name for one in first.findings} == {"no_optimizer", "zero_rate", "not_learning"}
+    trainer(tmp_path, [resumed], max_steps=12, **options).fit(module, loader(4), loader(4), ckpt_path=tmp_path / "first.ckpt")
+    assert resumed.findings[0] == first.findings[0]
+    assert "no_optimizer" in [one.name for one in resumed.diagnose()]
+    assert [one.name for one in resumed.findings].count("no_optimizer") == 1
 
 
 def test_what_was_not_finite_is_not_said_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action
+from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import verdict_of
 from lightning_module_monitor.lightning_packages import is_a, messages
@@ -46,13 +47,16 @@ class HealthController:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
         self._judge.load(state.get("alerts", {}))
+        self._run.results.findings = [Finding(**finding) for finding in state.get("findings", ())]
         self.nonfinite.is_reported = state.get("is_reported", False)
         for site, steps in state.get("details", {}).items() if self.options.may_capture else ():
             self._record_in_detail(site, steps)
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, in plain numbers and texts: a resumed run repeats no finding and continues all streaks."""
-        return {"alerts": self._judge.state(), "is_reported": self.nonfinite.is_reported, "details": self._details}
+        whole_run = [detector.name for detector in DETECTORS.values() if detector.rule is None]  # judged anew at the end
+        findings = [dataclasses.asdict(finding) for finding in self._run.results.findings if finding.name not in whole_run]
+        return {"alerts": self._judge.state(), "findings": findings, "is_reported": self.nonfinite.is_reported, "details": self._details}
 
     def finish(self) -> list[Finding]:
         """The findings about the whole fit; logs the diagnoses and the verdict."""
