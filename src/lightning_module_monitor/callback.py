@@ -55,7 +55,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         reference: The model that activations and parameters are compared with: ``init``, a copy at the start of the run; the path of a
             checkpoint; or, in Python, a module of the same structure. In monitored steps the reference runs its own ``training_step`` on
             the batch before the model does; with ``module`` it is called whenever that submodule is, with copies of its arguments. If no
-            rule records a difference, ``ratio`` of both kinds of differences is recorded.
+            rule needs it, ``ratio`` of both kinds of differences is recorded, also beside ``rcc``.
         rcc: Whether to run the refined coordinate check. Its reference is ``init`` unless another one is given.
         save_reference: Whether checkpoints hold the reference (one more set of weights), so that a resumed run has the same reference.
         attention: Whether to record attention head by head: the means of its entropy and of the weight of the first key, and the largest

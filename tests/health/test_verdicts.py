@@ -17,6 +17,7 @@ from helpers.training import trainer
 from helpers.trainings import HEALTHY, SICK, Case, run_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import ModuleMonitorCallback, load_store
 from lightning_module_monitor.health.judgement import NOT_RECORDED, Verdict
@@ -134,3 +135,44 @@ def test_watching_all_looks_at_all(tmp_path: Path) -> None:
     case = SICK["Adam at 1.0"]
     trainer(tmp_path / "none", [nothing], max_steps=40, max_epochs=-1, limit_val_batches=0).fit(case.make(), case.data())
     assert nothing.findings == []
+
+
+class OfLine(LightningModule):
+    """A linear regression; by hand it has no loss that the monitor sees."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.layer = nn.Linear(8, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = (self.layer(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return None
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.layer(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_log_ends_with_the_verdict_on_the_store(by_hand: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also without a loss, and where validation runs after monitored steps and after others; steps of validation are no records of it."""
+    run_seed(0)
+    caplog.set_level(logging.INFO)
+    data = DataLoader(TensorDataset(torch.randn(128, 8)), 8)
+    callback = ModuleMonitorCallback(5, stages=["train", "validate"])
+    trainer(tmp_path, [callback], max_steps=64, max_epochs=-1, limit_val_batches=1).fit(OfLine(by_hand), data, data)
+    verdict = read_run(load_store(callback.store_path)).verdict()
+    assert [one for one in caplog.messages if one.startswith("[monitor] Verdict: ")] == [f"[monitor] Verdict: {verdict.sentence}."]
+    num_monitored = len(range(0, 64, 5))
+    assert {check.num_records for check in verdict.checks} <= {0, num_monitored}
+    if not by_hand:
+        assert f"at {num_monitored} records" in verdict.sentence

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
 from helpers.lightning_package import ModelCheckpoint
-from helpers.tiny import KeepRecords, measured
+from helpers.tiny import KeepRecords, Tiny, fit, measured
 from helpers.training import Classifier, KeepLosses, Reseed, loader, seed, trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule
@@ -99,3 +99,35 @@ def test_a_model_that_was_used_before_has_a_reference_with_all_its_buffers(modul
     assert len(resumed) == 2
     assert resumed == whole[2:]
     assert whole[2]["activation_difference/model/norm"] > 0
+
+
+class WithTeacher(Tiny):
+    """A copy of the first layer that ``training_step`` moves, as BYOL and DINO do."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.teacher = nn.Linear(4, 8).requires_grad_(False)
+        self.moved: list[float] = []
+        self.start = {name: values.clone() for name, values in self.teacher.state_dict().items()}
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for teacher, student in zip(self.teacher.parameters(), self.model[0].parameters(), strict=True):
+            if self.in_place:
+                teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
+            else:
+                teacher.data = 0.9 * teacher.data + 0.1 * student.data
+        self.moved.append((self.teacher.weight - self.start["weight"]).norm().item())
+        return (self.model[0](batch[0]) - self.teacher(batch[0])).square().mean()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_teacher_that_training_step_moves_stays_in_the_reference(in_place: bool, tmp_path: Path) -> None:
+    """The reference runs ``training_step`` too."""
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", on_error="raise")
+    records, model = KeepRecords(callback), WithTeacher(in_place)
+    fit(tmp_path, [callback, records], lambda: model)
+    recorded = records.series()["parameter_difference/teacher.weight/norm"].values()
+    assert [*recorded] == pytest.approx(model.moved, rel=1e-5)
+    assert len(model.moved) >= 5
+    assert records.series()["activation_difference/teacher/norm"][0] == 0

@@ -383,6 +383,21 @@ def test_ratio_is_recorded_if_no_rule_uses_the_reference(tmp_path: Path) -> None
     assert values[0] == 0 < values[1]
 
 
+def test_ratio_of_a_reference_that_was_given_is_recorded_beside_the_coordinate_check(tmp_path: Path) -> None:
+    """The same values as without ``rcc``; none where a rule needs the reference."""
+    found: list[dict[str, float]] = []
+    needing = [Rule(kinds="rcc_input", statistics="rms")]
+    for options in ({}, {"rcc": True}, {"rcc": True, "rules": needing}):
+        callback = ModuleMonitorCallback(**{"every_n_steps": 1, "rules": [], "reference": "init", "store": False, **options})
+        trainer(tmp_path, [callback], max_steps=2).fit(model(0), loader(), loader(8))
+        assert callback.last_record is not None
+        found.append({key: value for key, value in callback.last_record.values.items() if "_difference/" in key})
+    alone, beside, needed = found
+    assert {key.split("/")[0] for key in alone} == {"activation_difference", "parameter_difference"}
+    assert beside == alone
+    assert needed == {}
+
+
 def test_the_reference_runs_in_monitored_steps_only(tmp_path: Path) -> None:
     """And never if only parameters are compared."""
 

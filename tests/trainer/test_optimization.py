@@ -17,6 +17,7 @@ from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
+from torchmetrics import MetricCollection
 
 from lightning_module_monitor import Capture, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 
@@ -516,6 +517,49 @@ def test_a_replaced_module_has_no_more_values(tmp_path: Path, caplog: pytest.Log
         assert list(series[f"{kind}/model.0{of_parameters}/norm"]) == [0, 1, 2, 3]
     assert set(series["monitor/errors"].values()) == {0.0}
     assert caplog.text.count("model.2 was taken out of the model while it trains") == 1
+
+
+class LossesOfStages(Classifier):
+    """A loss that training does not call, metrics, and layers: all replaced by new ones when a checkpoint is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.optim.SGD, lr=0.1)
+        self.criterion, self.metrics = nn.MSELoss(), MetricCollection([])
+        self.replaced: list[str] = []
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.criterion, self.metrics = nn.MSELoss(), MetricCollection([])
+        for name in self.replaced:
+            self.model.add_module(name, nn.Linear(6, 8) if name == "0" else nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("replaced", "line"),
+    [
+        ([], ""),
+        (
+            ["0"],
+            "model.0 was taken out of the model while it trains: what took its place is not observed, and there are no more values of it",
+        ),
+        (
+            ["0", "2"],
+            "model.0, model.2 were taken out of the model while it trains: what took their place is not observed, and there are no",
+        ),
+    ],
+)
+def test_a_module_that_has_no_values_may_be_replaced_silently(
+    replaced: list[str], line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As every model of darts does where a run is resumed."""
+    run = trainer(tmp_path, [], max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    run.fit(LossesOfStages(), loader(), loader(8))
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    resumed = LossesOfStages()
+    resumed.replaced = replaced
+    run = trainer(tmp_path, [ModuleMonitorCallback(1)], max_epochs=2, limit_train_batches=2, limit_val_batches=0)
+    run.fit(resumed, loader(), loader(8), ckpt_path=tmp_path / "end.ckpt")
+    lines = [message for message in caplog.messages if "taken out" in message]
+    assert [message[: len(line)] for message in lines] == [line] * bool(line)
 
 
 @pytest.mark.parametrize("way", ["lazy", "configure_model"])

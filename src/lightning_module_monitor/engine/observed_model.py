@@ -187,12 +187,21 @@ class ObservedModel:
             self._num_attempts, compiled = num_compile_attempts(), compiled_parts(self.module, self.wrapper)
             if compiled != self.index.compiled:
                 self._use(self.planner.after_compiling(self.module, compiled))
+        plan = self.planner.plan()
         removed = self.index.forget_removed_modules()
         if removed:
             self._use(replace(self.planner))
             self.previous_updates.forget_others({site.name for site in self.index.parameters})
-            why = "what took its place is not observed, and there are no more values of it before the next fit"
-            self.reporter.log_once(f"{shortened(removed)} was taken out of the model while it trains: {why}.", logging.WARNING)
+            self._report_lost({stream.site for stream in plan.streams()}, removed)
+
+    def _report_lost(self, recorded: set[str], removed: list[str]) -> None:
+        """Report removed modules that had values, given the recorded sites: not those that never ran, such as a loss of other stages."""
+        with_values = recorded - {site.name for site in self.table.waiting()}
+        lost = [name for name in removed if any(f"{site}.".startswith(f"{name}.") for site in with_values)]
+        if lost:
+            was, its, it = ("was", "its", "it") if len(lost) == 1 else ("were", "their", "them")
+            why = f"what took {its} place is not observed, and there are no more values of {it} before the next fit"
+            self.reporter.log_once(f"{shortened(lost)} {was} taken out of the model while it trains: {why}.", logging.WARNING)
 
     def state(self, due: ActiveRules, stage: str) -> SeriesState:
         """The state that steps of one plan have in common."""

@@ -12,7 +12,7 @@ import numpy as np
 from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.detectors import DETECTORS, NOT_LEARNING, ZERO_RATE
-from lightning_module_monitor.health.run_history import NO_FACTS, History, is_kept
+from lightning_module_monitor.health.run_history import History, is_kept
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     LOSS,
@@ -107,17 +107,17 @@ class Judge:
             history.add(record.step, values)
         was_skipped = values.get(Key(OWN_KIND, "", STEP_SKIPPED), 0.0) > 0
         judged = zip(self.states, values_by_rule, strict=True)
-        alarms = (self._judge(state, record.step, rule_values, was_skipped=was_skipped) for state, rule_values in judged)
+        alarms = (self._judge(state, record, rule_values, was_skipped=was_skipped) for state, rule_values in judged)
         return [alarm for alarm in alarms if alarm is not None]
 
-    def _judge(self, state: RuleState, step: int, values: Mapping[str, float], *, was_skipped: bool) -> Alarm | None:
-        rule, history = state.rule, self.history
+    def _judge(self, state: RuleState, record: Record, values: Mapping[str, float], *, was_skipped: bool) -> Alarm | None:
+        rule, history, step = state.rule, self.history, record.step
         if rule.needs_rate:
             values = {key: value for key, value in values.items() if history.rate_of(self._series[key].parts.site) != 0}
         if rule.judges_rise:
             values = dict.fromkeys(values, history.rise)
         if not values:
-            if rule.is_of_facts and history.facts is not NO_FACTS:
+            if rule.is_of_facts and record.facts is not None:  # of training: a record of validation has none
                 state.count_unjudged()
             return None
         if rule.needs_step and was_skipped:

@@ -6,7 +6,7 @@ import functools
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -90,18 +90,13 @@ def _set_flag(parameter: Tensor, flag: bool) -> None:
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Restore every buffer after the block: the same tensor, with the same shape and values."""
-    before = [(part, dict(part._buffers.items())) for part in module.modules()]
-    tensors = {id(tensor): tensor for _part, buffers in before for tensor in buffers.values() if tensor is not None}
+    before = [(part._buffers, dict(part._buffers.items())) for part in module.modules()]
+    tensors = {id(tensor): tensor for _table, buffers in before for tensor in buffers.values() if tensor is not None}
     saved = [(tensor, same_layout(tensor.detach())) for tensor in tensors.values()]
     try:
         yield
     finally:
-        for part, buffers in before:
-            for name in [name for name in part._buffers.keys() if name not in buffers]:  # noqa: SIM118  # TorchScript's is no dict
-                del part._buffers[name]
-            for name, tensor in buffers.items():
-                if part._buffers[name] is not tensor:
-                    part._buffers[name] = tensor
+        _restore_entries(before)
         with torch.no_grad():
             for tensor, values in saved:
                 if tensor.is_inference():
@@ -112,6 +107,71 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
                     tensor.set_(values)  # type: ignore[call-overload]  # torch declares it for storages alone
                 else:
                     overwrite(tensor, values)
+
+
+def _restore_entries(before: Iterable[tuple[Any, Mapping[str, Tensor | None]]]) -> None:
+    """Restore which tensors the tables of modules hold, given each with its entries."""
+    for table, entries in before:
+        for name in [name for name in table.keys() if name not in entries]:  # noqa: SIM118  # TorchScript's is no dict
+            del table[name]
+        for name, tensor in entries.items():
+            if name not in table or table[name] is not tensor:
+                table[name] = tensor
+
+
+class UnchangedParameters:
+    """Restores the parameters of a module after its runs, which may move them: EMA of a teacher, normalized or clipped weights.
+
+    Such code writes into ``p.data``, and versions of tensors do not show it. The first run shows into the memory of which parameters it
+    writes: while it lasts, host memory has copies of all. In later runs the device has copies of those alone, and writing that begins in
+    a later run is not noticed. Parameters that get other memory, or are replaced, need no copy.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._written: list[nn.Parameter] | None = None
+        """The parameters into which the first run wrote; ``None`` until it has ended without an error."""
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore every parameter after the block: the same object, the same memory, and the same values."""
+        entries = [(part._parameters, dict(part._parameters.items())) for part in self._module.modules()]
+        memory = [(parameter, parameter.data) for parameter in self._module.parameters() if _is_writable(parameter)]
+        is_first, is_complete = self._written is None, False
+        if self._written is None:
+            saved = [(parameter, data.to("cpu", copy=True)) for parameter, data in memory]
+        else:
+            saved = [(parameter, parameter.detach().clone()) for parameter in self._written]
+        try:
+            yield
+            is_complete = True
+        finally:
+            _restore_entries(entries)
+            for parameter, data in memory:
+                if _place(parameter) != _place(data):
+                    parameter.data = data
+            written = [(parameter, values) for parameter, values in saved if not (is_first and _has_bits_of(parameter, values))]
+            with torch.no_grad():
+                for parameter, values in written:
+                    overwrite(parameter, values)
+            if is_complete:
+                self._written = [parameter for parameter, _values in written]
+
+
+def _is_writable(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a plain tensor with elements in memory, and not e.g. a DTensor, a sparse one or one on the meta device."""
+    is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+    return is_plain and not (parameter.is_meta or parameter.is_nested or parameter.is_quantized or parameter.is_inference())
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """What tells whether two plain tensors have the same elements of the same memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _has_bits_of(tensor: Tensor, values: Tensor) -> bool:
+    """Whether a tensor equals one in host memory bit by bit, so that NaN equals NaN, and 0 differs from -0."""
+    return torch.equal(*(each.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for each in (tensor, values)))
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

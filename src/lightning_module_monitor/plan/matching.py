@@ -156,10 +156,15 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
     if rcc_layers.OUTPUT not in rule.kinds:
         return
     with_weights = [site for site in index.modules if rcc_layers.has_own_weights(site.module) and is_picked(site, site.module, rule)]
-    left_out = [f"{site.name} ({type(site.module).__name__})" for site in with_weights if not rcc_layers.layer_parts(site.module)]
+    left_out = [f"{site.name} ({_class_in_words(type(site.module))})" for site in with_weights if not rcc_layers.layer_parts(site.module)]
     if left_out:
         why = "rcc leaves out modules whose type is not in its table, or whose weight is quantized or computed from others"
         reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")
+
+
+def _class_in_words(of: type) -> str:
+    """The name of a class; with its import path if it is not of torch, as other libraries have a ``Linear``, too."""
+    return of.__name__ if of.__module__.partition(".")[0] == "torch" else f"{of.__module__}.{of.__qualname__}"
 
 
 def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, plan: Plan) -> str:

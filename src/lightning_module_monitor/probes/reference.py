@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_ba
 from lightning_module_monitor.model.names import ROOT, UNWATCHED, ParameterSite, is_fsdp_wrapper, without_wrappers
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors, with_tensors
 from lightning_module_monitor.model.unchanged import (
+    UnchangedParameters,
     drop_graphs,
     flags_of_model,
     no_warning_of_checkpoints,
@@ -74,6 +75,7 @@ class Reference:
         self.name = name
         self.wrapper = wrapper
         self._units = units
+        self._parameters = UnchangedParameters(module)
         # Reversed, because the first name of a shared module counts.
         self._siblings: dict[nn.Module, nn.Module] = {original: siblings[name] for name, original in reversed(_by_name(live).items())}
         # The owner of a parameter may be within a wrapper.
@@ -120,8 +122,8 @@ class Reference:
     def running(self, is_grad_enabled: bool = True) -> Iterator[None]:
         """Within the block the reference runs uncompiled, with the model's modes and flags, and on the same random numbers.
 
-        After the block random states, buffers and flags are as before, and the reference holds no graph. It has the grad mode of the
-        model, because torch selects kernels by it and by ``requires_grad``.
+        After the block random states, buffers, parameters and flags are as before, and the reference holds no graph. It has the grad mode
+        of the model, because torch selects kernels by it and by ``requires_grad``.
         """
         if self.is_running:
             yield
@@ -131,6 +133,7 @@ class Reference:
             with (
                 unchanged_random_states(self.device()),
                 unchanged_buffers(self.module),
+                nullcontext() if self._units else self._parameters.restored(),  # FSDP1 moves parameters itself
                 flags_of_model(self._siblings.items()),
                 uncached_autocast(),
                 OriginalCode(),

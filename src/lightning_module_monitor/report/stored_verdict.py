@@ -9,7 +9,7 @@ import numpy as np
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import Verdict, verdict_of
-from lightning_module_monitor.record import Facts, Finding, ModuleInfo, Record
+from lightning_module_monitor.record import TRAIN, Facts, Finding, ModuleInfo, Record
 from lightning_module_monitor.sinks.store.matrices import Table
 
 
@@ -46,12 +46,13 @@ def verdict_on(  # noqa: PLR0917  # the contents of a store
 
 
 def _records(tables: Sequence[Table], facts: Sequence[tuple[int, Facts]]) -> Iterator[Record]:
-    """The records of training, as far as a store has them."""
+    """The records of a run, as far as a store has them; those of training have facts."""
     steps = np.unique(np.concatenate([table.steps for table in tables])) if tables else np.empty(0, int)
     columns = [
         (table, [table.key(row) for row in range(len(table.sites))], {step: column for column, step in enumerate(table.steps.tolist())})
         for table in tables
     ]
+    of_training = {step for table in tables if table.name.stage == TRAIN for step in table.steps.tolist()}
     waiting, current = [*facts], None
     for step in steps.tolist():
         while waiting and waiting[0][0] <= step:
@@ -62,4 +63,4 @@ def _records(tables: Sequence[Table], facts: Sequence[tuple[int, Facts]]) -> Ite
             if column is not None:
                 rows = zip(keys, table.values[:, column].tolist(), table.is_recorded[:, column].tolist(), strict=True)
                 values |= {key: value for key, value, is_recorded in rows if is_recorded}
-        yield Record(step, values, facts=current)
+        yield Record(step, values, facts=current if step in of_training else None)

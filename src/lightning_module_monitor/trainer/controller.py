@@ -54,7 +54,7 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
         raise ConfigError(f"{needed_by} needs a reference; expected reference: init, or the path of a checkpoint.")
     if options.rcc:
         monitor.add_rules(coordinate_check_rules(), "rcc", are_optional=True)
-    elif options.reference is not None and needed_by is None:
+    if parsed["reference"] is not None and needed_by is None:  # not where rcc alone asks for it
         monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
     monitor.add_rules(watch_rules(options.health.recorded), OF_WATCHES, are_optional=True)
     return Prepared(options, monitor, ErrorReporter(messages, parsed["on_error"], is_first_process))

@@ -15,6 +15,7 @@ from lightning_module_monitor.health.alerts import Action
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import verdict_of
+from lightning_module_monitor.health.run_history import NO_FACTS
 from lightning_module_monitor.lightning_packages import is_a, messages
 from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
 from lightning_module_monitor.sinks.files import first_free_path
@@ -69,7 +70,9 @@ class HealthController:
             for number, diagnosis in enumerate(self._run.results.diagnoses(), 1):
                 messages.warning("[monitor] Diagnosis %d: %s", number, diagnosis)
             self._sinks.write_diagnoses()
-            if self._judge.history.steps and not self.options.is_off:
+            history = self._judge.history
+            has_records = bool(history.steps) or history.facts is not NO_FACTS  # a step without a loss has facts
+            if has_records and not self.options.is_off:
                 types = {type(site.module).__name__ for site in self._run.planner.index.modules}
                 verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)
                 messages.info("[monitor] Verdict: %s.", verdict.sentence)

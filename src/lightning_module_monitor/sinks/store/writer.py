@@ -183,8 +183,9 @@ class Writer(ABC):
             self._resumed = None
             return f"it cannot be resumed: {outcome}".rstrip(".")
         if self._resume_from is not None:
-            message = "%s goes on from step %d; %d %s of steps that run again are now in its group superseded."
-            self._logger.info(message, self.path, self._resume_from, outcome[1], self._ITEMS)
+            num = outcome[1]
+            superseded = f"; {num} {self._ITEMS} of steps that run again are now in its group superseded" if num else ""
+            self._logger.info("%s goes on from step %d%s.", self.path, self._resume_from, superseded)
         return ""
 
     def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
