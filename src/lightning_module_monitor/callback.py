@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -245,17 +246,22 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
             self._run.observe()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove all hooks and close all files; Lightning calls no ``teardown`` after an exception."""
-        self._close()
+        """Search the step that it has ended for NaN, and end the run; Lightning calls no ``teardown`` after an exception."""
+        steps = None if self._run is None else self._run.steps
+        try:
+            if steps is not None and isinstance(exception, Exception) and not isinstance(exception, torch.cuda.OutOfMemoryError):
+                steps.search_after(exception)
+        finally:
+            self._close(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove all hooks and close all files; the reference leaves the device with the model."""
         self._close(leaves_device=True)
 
-    def _close(self, *, leaves_device: bool = False) -> None:
+    def _close(self, exception: BaseException | None = None, *, leaves_device: bool = False) -> None:
         """End the run in progress, if there is one."""
         if self._run is not None:
-            self._run.close(leaves_device=leaves_device)
+            self._run.close(exception, leaves_device=leaves_device)
         self._run = None
 
     def _notify(self, name: str, event: Callable[..., None], *args: object, also_idle: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -76,13 +77,17 @@ class _Messages(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10
         """Log below the logger of the package of a Trainer, whose run begins; a process has one run at a time."""
         self.logger = _logger_of(package_of(trainer))
 
-    def __reduce__(self) -> str:
-        """Pickle by name: copies log here, too."""
-        return "messages"
+    def __reduce__(self) -> tuple[Callable[[], _Messages], tuple[()]]:
+        """Copies log here, too. YAML, in which some libraries write their callbacks, knows no object by its name."""
+        return _the_messages, ()
 
 
 def _logger_of(package: ModuleType) -> logging.Logger:
     return logging.getLogger(f"{package.__name__}.module_monitor")
+
+
+def _the_messages() -> _Messages:
+    return messages
 
 
 messages = _Messages(_logger_of(PACKAGES[0]))

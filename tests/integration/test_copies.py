@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from helpers.lightning_package import Callback
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, loader, seed, trainer
 from torch import nn
 
 from lightning_module_monitor import Alert, Capture, Health, ModuleMonitor, ModuleMonitorCallback, Record, Rule, load_store
+from lightning_module_monitor.lightning_packages import messages
 
 EVENTS = [
     "setup",
@@ -126,6 +128,15 @@ def test_closing_a_copy_changes_nothing_of_the_original(how: str, tmp_path: Path
 
     callback = everything()
     assert_same(fit(callback, tmp_path, ClosesCopies(callback, how)), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rcc": True, "attention": True, "alerts": [Alert(keys="gradient/.*", above=1)]}], ids=["default", "more"]
+)
+def test_a_callback_is_written_as_yaml(options: dict[str, Any]) -> None:
+    """As libraries that keep callbacks among their hyperparameters do; copies still log where the callback does."""
+    assert "every_n_steps: 7" in yaml.dump(ModuleMonitorCallback(7, **options))
+    assert copy.deepcopy(messages) is pickle.loads(pickle.dumps(messages)) is messages
 
 
 def test_a_pickle_of_a_running_callback_holds_no_weights(tmp_path: Path) -> None:

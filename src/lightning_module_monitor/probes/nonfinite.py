@@ -355,9 +355,13 @@ class NonfiniteProbe:
 
     # Result
 
-    def observed(self) -> ObservedPasses | None:
-        """The observations, if a value is not finite."""
-        if all(map(math.isfinite, self._numbers.read())):
+    def observed(self, *, was_cut_short: bool = False) -> ObservedPasses | None:
+        """The observations, if a value is not finite.
+
+        Of a pass that ``was_cut_short`` if one is NaN: its infinities may be those of a mask.
+        """
+        numbers = self._numbers.read()
+        if not any(map(math.isnan, numbers)) and (was_cut_short or all(map(math.isfinite, numbers))):
             return None
         if not self._weights:
             self.observe_weights()

@@ -210,8 +210,11 @@ class RunController:
         if reference is not None and checkpoint.get("global_step", 0) > 0:
             reference.note_checkpoint()
 
-    def close(self, *, leaves_device: bool = False) -> None:
-        """Remove every hook and close the sinks; a second call does nothing. The reference ``leaves_device`` with the model."""
+    def close(self, exception: BaseException | None = None, *, leaves_device: bool = False) -> None:
+        """Remove every hook and close the sinks, possibly after an exception; a second call does nothing.
+
+        The reference ``leaves_device`` with the model.
+        """
         steps, findings = self.steps, []
         with ExitStack() as stack:
             stack.callback(self._sinks.close)
@@ -222,7 +225,7 @@ class RunController:
                 steps.reference.leave_device()
             self._run.results.state = self.state()
             try:
-                findings = [] if steps is None else steps.health.finish()
+                findings = [] if steps is None else steps.health.finish(exception)
             except Exception as error:
                 messages.warning("The run as a whole was not judged (%s: %s).", type(error).__name__, error)
             if findings:

@@ -59,8 +59,8 @@ class HealthController:
         findings = [dataclasses.asdict(finding) for finding in self._run.results.findings if finding.name not in whole_run]
         return {"alerts": self._judge.state(), "findings": findings, "is_reported": self.nonfinite.is_reported, "details": self._details}
 
-    def finish(self) -> list[Finding]:
-        """The findings about the whole fit; logs the diagnoses and the verdict."""
+    def finish(self, exception: BaseException | None = None) -> list[Finding]:
+        """The findings about the whole fit, which an exception may have ended; logs the diagnoses and the verdict."""
         if not self._run.is_fit:
             return []
         findings = [] if self.options.is_off else [alarm.finding for alarm in self._judge.alarms_of_whole_run()]
@@ -75,7 +75,8 @@ class HealthController:
             if has_records and not self.options.is_off:
                 types = {type(site.module).__name__ for site in self._run.planner.index.modules}
                 verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)
-                messages.info("[monitor] Verdict: %s.", verdict.sentence)
+                end = "" if exception is None else f" {type(exception).__name__} ended the run."
+                messages.info("[monitor] Verdict: %s.%s", verdict.sentence, end)
         return findings
 
     # Findings

@@ -166,9 +166,7 @@ class NonfiniteSearch:
         search, finding, figure_key = self._search, None, self._run.recipe.figure_key
         num_steps = 0.0 if record is None else record.values.get(figure_key(STEPS_SINCE_NONFINITE), 0.0)
         if num_steps > 0 and not self.is_reported:
-            self.is_reported = True
-            words = f"The loss or a gradient was not finite for the first time, in a step that was not monitored. {ALWAYS_NAMES}"
-            finding = Finding(step - int(num_steps), "nonfinite", ROOT, "", words, "error")
+            finding = self._unmonitored(step - int(num_steps))
         if search is not None and search.has_probe and self._marks_steps and record is not None:
             was_skipped = record.values.get(figure_key(STEP_SKIPPED), 0.0) > 0
             search.was_finite = not _has_nonfinite(record, was_skipped=was_skipped)
@@ -178,6 +176,21 @@ class NonfiniteSearch:
         self.is_reported &= search is None or not search.was_finite
         self.end_search()
         return finding
+
+    def after_exception(self, step: int, error: Exception) -> Finding | None:
+        """The run is ended by an exception, possibly one that a NaN has caused: search what was not searched yet, on this rank alone."""
+        if self.is_reported or self._trainer.world_size > 1:
+            return None
+        steps_since, search = self._flag.steps_since(step), self._search
+        if steps_since is not None and steps_since > 0:
+            return self._unmonitored(step - int(steps_since))
+        # After a finite part of the step, the weights have moved: it cannot be run again.
+        if search is None or not (search.has_probe or search.was_finite is None):
+            return None
+        flagged = self._flag.first_nonfinite()
+        with self._run.monitor.no_monitor():
+            source = self._source(search, len(search.batch_indices) - 1 if flagged is None else flagged, error)
+        return self._finding(step, 0, source) if source is not None and source.value else None
 
     def end_search(self) -> None:
         """Search no further in this step."""
@@ -194,15 +207,13 @@ class NonfiniteSearch:
         try:
             if search is None:
                 reason = "an error has ended the search in this step"
-            elif search.has_probe:
-                source = producer(self._probe.observed())
-            elif search.rerun is None:
+            elif search.rerun is None and not search.has_probe:
                 reason = f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
             else:
                 if search.is_light:
                     reason += f" with torch's random states alone as they were. {ALWAYS_NAMES}"
                 # Every rank runs it: in tensor parallel training a rank cannot run it alone.
-                source = search.rerun.find(micro_batch)
+                source = self._source(search, micro_batch)
                 source = source if source is None or source.value or is_here else None
         except Exception as error:
             reason = f"the step could not be run again ({type(error).__name__}: {error})"
@@ -211,6 +222,18 @@ class NonfiniteSearch:
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {reason.removesuffix('.')}."
             first = Producer(ROOT, True, UNKNOWN, 0, words)
         return self._finding(step, rank, first)
+
+    def _source(self, search: _StepSearch, micro_batch: int, error: Exception | None = None) -> Producer | None:
+        """The source that the probe has observed in the step, which an ``error`` may have ended, or that it observes in a second run."""
+        if search.has_probe:
+            return producer(self._probe.observed(was_cut_short=error is not None))
+        return None if search.rerun is None else search.rerun.find(micro_batch, error)
+
+    def _unmonitored(self, step: int) -> Finding:
+        """The finding of a step without a record, whose flag is known and no more."""
+        self.is_reported = True
+        words = f"The loss or a gradient was not finite for the first time, in a step that was not monitored. {ALWAYS_NAMES}"
+        return Finding(step, "nonfinite", ROOT, "", words, "error")
 
     def _finding(self, step: int, rank: int, source: Producer) -> Finding:
         self.is_reported = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn, cast
@@ -84,11 +85,11 @@ class StepRerun:
                 return
             self._kept[number] = earlier[number] = None
 
-    def find(self, micro_batch: int) -> Producer | None:
+    def find(self, micro_batch: int, error: Exception | None = None) -> Producer | None:
         """Run the first micro-batch with a non-finite value again, and observe its modules.
 
         If its batch was released, the next kept micro-batch is run, as non-finite values often persist. Overflow in the backward pass
-        of a scaled loss is left to the scaler.
+        of a scaled loss is left to the scaler. If the step was ended by an ``error``, such an error may end the second run, too.
 
         Returns:
             The module that made the first non-finite value, or the reason why it is not known; ``None`` if all was finite this time.
@@ -101,7 +102,7 @@ class StepRerun:
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
         masked_rows = MaskedRows()
         with masked_rows:
-            source = producer(self._observed(kept))
+            source = producer(self._observed(kept, error))
         if source is not None and masked_rows.is_found and source.value == "NaN":
             words = f"{source.words} There, attention or a softmax has a row in which all keys are masked."
             source = replace(source, words=words, cause="masked_row")
@@ -120,20 +121,23 @@ class StepRerun:
         # If two ranks have the same micro-batch, the rank that knows the module comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, cause="" if source is None else source.cause)
 
-    def _observed(self, kept: _Kept) -> ObservedPasses | None:
-        """Run a micro-batch again with the probe, and return what it observed; ``None`` if all is finite."""
+    def _observed(self, kept: _Kept, error: Exception | None) -> ObservedPasses | None:
+        """Run a micro-batch again with the probe, and return what it observed, up to an error; ``None`` if all is finite."""
+        if error is not None:
+            self._versions.clear()  # what comes after the error has not run yet, and may write into any weight
         sibling, same_sites = self._sibling()
         probe = NonfiniteProbe(same_sites, _raise)
         probe.attach()
         try:
             probe.begin_micro_batch()
-            loss = self._run(sibling, kept)
-            if loss is not None:
-                probe.begin_backward(loss)
-                if loss.requires_grad and scaler_of(self._model.trainer) is None:
-                    loss.backward()
+            with suppress(*(() if error is None else (type(error),))):
+                loss = self._run(sibling, kept)
+                if loss is not None:
+                    probe.begin_backward(loss)
+                    if loss.requires_grad and scaler_of(self._model.trainer) is None:
+                        loss.backward()
             probe.end_micro_batch()
-            return probe.observed()
+            return probe.observed(was_cut_short=error is not None)
         finally:
             probe.close()
 

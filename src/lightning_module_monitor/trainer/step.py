@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.alert_options import STOP
+from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.record import OVERHEAD_FRACTION, Record
 from lightning_module_monitor.trainer.checks import check_awaited, check_detectors
 from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, prepare_gradient_noise
@@ -120,6 +121,16 @@ class StepController:
             self._end_step()
         if self._overhead is not None:
             self._overhead.end_batch(ends_step=ends_step)
+
+    def search_after(self, error: Exception) -> None:
+        """An exception ends the run: report a NaN that has caused it, if there is one. An error here never takes its place."""
+        try:
+            finding = self._nonfinite.after_exception(step_of(self._trainer), error)
+            if finding is not None:
+                self.health.note(finding)
+                self._emit(None)
+        except Exception as own_error:
+            messages.debug("The step was not searched for NaN (%s: %s).", type(own_error).__name__, own_error)
 
     # Loops without training
 

@@ -1,0 +1,249 @@
+"""A step that is ended by an exception: the NaN that has caused it is found, and the exception reaches the user as it was."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training import Classifier, loader, seed, trainer
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+from lightning_module_monitor import Health, ModuleMonitorCallback, load_store
+from lightning_module_monitor.trainer import nonfinite_search
+from lightning_module_monitor.trainer.rerun import StepRerun
+
+BAD_STEP = 3
+
+
+class Bad(nn.Module):
+    """Takes the logarithm of what is not positive, after some noise, from its fourth call in training on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.training
+        return torch.log(self.dropout(self.fc(x)) * (self.num_calls > BAD_STEP) + (self.num_calls <= BAD_STEP))
+
+
+class Masking(nn.Module):
+    """Hides what is negative, by infinities that a softmax removes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.masked_fill(x < 0, -math.inf)
+
+
+class Failing(nn.Softmax):
+    """Raises an exception from its fourth call on, whatever the values are."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls > BAD_STEP:
+            raise ValueError("another")
+        return super().forward(x)
+
+
+class Raising(Classifier):
+    """Raises what it is given in the fourth step, whatever the values are."""
+
+    def __init__(self, error: BaseException, part: nn.Module | None = None) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 6), part or Bad(), nn.Linear(6, 3)), torch.optim.SGD, lr=0.1)
+        self.error = error
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == BAD_STEP:
+            raise self.error
+        return loss
+
+
+class Density(Raising):
+    """Its loss is a density, whose arguments torch.distributions checks."""
+
+    def __init__(self) -> None:
+        super().__init__(ValueError("not reached"))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return -Normal(self.model(batch[0]), 1.0).log_prob(batch[0][:, :3]).mean()
+
+
+class Slope(Classifier):
+    """A loss with an infinite slope in the fourth step: NaN in the backward pass alone."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        y = self.model(batch[0])
+        return torch.sqrt((y * 0) ** 2).sum() if self.global_step == BAD_STEP else y.mean()
+
+
+def fit(module: Classifier, folder: Path, callbacks: list[Any], **options: Any) -> tuple[BaseException, list[Tensor], Tensor]:
+    """The exception that ends training, the weights and buffers that it leaves, and torch's random state."""
+    with pytest.raises((ValueError, RuntimeError, MemoryError)) as raised:
+        trainer(folder, callbacks, limit_val_batches=0, **options).fit(module, loader(), loader(8))
+    return raised.value, [*module.parameters(), *module.buffers()], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("option", ["warn", "always", "stop"])
+@pytest.mark.parametrize("every_n_steps", [1, 50])
+def test_the_module_is_found(option: str, every_n_steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the callback, in its store, and in the last line of the log; nothing else differs from a run without the callback."""
+    seed()
+    plain = fit(Density(), tmp_path, [])
+    seed()
+    callback = ModuleMonitorCallback(every_n_steps, health=Health(nonfinite=option))
+    with caplog.at_level(logging.INFO):
+        error, tensors, random_state = fit(Density(), tmp_path, [callback])
+    [found] = [one for one in callback.findings if one.name == "nonfinite"]
+    assert (found.step, found.name, found.site, found.severity) == (BAD_STEP, "nonfinite", "model.1", "error")
+    assert found.words.startswith(f"NaN in model.1, in the forward pass of micro-batch 0 (epoch 0, batch_idx {BAD_STEP}). Its own code,")
+    assert [one.words for one in load_store(callback.store_path).findings() if one.name == "nonfinite"] == [found.words]
+    assert found.words in callback.diagnose()[0].evidence
+    [verdict] = [record.getMessage() for record in caplog.records if "Verdict" in record.getMessage()]
+    assert verdict.startswith(f"[monitor] Verdict: sick: NaN in model.1 at step {BAD_STEP}")
+    assert verdict.endswith(". ValueError ended the run.")
+    assert str(error) == str(plain[0])
+    assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(tensors, plain[1], strict=True))
+    assert torch.equal(random_state, plain[2])
+
+
+def test_in_the_backward_pass(tmp_path: Path) -> None:
+    """Torch's detection of anomalies raises an exception there, and names an operation; the finding names what is around it."""
+    callback = ModuleMonitorCallback(50, health=Health(watch=[]))
+    module = Slope(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), torch.optim.SGD)
+    error, tensors, _state = fit(module, tmp_path, [callback], detect_anomaly=True)
+    assert "returned nan values" in str(error)
+    [found] = callback.findings
+    assert (found.step, found.site, found.cause) == (BAD_STEP, "_root_", "infinite_slope")
+    assert found.words.startswith("NaN in the backward pass of the loss, micro-batch 0")
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def test_in_an_earlier_micro_batch(tmp_path: Path) -> None:
+    """Whose loss is NaN, and raises nothing: the step's first such micro-batch is run again, and not the one that raises."""
+
+    class Late(Density):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) if batch_idx == 5 else self.model(batch[0]).mean()
+
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always", watch=[]))
+    fit(Late(), tmp_path, [callback], accumulate_grad_batches=8)
+    [found] = callback.findings
+    assert (found.step, found.site) == (0, "model.1")
+    assert f"micro-batch {BAD_STEP} (epoch 0, batch_idx {BAD_STEP})" in found.words
+
+
+def test_where_hooks_have_observed_the_step(tmp_path: Path) -> None:
+    """Under manual optimization no step is run again, and need not be."""
+
+    class ByHand(Density):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always", watch=[]))
+    fit(ByHand(), tmp_path, [callback])
+    assert [(one.step, one.site) for one in callback.findings] == [(BAD_STEP, "model.1")]
+
+
+def test_on_an_accelerator_a_flag_that_no_record_has_shown_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of NaN in a step that was not monitored, whose update makes the next step raise."""
+    monkeypatch.setattr(nonfinite_search, "marks_steps", lambda *_: True)
+
+    class Next(Density):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.model(batch[0]).mean() if self.global_step == BAD_STEP else super().training_step(batch, batch_idx)
+
+    callback = ModuleMonitorCallback(50, health=Health(watch=[]))
+    fit(Next(), tmp_path, [callback])
+    assert [(one.step, one.site) for one in callback.findings] == [(BAD_STEP, "_root_")]
+    assert "in a step that was not monitored" in callback.findings[0].words
+
+
+@pytest.mark.parametrize("part", [nn.ReLU, Masking], ids=["finite", "with a mask"])
+def test_another_exception_is_no_finding(part: type[nn.Module], tmp_path: Path) -> None:
+    """A model without NaN; infinities of a mask are none, as what would remove them has not run."""
+    callback = ModuleMonitorCallback(50, health=Health(watch=[]))
+    module = Classifier(nn.Sequential(nn.Linear(6, 6), part(), Failing(1), nn.Linear(6, 3)))
+    error, _tensors, _state = fit(module, tmp_path, [callback])
+    assert (str(error), callback.findings) == ("another", [])
+
+
+def several_ranks(module: Raising) -> None:
+    """Let the Trainer count two processes."""
+    module.trainer.strategy.world_size = 2
+
+
+@pytest.mark.parametrize(
+    ("make_error", "prepare"),
+    [
+        (KeyboardInterrupt, None),
+        (lambda: torch.cuda.OutOfMemoryError("full"), None),
+        (ValueError, several_ranks),
+    ],
+    ids=["Ctrl-C", "out of memory", "several ranks"],
+)
+def test_where_nothing_is_run_again(
+    make_error: Callable[[], BaseException], prepare: Callable[[Raising], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an exception of one rank, a second run could wait for others; without memory or time, it would not end."""
+    runs: list[int] = []
+    monkeypatch.setattr(StepRerun, "find", lambda _self, micro_batch, _error: runs.append(micro_batch))
+
+    class Prepared(Raising):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if prepare is not None and self.global_step == BAD_STEP:
+                prepare(self)
+            return super().training_step(batch, batch_idx)
+
+    for error, is_prepared in ((ValueError(), False), (make_error(), True)):
+        runs.clear()
+        module = (Prepared if is_prepared else Raising)(error)
+        with pytest.raises((type(error), SystemExit)):
+            trainer(tmp_path, [ModuleMonitorCallback(50)], limit_val_batches=0).fit(module, loader(), loader(8))
+        assert runs == ([] if is_prepared else [0])
+
+
+def test_an_error_of_the_second_run_takes_no_exception_s_place(tmp_path: Path) -> None:
+    """Not even with ``on_error: raise``; every hook is gone."""
+
+    class Uncopied(Raising):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("not this one")
+
+    module, callback = Uncopied(ValueError("the user's")), ModuleMonitorCallback(1, on_error="raise")
+    error, _tensors, _state = fit(module, tmp_path, [callback])
+    assert (str(error), callback.findings) == ("the user's", [])
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+@pytest.mark.parametrize("option", ["warn", "always"])
+def test_code_behind_the_exception_writes_into_no_weight(option: str, tmp_path: Path) -> None:
+    """If the second run raises nothing, it goes further than the step, and changes copies alone."""
+    calls: list[int] = []
+
+    class Once(Raising):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = Classifier.training_step(self, batch, batch_idx)
+            calls.append(batch_idx)
+            if batch_idx == BAD_STEP:
+                if calls.count(BAD_STEP) == 1:
+                    raise self.error
+                with torch.no_grad():
+                    self.model[0].weight.zero_()
+            return loss
+
+    module = Once(ValueError("once"), nn.ReLU())
+    fit(module, tmp_path, [ModuleMonitorCallback(50, health=Health(nonfinite=option))])
+    assert calls.count(BAD_STEP) == 2
+    assert bool((module.model[0].weight != 0).all())
