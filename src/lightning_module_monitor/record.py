@@ -217,16 +217,6 @@ class Key(NamedTuple):
         return cls.parse(text)
 
 
-def is_weight(site: str) -> bool:
-    """Whether a parameter is a weight by its own name, or by that of the weight that a parametrization computes from it.
-
-    >>> is_weight("fc.weight"), is_weight("weights.0.bias"), is_weight("fc.parametrizations.weight.original0")
-    (True, False, True)
-    """
-    *path, name = site.split(".")
-    return "weight" in name or (path[-2:-1] == ["parametrizations"] and "weight" in path[-1])
-
-
 def is_total(key: Key, modules: Collection[str] = ()) -> bool:
     """Whether a key is of all parameters inside a module together, as ``per_module`` records them: its site is no parameter.
 

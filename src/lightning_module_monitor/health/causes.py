@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_module_monitor.health.alerts import CURE, has_fallen
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.run_history import SMALL_REACH, History
-from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding
+from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,17 @@ def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
 def _is_idle(finding: Finding) -> bool:
     """Whether zeros were there before any update, as those of a module that is not used; later ones are of units that died."""
     return finding.name in _ZERO and finding.first_step == 0
+
+
+def _has_faded(finding: Finding, history: History) -> bool:
+    """Whether the last recorded gradient of a parameter is less than a hundredth of its first one."""
+    return 0 < 100 * history.gradient_of(finding.site) < history.first_gradients.get(finding.site, 0.0)
+
+
+def _has_moved(finding: Finding, history: History) -> bool:
+    """Whether the norm of a parameter has changed between the last two records."""
+    before, last = (values.get(Key("parameter", finding.site, "norm"), math.nan) for values in (history.before, history.last))
+    return abs(last - before) > 0  # not if either is NaN
 
 
 def _first_sizes_in_words(history: History) -> str:
@@ -270,7 +281,7 @@ CAUSES = (
         "residual connections, normalization layers, an initialization that keeps the scale, fewer layers",
         (*_STILL, NOT_LEARNING),
         "from the first record on, or without a gradient that was larger in the first record",
-        is_shown=lambda finding, history: finding.first_step == 0 or not history.has_faded(finding.site),
+        is_shown=lambda finding, history: finding.first_step == 0 or not _has_faded(finding, history),
         evidence_against="the loss has fallen by more than half",
         is_ruled_out=lambda history: has_fallen(history.first_loss, history.loss, 0.5),
     ),
@@ -280,6 +291,8 @@ CAUSES = (
         ("vanishing",),
         "a lower learning rate, warm-up; a normalization layer",
         (*_STILL, NOT_LEARNING),
+        evidence_against="the loss has fallen by more than half",
+        is_ruled_out=lambda history: has_fallen(history.first_loss, history.loss, 0.5),
     ),
     Cause(
         "gradient_gain",
@@ -351,7 +364,7 @@ CAUSES = (
         "bf16-mixed); else look for code that writes the weights back, and for a detach() or no_grad()",
         (NOT_LEARNING,),
         "the newest record has it as in the record before",
-        is_shown=lambda finding, history: not history.has_moved(finding.site),
+        is_shown=lambda finding, history: not _has_moved(finding, history),
     ),
     Cause(
         "update",

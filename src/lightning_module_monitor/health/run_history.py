@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from lightning_module_monitor.health.alerts import has_fallen
+from lightning_module_monitor.model.names import is_weight
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     LOSS,
@@ -22,7 +23,6 @@ from lightning_module_monitor.record import (
     ParameterFacts,
     is_rate,
     is_total,
-    is_weight,
     name_of_rate,
 )
 
@@ -126,7 +126,7 @@ class History:
         """The norm of the gradient of each parameter in the first record."""
         self.last: Mapping[Key, float] = {}
         """The values of the last record with parameters."""
-        self._before: Mapping[Key, float] = {}
+        self.before: Mapping[Key, float] = {}
         """Those of the record before."""
         self._context: Mapping[str, float] = {}
         self.facts = NO_FACTS
@@ -144,7 +144,7 @@ class History:
         norms = [value for key, value in values.items() if key.kind == "gradient" and key.site != ROOT_SITE]
         norm = values.get(Key("gradient", ROOT_SITE, "norm"), math.hypot(*norms))
         if norms or norm > 0 or any(key.kind == "parameter" for key in values):
-            self._before, self.last = self.last, {key: value for key, value in values.items() if not is_total(key)}
+            self.before, self.last = self.last, {key: value for key, value in values.items() if not is_total(key)}
             movement = float(np.fmax.reduce([math.nan, *itertools.starmap(self._movement, self.facts.parameters.items())]))
             self._movements += [] if math.isnan(movement) else [(step, movement)]
             self.num_gradients += bool(norms) or norm > 0
@@ -281,15 +281,6 @@ class History:
     def gradient_of(self, site: str) -> float:
         """The norm of the gradient of a parameter in the last record; NaN without one."""
         return self.last.get(Key("gradient", site, "norm"), math.nan)
-
-    def has_faded(self, site: str) -> bool:
-        """Whether the last recorded gradient of a parameter is less than a hundredth of its first one."""
-        return 0 < 100 * self.gradient_of(site) < self.first_gradients.get(site, 0.0)
-
-    def has_moved(self, site: str) -> bool:
-        """Whether the norm of a parameter has changed between the last two records."""
-        before, last = (values.get(Key("parameter", site, "norm"), math.nan) for values in (self._before, self.last))
-        return abs(last - before) > 0  # not if either is NaN
 
     @property
     def has_small_outputs(self) -> bool:
