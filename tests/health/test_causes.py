@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -12,7 +13,7 @@ from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.diagnoses import MAX_DIAGNOSES, diagnose
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.run_history import History
-from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key, Record
+from lightning_module_monitor.record import RANK_DISAGREEMENT, Facts, Finding, GroupFacts, Key, ParameterFacts, Record
 
 
 def finding(name: str, step: int, steps_before: int = 0, cause: str = "") -> Finding:
@@ -145,6 +146,16 @@ def test_a_gradient_has_vanished_if_it_was_larger_at_first(first: float, expecte
     assert [one.name for one in diagnose(found, resumed)] == [expected]
     resumed.add(3, {Key("gradient", "w.weight", "norm"): 1e-8, Key("context", "", "loss"): 1.0})
     assert diagnose(found, resumed) == []
+
+
+def test_losses_that_are_not_finite_are_no_losses_of_a_run_that_does_not_learn() -> None:
+    """Four losses before a NaN are too few, however many follow."""
+    history = History()
+    sizes = {Key("update", "w.weight", "ratio"): 1e-6, Key("parameter", "w.weight", "norm"): 1.0, Key("gradient", "w.weight", "norm"): 1.0}
+    history.facts = Facts(parameters={"w.weight": ParameterFacts("trained", 0, 4)}, groups=(GroupFacts("SGD", 0.0, 0.0),))
+    for step, loss in enumerate([0.9, 1.4, 1.1, 1.3, *[math.nan] * 12]):
+        history.add(step, sizes | {Key("context", "", "loss"): loss})
+    assert history.learning == "too few"
 
 
 def test_zeros_of_outputs_and_of_gradients_are_told_apart() -> None:

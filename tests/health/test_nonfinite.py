@@ -180,6 +180,7 @@ class OfGraphs(Classifier):
     """Two nodes for each graph."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = batch["inner"] if isinstance(batch, dict) else batch
         x, y = batch.tensors if isinstance(batch, Unknown) else (batch.x, batch.y) if isinstance(batch, Graphs) else batch
         return super().training_step([x.reshape(len(y), -1, 6).mean(1), y], batch_idx)
 
@@ -190,9 +191,10 @@ class OfGraphs(Classifier):
         (Graphs, "The batch has NaN, in row 5 of batch_x."),
         (lambda x, y: [x, y], "The batch has NaN, in row 5 of batch_0."),
         (lambda x, y: [x[::2], y], ", in sample 2."),
-        (Unknown, "own code before it. No tensor was found in the batch to look at."),
+        (Unknown, "own code before it. The batch holds objects that cannot be looked into."),
+        (lambda x, y: {"inner": Unknown(x, y), "y": y}, "own code before it. The batch holds objects that cannot be looked into."),
     ],
-    ids=["graphs", "rows", "samples", "unknown"],
+    ids=["graphs", "rows", "samples", "unknown", "partly unknown"],
 )
 def test_a_batch_with_nan_is_named_by_what_is_known_of_it(make: Callable[[Tensor, Tensor], Any], words: str, tmp_path: Path) -> None:
     """A row is a sample if all tensors have as many rows."""
@@ -203,6 +205,26 @@ def test_a_batch_with_nan_is_named_by_what_is_known_of_it(make: Callable[[Tensor
     module = OfGraphs(nn.Linear(6, 3))
     trainer(tmp_path, [callback], max_steps=1, limit_val_batches=0).fit(module, DataLoader([0], collate_fn=lambda _rows: batch), loader(8))
     assert callback.findings[0].words.endswith(words)
+
+
+class WritesIntoItsBatch(Classifier):
+    """Takes the logarithm of a finite batch in place, in its second step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            batch[0].sub_(9.0).log_()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 50])
+def test_what_training_step_writes_into_its_batch_is_not_blamed_on_the_data(every_n_steps: int, tmp_path: Path) -> None:
+    """The finding says that the batch was written into, in a light check, too."""
+    seed()
+    callback = ModuleMonitorCallback(every_n_steps)
+    trainer(tmp_path, [callback], max_steps=2, accumulate_grad_batches=1).fit(WritesIntoItsBatch(nn.Linear(6, 3)), loader(), loader(8))
+    [found] = [one for one in callback.findings if one.name == "nonfinite"]
+    assert "its batch was written into in the step" in found.words
+    assert "data" not in [one.name for one in callback.diagnose()]
 
 
 def test_a_model_that_keeps_an_output_is_run_again(tmp_path: Path) -> None:

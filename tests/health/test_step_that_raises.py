@@ -74,7 +74,7 @@ class Density(Raising):
         super().__init__(ValueError("not reached"))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return -Normal(self.model(batch[0]), 1.0).log_prob(batch[0][:, :3]).mean()
+        return -Normal(self.model(batch[0]), 1.0, validate_args=True).log_prob(batch[0][:, :3]).mean()
 
 
 class Slope(Classifier):

@@ -174,6 +174,28 @@ def test_the_input_is_constant_if_no_other_tensor_may_be_the_input(is_constant: 
     assert context["input_is_constant"] == is_constant
 
 
+class AttributeDict(dict[str, Any]):
+    """A dict whose attributes are its entries, so that one that is missing is a ``KeyError``."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Opaque:
+    """A batch that shows nothing of what it holds."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def test_a_batch_of_any_class_costs_no_step(tmp_path: Path) -> None:
+    """One whose attributes raise errors is a dict all the same; of one that cannot be looked into it is not said that it is constant."""
+    context = context_of(tmp_path, AttributeDict(x=torch.randn(5, 4)))
+    assert (context["batch_size"], context["input_is_constant"]) == (10.0, 0.0)
+    context = context_of(tmp_path, {"x": torch.ones(5, 4), "rest": Opaque(torch.randn(5, 4))})
+    assert context["batch_size"] == 10.0
+    assert "input_is_constant" not in context
+
+
 @pytest.mark.parametrize(("num_targets", "warns"), [(3, False), (2, True)])
 def test_the_noise_scale_says_what_it_counts(num_targets: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where tensors of the batch differ in length, its first tensor may have no row for each sample."""

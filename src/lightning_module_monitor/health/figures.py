@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Figures
-from lightning_module_monitor.model.names import is_weight
 from lightning_module_monitor.record import ROOT_SITE, Key
 
 FINITE_STATISTICS = ("nonfinite_count", "norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
@@ -22,6 +21,16 @@ _BACKWARD = ("activation_gradient", "gradient_before_clip", "gradient")
 
 NUM_BEFORE = 3
 """Number of preceding weights, in the order of the model, that show whether the gradient of a single weight is small."""
+
+
+def is_weight(site: str) -> bool:
+    """Whether a parameter is a weight by its own name, or by that of the weight that a parametrization computes from it.
+
+    >>> is_weight("fc.weight"), is_weight("weights.0.bias"), is_weight("fc.parametrizations.weight.original0")
+    (True, False, True)
+    """
+    *path, name = site.split(".")
+    return "weight" in name or (path[-2:-1] == ["parametrizations"] and "weight" in path[-1])
 
 
 @functools.lru_cache(maxsize=64)

@@ -32,7 +32,7 @@ UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
 
 _LOSS_PHRASES = {
     "flat": "does not fall by more than its noise",
-    "still": "hardly changes, and the weights hardly move",
+    "still": "hardly falls, and the weights hardly move",
     "stopped": "falls no more, and the weights hardly move",
 }
 """What is wrong with the loss, by the result of :attr:`History.learning`."""

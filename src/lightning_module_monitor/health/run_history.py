@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from lightning_module_monitor.health.alerts import has_fallen
-from lightning_module_monitor.model.names import is_weight
+from lightning_module_monitor.health.figures import is_weight
 from lightning_module_monitor.record import (
     CONTEXT_KIND,
     LOSS,
@@ -219,7 +219,7 @@ class History:
     def _unjudged(self) -> Learning | None:
         """The result for the loss that needs no rank test, or the reason why there is no test; ``None`` if it is to be tested."""
         before, after = self.ends
-        is_enough = len(self.losses) >= MIN_LOSSES and len(before) > 0
+        is_enough = sum(map(math.isfinite, self.losses)) >= MIN_LOSSES
         if is_enough and self.reach < NO_REACH and not has_fallen(float(np.median(before)), float(np.median(after)), A_LITTLE):
             return "still"
         if self.facts.is_manual:

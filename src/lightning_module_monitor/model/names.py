@@ -364,13 +364,3 @@ def children_of_containers(by_name: Mapping[str, nn.Module], *types: type[nn.Mod
         if name != ROOT and container in children:
             children[container].append(name)
     return children
-
-
-def is_weight(site: str) -> bool:
-    """Whether a parameter is a weight by its own name, or by that of the weight that a parametrization computes from it.
-
-    >>> is_weight("fc.weight"), is_weight("weights.0.bias"), is_weight("fc.parametrizations.weight.original0")
-    (True, False, True)
-    """
-    *path, name = site.split(".")
-    return "weight" in name or (path[-2:-1] == ["parametrizations"] and "weight" in path[-1])

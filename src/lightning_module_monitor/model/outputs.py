@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -35,13 +36,18 @@ def named_tensors(output: object, path: Path = ()) -> Iterator[tuple[Path, Tenso
 
 def num_samples(batch: object) -> int | None:
     """The number of samples in a batch: its ``num_graphs`` (PyTorch Geometric), or the length of its first tensor; ``None`` if unknown."""
-    num_graphs = getattr(batch, "num_graphs", None)
-    if isinstance(num_graphs, int):
+    if _is_graph(batch) and isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
         return num_graphs
     if isinstance(batch, Tensor):
         tensor = plain(batch)
         return len(tensor) if tensor.dim() else None
     return next((num for _name, part in parts(batch) if (num := num_samples(part)) is not None), None)
+
+
+def is_known(value: object) -> bool:
+    """Whether all of a value is seen: tensors, numbers, texts and ``None``, possibly in containers, and no object of another class."""
+    contents = [part for _name, part in parts(value)]
+    return all(map(is_known, contents)) if contents else isinstance(value, Tensor | Number | str | bytes | Mapping | tuple | list | None)
 
 
 def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappings: bool = False) -> Any:  # noqa: ANN401  # of its structure
@@ -116,8 +122,13 @@ def parts(output: object) -> Iterator[tuple[Hashable, object]]:
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         names = [field.name for field in dataclasses.fields(output)]
         yield from ((name, getattr(output, name)) for name in names if hasattr(output, name))  # a field may be unset
-    elif hasattr(type(output), "to") and hasattr(type(output), "to_dict"):  # PyTorch Geometric's graphs
+    elif _is_graph(output):
         yield from parts(output.to_dict())  # type: ignore[attr-defined]  # it has the method
+
+
+def _is_graph(output: object) -> bool:
+    """Whether an object is like PyTorch Geometric's graphs, no container. Its class is asked, as an instance may raise errors."""
+    return not isinstance(output, Tensor | Mapping) and hasattr(type(output), "to") and hasattr(type(output), "to_dict")
 
 
 def _sequence(kind: type[tuple[Any, ...]] | type[list[Any]], elements: list[Any]) -> tuple[Any, ...] | list[Any]:

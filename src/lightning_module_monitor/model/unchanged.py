@@ -135,8 +135,9 @@ class UnchangedParameters:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore every parameter after the block: the same object, the same memory, and the same values."""
-        entries = [(part._parameters, dict(part._parameters.items())) for part in self._module.modules()]
-        memory = [(parameter, parameter.data) for parameter in self._module.parameters() if _is_writable(parameter)]
+        entries = [(part._parameters, dict(part._parameters.items())) for part in self._module.modules() if part._parameters]
+        parameters = {id(parameter): parameter for _table, named in entries for parameter in named.values() if parameter is not None}
+        memory = [(parameter, parameter.data) for parameter in parameters.values() if _is_writable(parameter)]
         is_first, is_complete = self._written is None, False
         if self._written is None:
             saved = [(parameter, data.to("cpu", copy=True)) for parameter, data in memory]
@@ -148,7 +149,7 @@ class UnchangedParameters:
         finally:
             _restore_entries(entries)
             for parameter, data in memory:
-                if _place(parameter) != _place(data):
+                if not parameter.is_set_to(data):
                     parameter.data = data
             written = [(parameter, values) for parameter, values in saved if not (is_first and _has_bits_of(parameter, values))]
             with torch.no_grad():
@@ -164,14 +165,10 @@ def _is_writable(parameter: nn.Parameter) -> bool:
     return is_plain and not (parameter.is_meta or parameter.is_nested or parameter.is_quantized or parameter.is_inference())
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    """What tells whether two plain tensors have the same elements of the same memory."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
 def _has_bits_of(tensor: Tensor, values: Tensor) -> bool:
     """Whether a tensor equals one in host memory bit by bit, so that NaN equals NaN, and 0 differs from -0."""
-    return torch.equal(*(each.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for each in (tensor, values)))
+    before, after = (each.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy() for each in (values, tensor))
+    return np.array_equal(before, after)
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -14,7 +14,7 @@ from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
-from lightning_module_monitor.model.outputs import named_tensors, num_samples
+from lightning_module_monitor.model.outputs import is_known, named_tensors, num_samples
 from lightning_module_monitor.record import BATCH_SIZE, LEARNING_RATE, LOSS, Facts, name_of_rate
 from lightning_module_monitor.trainer.facts import LossFacts, facts_of, first_gradient
 from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
@@ -83,12 +83,13 @@ class MonitoredStep:
             # Input that several ranks share counts once.
             num_replicas = (self._trainer.distributed_sampler_kwargs or {}).get("num_replicas", self._trainer.world_size)
             self._add(BATCH_SIZE, size * num_replicas / self._trainer.world_size)
-            if self._run.recipe.gradient_noise is not None and {size} != {*map(len, tensors)} and not hasattr(batch, "num_graphs"):
+            is_of_first = bool(tensors) and size == len(tensors[0])
+            if self._run.recipe.gradient_noise is not None and is_of_first and {size} != {*map(len, tensors)}:
                 why = f"the first tensor of the batch has length {size}, and others have other lengths"
                 self._run.reporter.log_once(f"gradient_noise counts {BATCH_SIZE} in rows of the first tensor: {why}.", logging.WARNING, why)
         dense = [tensor for tensor in tensors if tensor.numel() and tensor.layout is torch.strided]
         data = max(dense, key=Tensor.numel, default=None)
-        for tensor in dense:
+        for tensor in dense if is_known(batch) else ():
             # Another tensor that differs between samples may be the input; one of a single number for each sample is rather a target.
             if len(tensor) > 1 and (tensor is data or tensor.numel() > len(tensor)):
                 self._add("input_is_constant", (tensor == tensor[:1]).all().float())

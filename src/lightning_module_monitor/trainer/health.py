@@ -48,7 +48,8 @@ class HealthController:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
         self._judge.load(state.get("alerts", {}))
-        self._run.results.findings = [Finding(**finding) for finding in state.get("findings", ())]
+        if "findings" in state:  # of the run that is resumed; another run leaves the results of a fit as they are
+            self._run.results.findings = [Finding(**finding) for finding in state["findings"]]
         self.nonfinite.is_reported = state.get("is_reported", False)
         for site, steps in state.get("details", {}).items() if self.options.may_capture else ():
             self._record_in_detail(site, steps)

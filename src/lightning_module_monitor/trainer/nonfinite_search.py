@@ -190,7 +190,10 @@ class NonfiniteSearch:
         flagged = self._flag.first_nonfinite()
         with self._run.monitor.no_monitor():
             source = self._source(search, len(search.batch_indices) - 1 if flagged is None else flagged, error)
-        return self._finding(step, 0, source) if source is not None and source.value else None
+        if source is None or not source.value:
+            return None
+        words = f"{source.words} {type(error).__name__} has ended the step; whether this value has led to it is not known."
+        return self._finding(step, 0, replace(source, words=words))
 
     def end_search(self) -> None:
         """Search no further in this step."""

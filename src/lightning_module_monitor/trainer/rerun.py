@@ -20,7 +20,7 @@ from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.copies import independent_copy
 from lightning_module_monitor.model.names import ROOT, ModuleSite
-from lightning_module_monitor.model.outputs import named_tensors, suffix, with_tensors
+from lightning_module_monitor.model.outputs import is_known, named_tensors, suffix, with_tensors
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import MaskedRows, NonfiniteProbe, ObservedPasses
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
@@ -34,13 +34,13 @@ MAX_EARLIER_BYTES = 2**28
 class _Kept:
     """A micro-batch that can be run again: its batch, as ``training_step`` is about to get it, its number, and the random states.
 
-    With ``is_whole`` the containers of the batch are copied, and the versions of its tensors noted.
+    The versions of the batch's tensors are noted. With ``is_whole`` its containers are copied.
     """
 
     def __init__(self, batch: object, batch_idx: int, random_states: RandomStates, *, is_whole: bool) -> None:
         self.batch = with_tensors(batch, lambda tensor: tensor) if is_whole else batch
         self.batch_idx, self.random_states = batch_idx, random_states
-        self._versions = _versions(self.batch) if is_whole else None
+        self._versions = _versions(self.batch)
 
     @cached_property
     def memory(self) -> Mapping[int, int]:
@@ -49,7 +49,7 @@ class _Kept:
 
     def was_written_to(self) -> bool:
         """Whether its tensors, or containers that cannot be copied, were written to."""
-        return self._versions is not None and _versions(self.batch) != self._versions
+        return _versions(self.batch) != self._versions
 
 
 class StepRerun:
@@ -110,16 +110,17 @@ class StepRerun:
             content = _nonfinite_content(kept.batch)
             if content:
                 source = replace(source, words=f"{source.words} The batch has {content}.", cause="data", location="the batch")
-            elif any(named_tensors(kept.batch)):
+            elif is_known(kept.batch):
                 source = replace(source, words=f"{source.words} The batch is finite.", location="training_step")
             else:
-                source = replace(source, words=f"{source.words} No tensor was found in the batch to look at.")
+                source = replace(source, words=f"{source.words} The batch holds objects that cannot be looked into.")
         if not obstacle:
             return None if source is None else replace(source, micro_batch=number)
         prefix = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
         words = f"{obstacle}. {prefix}, {'all was finite.' if source is None else f'it was in {source.location}: {source.words}'}"
+        is_own = number == micro_batch and source is not None and source.cause == "data"  # the step wrote into the data
         # If two ranks have the same micro-batch, the rank that knows the module comes first.
-        return Producer(ROOT, False, micro_batch, sys.maxsize, words, cause="" if source is None else source.cause)
+        return Producer(ROOT, False, micro_batch, sys.maxsize, words, cause="" if source is None or is_own else source.cause)
 
     def _observed(self, kept: _Kept, error: Exception | None) -> ObservedPasses | None:
         """Run a micro-batch again with the probe, and return what it observed, up to an error; ``None`` if all is finite."""

@@ -129,7 +129,7 @@ class StepController:
             if finding is not None:
                 self.health.note(finding)
                 self._emit(None)
-        except Exception as own_error:
+        except BaseException as own_error:  # also Ctrl-C in the second run: the exception that ends the run is the user's
             messages.debug("The step was not searched for NaN (%s: %s).", type(own_error).__name__, own_error)
 
     # Loops without training
