@@ -115,6 +115,22 @@ def test_the_module_is_found(option: str, every_n_steps: int, tmp_path: Path, ca
     assert torch.equal(random_state, plain[2])
 
 
+@pytest.mark.parametrize("in_second_run", [KeyboardInterrupt(), SystemExit(7)], ids=["Ctrl-C", "exit"])
+def test_nothing_takes_the_place_of_the_exception(in_second_run: BaseException, tmp_path: Path) -> None:
+    """Not even Ctrl-C while the step is run again."""
+    errors = iter([ValueError("the user's"), in_second_run])
+
+    class Twice(Raising):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if self.global_step == BAD_STEP:
+                raise next(errors)
+            return super().training_step(batch, batch_idx)
+
+    error, *_ = fit(Twice(ValueError("not reached")), tmp_path, [ModuleMonitorCallback(1)])
+    assert (str(error), error.__context__) == ("the user's", None)
+    assert next(errors, None) is None
+
+
 def test_in_the_backward_pass(tmp_path: Path) -> None:
     """Torch's detection of anomalies raises an exception there, and names an operation; the finding names what is around it."""
     callback = ModuleMonitorCallback(50, health=Health(watch=[]))
