@@ -64,7 +64,7 @@ def test_the_lowest_versions_are_those_of_pyproject() -> None:
 
 
 def test_a_dependency_is_imported() -> None:
-    """What nobody imports would only be installed."""
+    """A dependency that no file imports would be installed for nothing."""
     root = Path(__file__).parents[1]
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     dependencies = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]

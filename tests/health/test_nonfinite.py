@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.lightning_package import LightningModule
 from helpers.operations import operations
-from helpers.training import Classifier, KeepLosses, loader, seed, trainer
+from helpers.training import Bad, Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,20 +26,6 @@ from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.trainer import nonfinite_search
 from lightning_module_monitor.trainer.health import HealthController
 from lightning_module_monitor.trainer.run import step_of
-
-
-class Bad(nn.Module):
-    """Takes the logarithm of what is not positive, after some noise, from its fourth call in training on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
-        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += self.training
-        h = self.dropout(self.fc(x))
-        return torch.log(h * (self.num_calls > 3) + (self.num_calls <= 3))
 
 
 def sick() -> Classifier:
@@ -225,6 +211,26 @@ def test_what_training_step_writes_into_its_batch_is_not_blamed_on_the_data(ever
     [found] = [one for one in callback.findings if one.name == "nonfinite"]
     assert "its batch was written into in the step" in found.words
     assert "data" not in [one.name for one in callback.diagnose()]
+
+
+class AddsToItsBatch(Classifier):
+    """Puts the logarithm of a finite input into the dict that it got, in its second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch["log"] = batch["x"] if batch_idx == 0 else torch.log(batch["x"] * 0.0 - 1.0)
+        return super().training_step([batch["log"], batch["y"]], batch_idx)
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 50])
+def test_what_training_step_adds_to_its_batch_is_not_data(every_n_steps: int, tmp_path: Path) -> None:
+    """The step is run again on the batch as it was, also after a light check."""
+    seed()
+    rows = DataLoader([{"x": torch.randn(6), "y": torch.tensor(1)} for _ in range(8)], 4)
+    callback = ModuleMonitorCallback(every_n_steps)
+    module = AddsToItsBatch(nn.Linear(6, 3))
+    trainer(tmp_path, [callback], max_steps=2, accumulate_grad_batches=1, limit_val_batches=0).fit(module, rows, loader(8))
+    [found] = [one for one in callback.findings if one.name == "nonfinite"]
+    assert found.words.endswith("or the LightningModule's own code before it. The batch is finite.")
 
 
 def test_a_model_that_keeps_an_output_is_run_again(tmp_path: Path) -> None:

@@ -10,28 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.training import Classifier, loader, seed, trainer
+from helpers.training import BAD_STEP, Bad, Classifier, loader, seed, trainer
 from torch import Tensor, nn
 from torch.distributions import Normal
 
 from lightning_module_monitor import Health, ModuleMonitorCallback, load_store
 from lightning_module_monitor.trainer import nonfinite_search
 from lightning_module_monitor.trainer.rerun import StepRerun
-
-BAD_STEP = 3
-
-
-class Bad(nn.Module):
-    """Takes the logarithm of what is not positive, after some noise, from its fourth call in training on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
-        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += self.training
-        return torch.log(self.dropout(self.fc(x)) * (self.num_calls > BAD_STEP) + (self.num_calls <= BAD_STEP))
 
 
 class Masking(nn.Module):

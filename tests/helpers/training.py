@@ -46,6 +46,24 @@ class Classifier(LightningModule):
         return optimizer((parameter for parameter in self.parameters() if parameter.requires_grad), **options)
 
 
+BAD_STEP = 3
+"""The step in which a model goes :class:`Bad`."""
+
+
+class Bad(nn.Module):
+    """Takes the logarithm of what is not positive, after some noise, from its fourth call in training on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.training
+        h = self.dropout(self.fc(x))
+        return torch.log(h * (self.num_calls > BAD_STEP) + (self.num_calls <= BAD_STEP))
+
+
 class KeepLosses(Callback):
     """Keeps every loss, and the random state of all generators at every batch."""
 

@@ -81,7 +81,7 @@ def bytes_of(tensor: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("change", [write, replace_memory, share_memory, replace_objects])
 def test_parameters_are_as_before_every_run(change: Callable[[nn.Module], None]) -> None:
-    """The same objects with the same memory, bit by bit; also after values that somebody gives them between runs."""
+    """Each parameter is the same object, with the same memory and the same bits, also where the user writes values into it between runs."""
     torch.manual_seed(0)
     module = Odd()
     parameters = UnchangedParameters(module)

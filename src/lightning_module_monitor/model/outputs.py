@@ -64,9 +64,9 @@ def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappi
     """
 
     def mapped(part: object) -> Any:  # noqa: ANN401  # as above
-        return map_leaves(part, function, keeps_mappings=keeps_mappings)
+        return function(part) if isinstance(part, Tensor) else map_leaves(part, function, keeps_mappings=keeps_mappings)
 
-    if isinstance(output, Mapping) and not keeps_mappings:
+    if not keeps_mappings and isinstance(output, Mapping):
         return {name: mapped(part) for name, part in output.items()}
     if isinstance(output, dict | UserDict):
         clone = copy.copy(output)
@@ -113,12 +113,12 @@ def suffix(path: Path, of: str = "output") -> str:
 
 def parts(output: object) -> Iterator[tuple[Hashable, object]]:
     """The parts of a container, each with its element of a path; none for a leaf."""
-    if isinstance(output, Mapping):
-        yield from ((name if isinstance(name, str) else ("key", name), part) for name, part in output.items())
-    elif isinstance(output, tuple) and hasattr(output, "_fields"):
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
         yield from zip(output._fields, output, strict=True)
     elif isinstance(output, tuple | list):
         yield from enumerate(output)
+    elif isinstance(output, Mapping):
+        yield from ((name if isinstance(name, str) else ("key", name), part) for name, part in output.items())
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         names = [field.name for field in dataclasses.fields(output)]
         yield from ((name, getattr(output, name)) for name in names if hasattr(output, name))  # a field may be unset

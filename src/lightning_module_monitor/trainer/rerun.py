@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.copies import independent_copy
 from lightning_module_monitor.model.names import ROOT, ModuleSite
-from lightning_module_monitor.model.outputs import is_known, named_tensors, suffix, with_tensors
+from lightning_module_monitor.model.outputs import is_known, map_leaves, named_tensors, suffix
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
 from lightning_module_monitor.probes.nonfinite import MaskedRows, NonfiniteProbe, ObservedPasses
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
@@ -34,30 +34,31 @@ MAX_EARLIER_BYTES = 2**28
 class _Kept:
     """A micro-batch that can be run again: its batch, as ``training_step`` is about to get it, its number, and the random states.
 
-    The versions of the batch's tensors are noted. With ``is_whole`` its containers are copied.
+    The batch's containers are copied, and the versions of its tensors noted.
     """
 
-    def __init__(self, batch: object, batch_idx: int, random_states: RandomStates, *, is_whole: bool) -> None:
-        self.batch = with_tensors(batch, lambda tensor: tensor) if is_whole else batch
+    def __init__(self, batch: object, batch_idx: int, random_states: RandomStates) -> None:
+        self.batch = map_leaves(batch, lambda leaf: leaf, keeps_mappings=True)
         self.batch_idx, self.random_states = batch_idx, random_states
-        self._versions = _versions(self.batch)
+        self._tensors = [*named_tensors(self.batch)]
+        self._versions = _versions(self._tensors)
 
     @cached_property
     def memory(self) -> Mapping[int, int]:
         """The storages of its tensors: bytes by address."""
-        return dict(_memory(tensor) for _path, tensor in named_tensors(self.batch))
+        return dict(_memory(tensor) for _path, tensor in self._tensors)
 
     def was_written_to(self) -> bool:
         """Whether its tensors, or containers that cannot be copied, were written to."""
-        return _versions(self.batch) != self._versions
+        return _versions(named_tensors(self.batch)) != self._versions
 
 
 class StepRerun:
     """Keeps the batches of one step, up to a limit, and the random states before each, to run one of them again before the update.
 
     The second run, in which ``sites`` are observed, shares the ``weights`` unless the forward pass writes into them. Without weights the
-    step is kept lightly, i.e. torch's random states alone, and the batch as it is. That takes a tenth of the time and mostly reproduces
-    the step; the second run then uses copies of all weights.
+    step is kept lightly, i.e. of the random states torch's alone. That takes a tenth of the time and mostly reproduces the step; the
+    second run then uses copies of all weights.
     """
 
     def __init__(self, model: LightningModule, sites: Sequence[ModuleSite], weights: Sequence[nn.Parameter] | None) -> None:
@@ -71,7 +72,7 @@ class StepRerun:
     def keep(self, batch: object, batch_idx: int) -> None:
         """A micro-batch is about to be run."""
         random_states = RandomStates(self._model.device, torch_only=not self._is_whole)
-        self._kept.append(_Kept(batch, batch_idx, random_states, is_whole=self._is_whole))
+        self._kept.append(_Kept(batch, batch_idx, random_states))
         if len(self._kept) > 1:
             self._make_room()
 
@@ -194,9 +195,9 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _versions(batch: object) -> list[tuple[object, int, int]]:
+def _versions(tensors: Iterable[tuple[object, Tensor]]) -> list[tuple[object, int, int]]:
     """The versions of a batch's tensors, which every write raises. A model that trains cannot write to tensors of inference mode."""
-    return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in named_tensors(batch)]
+    return [(path, id(tensor), 0 if tensor.is_inference() else tensor._version) for path, tensor in tensors]
 
 
 def _nonfinite_content(batch: object) -> str:
