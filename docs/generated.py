@@ -38,7 +38,7 @@ from lightning_module_monitor.cli import COMMANDS, main  # noqa: E402
 from lightning_module_monitor.health.causes import CAUSES  # noqa: E402
 from lightning_module_monitor.health.detector import Detector  # noqa: E402
 from lightning_module_monitor.health.detectors import DETECTORS  # noqa: E402
-from lightning_module_monitor.record import FACT_KIND  # noqa: E402
+from lightning_module_monitor.kinds import FACT_KIND  # noqa: E402
 from lightning_module_monitor.statistics.registry import STATISTICS  # noqa: E402
 
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 from lightning_module_monitor import ModuleMonitorCallback, load_store
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.keys import Key
 
 Batch = tuple[Tensor, Tensor]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.keys import Key
 
 DEFAULT_PANELS = ["activation/rms", "activation_gradient/rms", "update/ratio", "gradient/norm"]
 """Shown where the store has them."""

@@ -9,10 +9,10 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.callback import ModuleMonitorCallback as ModuleMonitorCallback
     from lightning_module_monitor.config.gradient_options import GradientFlow as GradientFlow
     from lightning_module_monitor.config.gradient_options import GradientNoise as GradientNoise
+    from lightning_module_monitor.config.health_options import Alert as Alert
+    from lightning_module_monitor.config.health_options import Health as Health
     from lightning_module_monitor.config.rules import Capture as Capture
     from lightning_module_monitor.config.rules import Rule as Rule
-    from lightning_module_monitor.health.alert_options import Alert as Alert
-    from lightning_module_monitor.health.alert_options import Health as Health
     from lightning_module_monitor.health.diagnoses import Diagnosis as Diagnosis
     from lightning_module_monitor.histogram import Histogram as Histogram
     from lightning_module_monitor.monitor import ModuleMonitor as ModuleMonitor
@@ -43,7 +43,7 @@ _HOMES = {
     "config.gradient_options": ("GradientFlow", "GradientNoise"),
     "config.rules": ("Capture", "Rule"),
     "health.diagnoses": ("Diagnosis",),
-    "health.alert_options": ("Alert", "Health"),
+    "config.health_options": ("Alert", "Health"),
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),
     "histogram": ("Histogram",),

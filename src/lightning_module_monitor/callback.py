@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_module_monitor.config.gradient_options import GradientFlow, GradientNoise
+from lightning_module_monitor.config.health_options import Alert, Health
 from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.config.schedule import Schedule
 from lightning_module_monitor.display import Described, Description, Findings
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.alert_options import Alert, Health
 from lightning_module_monitor.health.diagnoses import Diagnoses
 from lightning_module_monitor.lightning_packages import Callback, LightningModule, Trainer
 from lightning_module_monitor.model.compiled import KEEP

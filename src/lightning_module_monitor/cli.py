@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_module_monitor.errors import ConfigError, in_bytes, nearest_pattern, package_version, printable, require
+from lightning_module_monitor.errors import ConfigError, in_bytes, package_version, printable, require
+from lightning_module_monitor.suggestions import nearest_pattern
 from lightning_module_monitor.width_check import command as coordinate_check
 
 if TYPE_CHECKING:

@@ -1,13 +1,11 @@
-"""Exceptions, the parts of messages that help (nearest names, corrected patterns), and what is installed."""
+"""Exceptions, parts of messages, and what is installed."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
 import logging
-import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TypeAlias
 
@@ -29,95 +27,6 @@ class NonfiniteError(MonitorError):
 
 class RanksLostError(MonitorError):
     """Another rank did not take part in a collective of the monitor's: nothing can be recorded of all ranks together any more."""
-
-
-SYNONYMS = {
-    # kinds
-    "activation": ("act", "feature", "features", "output", "outputs"),
-    "activation_gradient": ("grad_output", "grad_outputs"),
-    "parameter": ("bias", "param", "params", "weight", "weights"),
-    "gradient": ("grad", "grads"),
-    # statistics
-    "norm": ("l2", "l2_norm", "magnitude"),
-    "abs_mean": ("l1", "mean_abs"),
-    "abs_max": ("inf_norm", "linf", "max_abs"),
-    "mean": ("average", "avg"),
-    "std": ("sigma", "stddev"),
-    "zero_fraction": ("sparsity", "zeros"),
-    "dead_fraction": ("dead_neurons", "dead_units"),
-    "nonfinite_count": ("inf", "nan", "nans"),
-    "nonfinite": ("anomaly", "detect_anomaly", "inf", "nan", "nans"),
-    "hist": ("distribution", "histogram"),
-    "ratio": ("update_ratio",),
-    # options and their values
-    "sites": ("include", "layers", "modules", "names"),
-    "exclude": ("ignore", "skip"),
-    "statistics": ("metrics", "stats"),
-    "every_n_steps": ("frequency", "interval", "log_every_n_steps", "log_freq"),
-    "stop": ("abort", "error", "halt", "raise"),
-    "warn": ("log", "print"),
-    "ignore": ("never", "off"),
-    "train": ("fit",),
-    "validate": ("eval", "val"),
-}
-"""Name here: what other tools and textbooks call it."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence: the known name that is ``name`` but for capitals, has it as a synonym, or is most like it; else a dot.
-
-    >>> nearest("Update", ["update_ratio", "update"]), nearest("sparsity", ["zero_fraction", "rms"]), nearest("entropy", ["rms"])
-    ("; nearest: 'update'", "; nearest: 'zero_fraction'", '.')
-    """
-    by_lower_case = {name.lower(): name for name in known}
-    match = name.lower() if name.lower() in by_lower_case else _near(name.lower(), by_lower_case)
-    return "." if match is None else f"; nearest: {by_lower_case[match]!r}"
-
-
-def or_examples(end: str, known: Iterable[str]) -> str:
-    """The end of a sentence of :func:`nearest` or :func:`nearest_pattern`; if no name is near, with three names, the outermost first.
-
-    >>> or_examples(".", ["_root_", "net.0", "net", "head"]), or_examples("; nearest: 'net'", ["net", "head"])
-    ("; expected e.g. 'net', 'head', 'net.0'.", "; nearest: 'net'")
-    """
-    outermost = sorted((name for name in known if not name.startswith("_")), key=lambda name: name.count("."))
-    return end if end != "." or not outermost else f"; expected e.g. {', '.join(map(repr, outermost[:3]))}."
-
-
-def _near(name: str, known: Collection[str]) -> str | None:
-    meant = [other for other in known if name in SYNONYMS.get(other, ()) or (len(name) > 2 and other.startswith(f"{name}_"))]
-    return next(iter(meant + difflib.get_close_matches(name, known, n=1)), None)
-
-
-def nearest_pattern(pattern: str, names: Collection[str]) -> str:
-    """The end of a sentence on a pattern that matches none of the names as a whole: a pattern that does, and the nearest name.
-
-    >>> nearest_pattern("fc*", ["fc1", "fc2"]), nearest_pattern("mlp", ["blocks.0.mlp", "head"])
-    (" as a whole; 'fc.*' matches 2 of them.", " as a whole; '.*mlp.*' matches 1 of them.")
-    >>> nearest_pattern("weights/.*/norm", ["parameter/encoder.embedding/norm", "parameter/decoder.embedding/norm"])
-    " as a whole; 'parameter/.*/norm' matches 2 of them."
-    """
-    before, after = ("" if pattern[:1] == "^" else ".*"), ("" if pattern[-1:] == "$" else ".*")
-    as_search = f".*({pattern}).*" if "|" in pattern else f"{before}{pattern}{after}"
-    words = {word for name in names for word in _WORD.findall(name)}
-    well_spelt = _WORD.sub(lambda word: word[0] if word[0] in words else _near(word[0], words) or word[0], pattern)
-    for corrected in (glob_as_pattern(pattern), as_search, well_spelt if well_spelt not in names else pattern):
-        matched = [name for name in names if re.fullmatch(corrected, name)]
-        if matched:
-            return f" as a whole; {corrected!r} matches {len(matched)} of them{nearest(pattern, matched) if len(matched) == 1 else '.'}"
-    return nearest(pattern, names)
-
-
-_WORD = re.compile(r"(?<!\\)[^\W\d]\w+")
-
-
-def glob_as_pattern(text: str) -> str:
-    """The regular expression that a glob was meant to be.
-
-    >>> glob_as_pattern("*.attn*"), glob_as_pattern("blocks.*")
-    ('.*.attn.*', 'blocks.*')
-    """
-    return re.sub(r"(?<![.\\\])])\*", ".*", text)
 
 
 def shortened(names: Sequence[str], limit: int = 3) -> str:

@@ -25,7 +25,7 @@ from lightning_module_monitor.config.rules import (
 from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.distributed.ranks import is_first_process
-from lightning_module_monitor.engine.metrics import MetricMethods
+from lightning_module_monitor.engine import metrics
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError, Log
@@ -57,7 +57,7 @@ def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
-class ModuleMonitor(Described, MetricMethods):
+class ModuleMonitor(Described):
     """Observes a module while it trains.
 
     In a plain loop::
@@ -151,7 +151,8 @@ class ModuleMonitor(Described, MetricMethods):
         )
         self.engine = StepEngine(recipe, self._reporter, self.storage)
         """Runs the steps."""
-        self._metrics: set[tuple[str, str]] = set()
+        self.metrics: set[tuple[str, str]] = set()
+        """Kind and name of each metric that was added by function."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy made in the middle of a run is a monitor without a module: hooks and an open step belong to the original."""
@@ -231,6 +232,21 @@ class ModuleMonitor(Described, MetricMethods):
         """
         for rule in as_tuple(rules):
             self.engine.add_rule(rule, label, is_optional=are_optional)
+
+    # Metrics, values of the user, recorded values: see engine/metrics.py
+
+    add_activation_metric = metrics.add_activation_metric
+    add_activation_difference_metric = metrics.add_activation_difference_metric
+    add_parameter_difference_metric = metrics.add_parameter_difference_metric
+    add_parameter_metric = metrics.add_parameter_metric
+    add_gradient_metric = metrics.add_gradient_metric
+    get_step_metrics = metrics.get_step_metrics
+    get_all_metrics = metrics.get_all_metrics
+    monitor_skipped_step = metrics.monitor_skipped_step
+    monitor_context = metrics.monitor_context
+    log_scalar = metrics.log_scalar
+    log_scalars = metrics.log_scalars
+    log_tensor = metrics.log_tensor
 
     # The reference
 

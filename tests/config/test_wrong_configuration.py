@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_module_monitor import Alert, Capture, Health, ModuleMonitor, ModuleMonitorCallback, Rule
+from lightning_module_monitor.config.health_options import parse_health
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.alert_options import parse_health
 from lightning_module_monitor.trainer.strategy import check_strategy
 
 Options = dict[str, Any]

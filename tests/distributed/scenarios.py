@@ -61,7 +61,7 @@ from lightning_module_monitor.errors import ConfigError, RanksLostError
 from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.statistics import magnitudes
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.step.accumulator import StepAccumulator
 from lightning_module_monitor.trainer import nonfinite_search
 from lightning_module_monitor.trainer.optimizers import OptimizerTracker
 from lightning_module_monitor.trainer.overhead import HostClock

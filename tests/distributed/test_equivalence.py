@@ -15,7 +15,7 @@ from helpers.equivalence import PARAMETERS, TENSORS
 from torch.nn import functional as F
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.keys import Key
 
 RunScenarios = Callable[[int, str], list[Any]]
 

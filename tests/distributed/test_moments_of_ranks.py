@@ -16,7 +16,7 @@ from lightning_module_monitor.distributed.rank_moments import ReducedMoments, Re
 from lightning_module_monitor.kernels.elements import to_host
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.statistics.layout import nan_where_empty
+from lightning_module_monitor.statistics.finisher import nan_where_empty
 
 
 def moments_of(rows: list[list[Tensor]]) -> Moments:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import Function, Value
-from lightning_module_monitor.statistics.layout import SeriesState
 from lightning_module_monitor.statistics.registry import HistogramStatistic
 from lightning_module_monitor.statistics.stream import Output, Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
+from lightning_module_monitor.step.state import SeriesState
 
 NUM_STREAMS = 6
 PLAIN = {name: item for name, item in STATISTICS.items() if isinstance(item, Statistic) and not (item.compared_with or item.relative)}

@@ -29,7 +29,7 @@ from torchmetrics import MeanMetric
 from lightning_module_monitor import STATISTICS, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.cli import COMMANDS, main
 from lightning_module_monitor.health.causes import CAUSES
-from lightning_module_monitor.record import KINDS, OWN_FIGURES, OWN_KIND
+from lightning_module_monitor.kinds import KINDS, OWN_FIGURES, OWN_KIND
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_module_monitor import STATISTICS, GradientFlow, ModuleMonitor, Record, Rule, Statistic
+from lightning_module_monitor.config.health_options import watch_rules
 from lightning_module_monitor.config.rules import coordinate_check_rules
-from lightning_module_monitor.health.alert_options import watch_rules
 from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.kernels import numba_kernel
 from lightning_module_monitor.record import is_undefined

@@ -12,8 +12,10 @@ import pytest
 
 from lightning_module_monitor.health.alerts import AlertRule, matching
 from lightning_module_monitor.health.detectors import DETECTORS
+from lightning_module_monitor.health.facts import Facts, ParameterFacts, Training
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.record import Facts, Key, ParameterFacts, Record, Training
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.record import Record
 
 KEY = "gradient/fc/norm"
 

@@ -11,9 +11,12 @@ from helpers.documents import generated
 from lightning_module_monitor.health.causes import CAUSES
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.diagnoses import MAX_DIAGNOSES, diagnose
+from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.run_history import History
-from lightning_module_monitor.record import RANK_DISAGREEMENT, Facts, Finding, GroupFacts, Key, ParameterFacts, Record
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import RANK_DISAGREEMENT
+from lightning_module_monitor.record import Finding, Record
 
 
 def finding(name: str, step: int, steps_before: int = 0, cause: str = "") -> Finding:

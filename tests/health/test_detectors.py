@@ -10,7 +10,8 @@ import pytest
 
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.record import UNDEFINED_BITS, Key, Record
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.record import UNDEFINED_BITS, Record
 from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 

@@ -24,7 +24,7 @@ from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.probes.nonfinite import FiniteStep
 from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.trainer import nonfinite_search
-from lightning_module_monitor.trainer.health import HealthController
+from lightning_module_monitor.trainer.health_controller import HealthController
 from lightning_module_monitor.trainer.run import step_of
 
 

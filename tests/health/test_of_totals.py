@@ -15,8 +15,10 @@ from lightning_module_monitor import Alert, ModuleMonitorCallback, Rule
 from lightning_module_monitor.config.rules import parse_patterns
 from lightning_module_monitor.health.alerts import naming
 from lightning_module_monitor.health.detectors import DETECTORS
+from lightning_module_monitor.health.facts import Facts, ParameterFacts
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.record import Facts, Key, ParameterFacts, Record
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.record import Record
 
 TOTAL = "gradient/_root_/norm"
 FACTS = Facts({"fc.weight": ParameterFacts("trained", 0, 4), "head.weight": ParameterFacts("trained", 0, 4)})

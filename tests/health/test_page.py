@@ -17,7 +17,7 @@ from lightning_module_monitor import ModuleMonitorCallback
 from lightning_module_monitor.health.causes import CAUSES
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.detectors import DETECTORS
-from lightning_module_monitor.record import FACT_KIND
+from lightning_module_monitor.kinds import FACT_KIND
 
 GUIDE, REFERENCE = "docs/health.md", "docs/reference/detectors.md"
 

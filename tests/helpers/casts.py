@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
 
 QUANTILES = {"p01": 1, "p05": 5, "p25": 25, "median": 50, "p75": 75, "p95": 95, "p99": 99}
 BOUND = 0.045

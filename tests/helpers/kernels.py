@@ -17,7 +17,7 @@ from lightning_module_monitor.kernels.moments import Moments, Need, merged
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
 from lightning_module_monitor.kernels.table import Kernel
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel
-from lightning_module_monitor.statistics.layout import nan_where_empty
+from lightning_module_monitor.statistics.finisher import nan_where_empty
 
 CPU = torch.device("cpu")
 HALVES = (torch.bfloat16, torch.float16)

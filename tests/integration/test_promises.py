@@ -24,7 +24,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.kernels import elements, numba_kernel
-from lightning_module_monitor.record import KINDS
+from lightning_module_monitor.kinds import KINDS
 
 STATISTICS = ["mean", "std", "kurtosis", "norm", "min", "abs_mean", "zero_fraction", "nonfinite_count", "token_norm", "hist"]
 EVERYTHING = [

@@ -22,9 +22,9 @@ from lightning_module_monitor.kernels import bins_of_floats
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.registry import STATISTICS, HistogramStatistic, Statistic
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
 
 over_bins = pytest.mark.parametrize("bins", ALL_BINS, ids=["histogram", "fine"])
 

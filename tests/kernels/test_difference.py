@@ -9,11 +9,11 @@ from helpers.textbook import PLAIN, textbook
 from torch import Tensor
 
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.functions import Function
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.stream import BASE, OWN, Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
 
 SHARED_CHUNK_ELEMENTS = 1024
 """What the compiled kernel measures at once."""

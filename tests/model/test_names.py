@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_module_monitor import ModuleMonitor, Rule
+from lightning_module_monitor.keys import Key
 from lightning_module_monitor.model.names import Namer
-from lightning_module_monitor.record import Key
 
 
 def test_a_table_of_parameters_may_have_its_own_way_to_get_one() -> None:

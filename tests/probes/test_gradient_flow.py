@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import GradientFlow, ModuleMonitor, ModuleMonitorCallback, Record, Rule, load_store
 from lightning_module_monitor.config.rules import ConfigError
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.keys import Key
 
 
 class Deep(nn.Module):

@@ -10,8 +10,8 @@ from helpers.operations import no_host_reads
 from torch import Tensor, nn
 
 from lightning_module_monitor import kernels
-from lightning_module_monitor.health.producer import producer
 from lightning_module_monitor.model.names import Namer
+from lightning_module_monitor.nonfinite.producer import producer
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
 from lightning_module_monitor.statistics import magnitudes
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes

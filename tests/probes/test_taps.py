@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import Capture, GradientFlow, ModuleMonitor, Record, Rule
 from lightning_module_monitor.kernels.table import MomentTable
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.probes.parameters import ParameterAccess
-from lightning_module_monitor.record import KINDS
 
 OBSERVED = [name for name, kind in KINDS.items() if not (kind.of_heads or kind.has_option or name.startswith("rcc_"))]
 PAIRS = [name for name in OBSERVED if KINDS[name].is_pair]

@@ -12,7 +12,8 @@ import pytest
 from helpers.stores import write_store
 
 from lightning_module_monitor import Record, load_store
-from lightning_module_monitor.record import UNDEFINED, Facts, GroupFacts, ModuleInfo, ParameterFacts
+from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts
+from lightning_module_monitor.record import UNDEFINED, ModuleInfo
 from lightning_module_monitor.report.glance import SeriesRow, SeriesSummary, at_a_glance, length_of
 from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.report.stored_run import StoredRun, read_run

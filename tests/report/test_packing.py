@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.keys import Key
 from lightning_module_monitor.report.payload import ABSENT_BITS, FEWEST_COLUMNS, MAX_NUMBERS, Payload, condense, pack
 from lightning_module_monitor.sinks.store.matrices import Table
 

@@ -16,7 +16,7 @@ from helpers.tiny import Tiny, fit, loader, trainer
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, cli
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.trainer import sinks as trainer_sinks
+from lightning_module_monitor.trainer import sinks_controller as trainer_sinks
 
 
 class Fail(Callback):

@@ -9,7 +9,8 @@ import numpy as np
 from helpers.stores import write_store
 
 from lightning_module_monitor import load_store
-from lightning_module_monitor.record import TRAIN, ModuleInfo
+from lightning_module_monitor.kinds import TRAIN
+from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
 from lightning_module_monitor.sinks.store.matrices import Table
 

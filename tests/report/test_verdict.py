@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
+from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import Verdict, verdict_of
 from lightning_module_monitor.health.run_history import rank_test
-from lightning_module_monitor.record import Facts, Finding, GroupFacts, Key, ModuleInfo, ParameterFacts
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.record import Finding, ModuleInfo
 from lightning_module_monitor.report.stored_run import early, late, median_of_finite
 from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.keys import Key
 from lightning_module_monitor.sinks import loggers
 from lightning_module_monitor.sinks.roll_ups import ZeroCounts
 

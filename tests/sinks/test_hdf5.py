@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_module_monitor.record import Finding, ModuleInfo, Record
-from lightning_module_monitor.sinks.files import is_numbered_path_of, tensors_path
 from lightning_module_monitor.sinks.store import lock, rows, schema
+from lightning_module_monitor.sinks.store.paths import is_numbered_path_of, tensors_path
 from lightning_module_monitor.sinks.store.read_access import is_in_use
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles

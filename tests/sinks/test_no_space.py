@@ -18,8 +18,8 @@ from helpers.processes import start
 
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import Finding, RawTensor, Record
-from lightning_module_monitor.sinks.files import temporary_path
 from lightning_module_monitor.sinks.store import space
+from lightning_module_monitor.sinks.store.paths import temporary_path
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
 from lightning_module_monitor.sinks.store.writer import Store

@@ -19,7 +19,7 @@ from lightning_module_monitor import load_store
 from lightning_module_monitor.cli import main
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.files import tensors_path
+from lightning_module_monitor.sinks.store.paths import tensors_path
 from lightning_module_monitor.sinks.store.tensors import TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
 

@@ -15,10 +15,9 @@ import torch
 from helpers.stores import digests
 from torch import Tensor
 
-from lightning_module_monitor import sinks
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.files import temporary_path
-from lightning_module_monitor.sinks.store import tensors
+from lightning_module_monitor.sinks.store import paths, tensors
+from lightning_module_monitor.sinks.store.paths import temporary_path
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
@@ -300,7 +299,7 @@ def test_ctrl_c_in_the_middle_leaves_the_file_as_it_was(tmp_path: Path, monkeypa
         if moment == "tensors":
             patch.setattr(tensors, "_to_array", interrupted(tensors._to_array, at_call=2))
         else:
-            patch.setattr(sinks.files, "replace", interrupted(sinks.files.replace, at_call=1))
+            patch.setattr(paths, "replace", interrupted(paths.replace, at_call=1))
         with pytest.raises(KeyboardInterrupt):
             opened.write(record(1, raw(torch.tensor([2])), raw(torch.tensor([3]), "b")))
     assert list(content(path)) == [("activation", "fc", 0, 0)]

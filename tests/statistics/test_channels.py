@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_module_monitor import STATISTICS, ModuleMonitor, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.statistics import channels
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.layout import SeriesState
 from lightning_module_monitor.statistics.stream import Output, Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
+from lightning_module_monitor.step.state import SeriesState
 
 
 def outliers(tensors: list[Tensor]) -> float:

@@ -11,10 +11,10 @@ import torch
 from helpers.textbook import PLAIN
 from torch import Tensor
 
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
-from lightning_module_monitor.statistics.layout import SeriesState
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.stream import Output, Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
+from lightning_module_monitor.step.state import SeriesState
 
 
 def output_of(name: str) -> Output:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_module_monitor.trainer.facts import LossFacts
+from lightning_module_monitor.trainer.facts_reader import LossFacts
 
 LABELS = torch.zeros(4, dtype=torch.long)
 OF_PIXELS = torch.zeros(4, 5, dtype=torch.long)

@@ -12,7 +12,7 @@ from lightning_module_monitor.config.plain import PlainFields, any_hints, plain
 from lightning_module_monitor.config.rules import ParsedRule, as_tuple, check_choice, options_of, parse_patterns
 from lightning_module_monitor.config.schedule import ParsedSchedule
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.record import ROOT_SITE
+from lightning_module_monitor.kinds import ROOT_SITE
 from lightning_module_monitor.statistics.gains import HEURISTIC, NORMS, Thresholds
 
 

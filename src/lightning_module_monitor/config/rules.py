@@ -14,13 +14,15 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.config.plain import PlainFields, any_hints, plain
 from lightning_module_monitor.config.schedule import ParsedSchedule, Schedule, parse_schedule
-from lightning_module_monitor.errors import ConfigError, glob_as_pattern, nearest
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.record import KINDS, MAX_STATISTIC_LENGTH, ROOT_SITE, fit_for_loggers
+from lightning_module_monitor.keys import MAX_STATISTIC_LENGTH, fit_for_loggers
+from lightning_module_monitor.kinds import KINDS, ROOT_SITE
 from lightning_module_monitor.statistics.channels import ChannelStatistic
 from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.stream import Output
+from lightning_module_monitor.suggestions import glob_as_pattern, nearest
 
 
 @any_hints

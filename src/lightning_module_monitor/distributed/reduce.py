@@ -14,12 +14,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.rank_moments import Fingerprints, Replicas, fingerprints_of, reduce_moments
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Array, Moments
-from lightning_module_monitor.statistics.functions import Aggregate, Function, Value
-from lightning_module_monitor.statistics.layout import LARGEST, SUMMED, Layout, Numbers, Observed
+from lightning_module_monitor.statistics.functions import Aggregate, Function, Value, compute_and_reset
+from lightning_module_monitor.statistics.layout import Layout
+from lightning_module_monitor.statistics.numbers import LARGEST, SUMMED, Numbers
+from lightning_module_monitor.statistics.observations import Observed
 from lightning_module_monitor.statistics.registry import STATISTICS
 from lightning_module_monitor.statistics.stream import Identity, Output, Stream
 
@@ -215,3 +218,10 @@ def _parted(joined: Tensor, like: Numbers, fields: Sequence[str]) -> dict[str, A
     shaped = [getattr(like, name) for name in fields]
     pieces = np.split(joined.numpy(), np.cumsum([array.size for array in shaped])[:-1])
     return {name: piece.reshape(array.shape) for name, piece, array in zip(fields, pieces, shaped, strict=True)}
+
+
+def compute_over_ranks(metric: Metric, ranks: Ranks) -> object:
+    """The result of a torchmetrics object over all ranks, which it exchanges itself; it is empty and on the host afterwards."""
+    metric.process_group = ranks.group  # where its collectives meet none of training's
+    metric.to("cpu")  # the group is one of the host
+    return compute_and_reset(metric)

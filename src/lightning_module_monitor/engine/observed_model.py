@@ -13,8 +13,9 @@ from torch import nn
 from lightning_module_monitor.config.rules import Capture, ParsedRule, Rule, parse_capture
 from lightning_module_monitor.distributed.ranks import Ranks, disagreement, num_processes
 from lightning_module_monitor.distributed.shards import fsdp1_units
+from lightning_module_monitor.engine.replicas import ReplicaAlert
 from lightning_module_monitor.errors import ConfigError, shortened
-from lightning_module_monitor.health.alerts import ReplicaAlert
+from lightning_module_monitor.kinds import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.model.compiled import compiled_parts, num_compile_attempts
 from lightning_module_monitor.model.names import ROOT, ModelIndex
 from lightning_module_monitor.plan.planner import Planner
@@ -26,11 +27,10 @@ from lightning_module_monitor.probes.gradient_noise import NoiseState
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.rcc_terms import intermediate_streams
 from lightning_module_monitor.probes.reference import Reference, structural_differences
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.statistics.channels import Recent, recent_units
 from lightning_module_monitor.statistics.functions import Aggregate, Value
-from lightning_module_monitor.statistics.layout import SeriesState
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.step.state import SeriesState
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,20 +14,11 @@ from lightning_module_monitor.config.rules import Rule
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import RanksLostError
+from lightning_module_monitor.kinds import CONTEXT_KIND, KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.probes.base import ErrorReporter, Gate, unchanged_grad_mode
-from lightning_module_monitor.record import (
-    CONTEXT_KIND,
-    KINDS,
-    OWN_KIND,
-    RANK_DISAGREEMENT,
-    SECONDS_PER_STEP,
-    TRAIN,
-    Finding,
-    RawTensor,
-    Record,
-)
+from lightning_module_monitor.record import Finding, RawTensor, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 from lightning_module_monitor.statistics.functions import Aggregate
 

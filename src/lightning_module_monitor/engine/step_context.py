@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.engine.observed_model import ObservedModel
-from lightning_module_monitor.errors import nearest, or_examples
+from lightning_module_monitor.kinds import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
 from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.hooks import Unobserved
 from lightning_module_monitor.plan.plan import Plan
@@ -28,9 +28,10 @@ from lightning_module_monitor.probes.parameters import ParameterTap, fail_remove
 from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.tap import Consumer, ModuleTap
-from lightning_module_monitor.record import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN, RawTensor
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
+from lightning_module_monitor.record import RawTensor
 from lightning_module_monitor.statistics.precision import Scale
+from lightning_module_monitor.step.accumulator import StepAccumulator
+from lightning_module_monitor.suggestions import nearest, or_examples
 
 
 class StepContext:

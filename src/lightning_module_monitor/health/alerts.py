@@ -8,15 +8,15 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import RANK_DISAGREEMENT, ROOT_SITE, Finding, Key, Severity, Training, is_undefined
-
-if TYPE_CHECKING:  # imports torch, which a command that reads a store does without
-    from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.health.facts import Training
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import ROOT_SITE
+from lightning_module_monitor.record import Severity, is_undefined
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
@@ -326,27 +326,3 @@ def _condition(rule: AlertRule) -> str:
     unit = " times the median of earlier records" if rule.relative_to == "median" else ""
     limits = {"above": rule.above, "below": rule.below}
     return f"The alert is for {' or '.join(f'{name} {limit:g}{unit}' for name, limit in limits.items() if limit is not None)}."
-
-
-# Between ranks
-
-CURE = "look for code that changes it on a single rank, e.g. a parameter that the reduction of gradients leaves out"
-
-
-class ReplicaAlert:
-    """Reports parameters that differ between ranks although they must be equal; again only after a record in which all are equal."""
-
-    def __init__(self) -> None:
-        self._is_reported = False
-
-    def examine(self, step: int, differing: Sequence[Stream]) -> list[Finding]:
-        """The finding of a record, if any, from the streams whose values differ, in the order of the model."""
-        was_reported, self._is_reported = self._is_reported, bool(differing)
-        if was_reported or not differing:
-            return []
-        first, num_sites = differing[0], len({stream.site for stream in differing})
-        what = f"{first.kind} {first.site}" + (f" and {num_sites - 1} more" if num_sites > 1 else "")
-        words = (
-            f"Ranks have different values of {what}, which must be equal. Recorded statistics cover the elements of all ranks. Try: {CURE}."
-        )
-        return [Finding(step, RANK_DISAGREEMENT, first.site, next(iter(first.number_keys), ""), words)]

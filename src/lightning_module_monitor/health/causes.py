@@ -6,10 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_module_monitor.health.alerts import CURE, has_fallen
+from lightning_module_monitor.health.alerts import has_fallen
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.run_history import SMALL_REACH, History
-from lightning_module_monitor.record import RANK_DISAGREEMENT, Finding, Key
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import RANK_DISAGREEMENT
+from lightning_module_monitor.record import Finding
+
+CURE = "look for code that changes it on a single rank, e.g. a parameter that the reduction of gradients leaves out"
+"""What to try where ranks disagree."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from lightning_module_monitor.health.alerts import Action, AlertRule
 from lightning_module_monitor.health.figures import totals
-from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, OWN_KIND, ROOT_SITE, TRAIN, Key, Severity
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import CONTEXT_KIND, FACT_KIND, OWN_KIND, ROOT_SITE, TRAIN
+from lightning_module_monitor.record import Severity
 
 
 @dataclass(frozen=True)

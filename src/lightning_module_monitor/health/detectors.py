@@ -23,7 +23,7 @@ from lightning_module_monitor.health.figures import (
     zeros_of_outputs,
     zeros_of_weights,
 )
-from lightning_module_monitor.record import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED
+from lightning_module_monitor.kinds import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED
 
 _rule = functools.partial(AlertRule, "", nothing)
 _SIZES = ("rms", "norm", "abs_max", "abs_mean")

@@ -9,7 +9,8 @@ from lightning_module_monitor.display import Described, Description, counted
 from lightning_module_monitor.health.causes import CAUSES, Cause
 from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING
 from lightning_module_monitor.health.run_history import History
-from lightning_module_monitor.record import DEAD_AFTER, ROOT_SITE, Finding
+from lightning_module_monitor.kinds import DEAD_AFTER, ROOT_SITE
+from lightning_module_monitor.record import Finding
 
 MAX_DIAGNOSES = MAX_EVIDENCE = 3
 _UNEXPLAINED = ("", "learning_rate", "update", "recurrent")

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Figures
-from lightning_module_monitor.record import ROOT_SITE, Key
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import ROOT_SITE
 
 FINITE_STATISTICS = ("nonfinite_count", "norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
 """Statistics that show a non-finite element: the number of such elements, and statistics that are finite for every finite tensor, unlike

@@ -12,19 +12,11 @@ import numpy as np
 from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.detectors import DETECTORS, NOT_LEARNING, ZERO_RATE
+from lightning_module_monitor.health.facts import ParameterFacts
 from lightning_module_monitor.health.run_history import History, is_kept
-from lightning_module_monitor.record import (
-    CONTEXT_KIND,
-    LOSS,
-    OWN_KIND,
-    ROOT_SITE,
-    STEP_SKIPPED,
-    Finding,
-    Key,
-    ParameterFacts,
-    Record,
-    is_total,
-)
+from lightning_module_monitor.keys import Key, is_total
+from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, OWN_KIND, ROOT_SITE, STEP_SKIPPED
+from lightning_module_monitor.record import Finding, Record
 
 UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
 """Without facts every parameter counts as trained."""

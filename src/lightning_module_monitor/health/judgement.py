@@ -16,7 +16,8 @@ from lightning_module_monitor.health.detectors import DETECTORS, DIVERGING, NONF
 from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
 from lightning_module_monitor.health.judge import Alarm, Judge
 from lightning_module_monitor.health.run_history import MIN_LOSSES, History
-from lightning_module_monitor.record import ROOT_SITE, Finding, Severity
+from lightning_module_monitor.kinds import ROOT_SITE
+from lightning_module_monitor.record import Finding, Severity
 
 LEVELS: Mapping[Severity, str] = {"error": "sick", "warning": "watch"}
 """The verdict on a finding in a word, by its severity."""

@@ -10,21 +10,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from lightning_module_monitor.health.alerts import has_fallen
+from lightning_module_monitor.health.facts import Facts, ParameterFacts
 from lightning_module_monitor.health.figures import is_weight
-from lightning_module_monitor.record import (
-    CONTEXT_KIND,
-    LOSS,
-    OWN_KIND,
-    ROOT_SITE,
-    STEP_SKIPPED,
-    TRAIN,
-    Facts,
-    Key,
-    ParameterFacts,
-    is_rate,
-    is_total,
-    name_of_rate,
-)
+from lightning_module_monitor.keys import Key, is_rate, is_total, name_of_rate
+from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, OWN_KIND, ROOT_SITE, STEP_SKIPPED, TRAIN
 
 MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""

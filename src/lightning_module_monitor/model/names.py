@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples, shortened
+from lightning_module_monitor.errors import ConfigError, shortened
+from lightning_module_monitor.keys import MAX_SITE_LENGTH, fit_for_loggers
+from lightning_module_monitor.kinds import KINDS, ROOT_SITE
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts
 from lightning_module_monitor.model.outputs import Path, suffix
-from lightning_module_monitor.record import KINDS, MAX_SITE_LENGTH, ROOT_SITE, fit_for_loggers
+from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_examples
 
 ROOT = ROOT_SITE
 _WRAPPED = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.names import ModelIndex, and_insides, children_of_containers
 from lightning_module_monitor.plan.matching import OF_WATCHES, matching
-from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.registry import Statistic
 
 OF_BLOCKS = "max_logged_keys"

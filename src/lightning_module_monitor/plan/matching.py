@@ -6,13 +6,13 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lightning_module_monitor.config.rules import ParsedRule
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples, shortened
+from lightning_module_monitor.errors import ConfigError, shortened
 from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.compiled import NOT_COMPILED, names_used
 from lightning_module_monitor.model.names import (
     ModelIndex,
@@ -22,15 +22,11 @@ from lightning_module_monitor.model.names import (
     is_excluded,
     matches,
     unwrapped_class,
-    without_wrappers,
 )
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import ErrorReporter
-from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.registry import Statistic
-
-if TYPE_CHECKING:  # a plan has rules about states, which match sites
-    from lightning_module_monitor.plan.plan import Plan
+from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_examples
 
 _ANY = (re.compile("(?s).*"),)
 
@@ -165,26 +161,6 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
 def _class_in_words(of: type) -> str:
     """The name of a class; with its import path if it is not of torch, as other libraries have a ``Linear``, too."""
     return of.__name__ if of.__module__.partition(".")[0] == "torch" else f"{of.__module__}.{of.__qualname__}"
-
-
-def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, plan: Plan) -> str:
-    """One line: what of the model is compiled, and what that leaves out: modules that rules match, detectors, and attention.
-
-    Empty if that leaves nothing out.
-    """
-    names = shortened([without_wrappers(name) for name in index.compiled.names])
-    left_out = f"{num_inside} of the {num_inside + len(plan.modules)} modules that the rules match"
-    watch_rules = [rule for rule in rules if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds)]
-    idle = {name: None for rule in watch_rules for name in rule.outputs if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
-    unjudged = f" {OF_WATCHES} has no {', '.join(idle)} to judge." if idle else ""
-    heads = [rule for rule in rules if any(KINDS[kind].of_heads for kind in rule.kinds) and rule.label != OF_WATCHES]
-    callers = [watched.site.name for watched in plan.modules_with_heads if heads and watched.site.module in index.compiled.callers]
-    attention = (
-        f" {shortened(callers)} call compiled functions: attention is recorded in modules within, not in their own code." if callers else ""
-    )
-    how = "compiled: uncompiled records them, and runs monitored steps uncompiled"
-    inside = f" What is inside is not observed: {left_out}." if num_inside else ""
-    return f"Compiled: {names}.{inside}{unjudged}{attention} {how}." if inside or unjudged or attention else ""
 
 
 def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.plan.states import StateRules
 from lightning_module_monitor.probes.base import WatchedModule, WatchedParameter
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.gradient_noise import NoiseSites
-from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.stream import Stream
 
 

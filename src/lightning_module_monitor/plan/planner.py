@@ -12,10 +12,12 @@ from torch import nn
 from lightning_module_monitor.config.rules import ParsedRule, Rule, parse_rule
 from lightning_module_monitor.distributed.ranks import num_processes
 from lightning_module_monitor.distributed.shards import is_laid_out
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.errors import ConfigError, shortened
+from lightning_module_monitor.keys import Key, is_context
+from lightning_module_monitor.kinds import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, TRAIN
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts
-from lightning_module_monitor.model.names import ModelIndex, ModuleSite
-from lightning_module_monitor.plan.matching import check_rule, compiled_in_words, idle_kinds, layer_sites, matching, report_unmatched
+from lightning_module_monitor.model.names import ModelIndex, ModuleSite, without_wrappers
+from lightning_module_monitor.plan.matching import OF_WATCHES, check_rule, idle_kinds, layer_sites, matching, report_unmatched
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.plan.states import StateRules
@@ -24,7 +26,6 @@ from lightning_module_monitor.probes.base import ErrorReporter, SiteT, Watched, 
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.gradient_noise import NoiseSites
 from lightning_module_monitor.probes.optimizer_states import STATE
-from lightning_module_monitor.record import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, TRAIN, Key, is_context
 from lightning_module_monitor.statistics.stream import Stream
 
 
@@ -269,3 +270,23 @@ def _noise_of(recipe: Recipe, index: ModelIndex) -> NoiseSites | None:
 
 def _path(stream: Stream) -> str:
     return "/".join(filter(None, (stream.kind, stream.site, stream.stage, stream.prefix, *stream.outputs)))
+
+
+def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, plan: Plan) -> str:
+    """One line: what of the model is compiled, and what that leaves out: modules that rules match, detectors, and attention.
+
+    Empty if that leaves nothing out.
+    """
+    names = shortened([without_wrappers(name) for name in index.compiled.names])
+    left_out = f"{num_inside} of the {num_inside + len(plan.modules)} modules that the rules match"
+    watch_rules = [rule for rule in rules if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds)]
+    idle = {name: None for rule in watch_rules for name in rule.outputs if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
+    unjudged = f" {OF_WATCHES} has no {', '.join(idle)} to judge." if idle else ""
+    heads = [rule for rule in rules if any(KINDS[kind].of_heads for kind in rule.kinds) and rule.label != OF_WATCHES]
+    callers = [watched.site.name for watched in plan.modules_with_heads if heads and watched.site.module in index.compiled.callers]
+    attention = (
+        f" {shortened(callers)} call compiled functions: attention is recorded in modules within, not in their own code." if callers else ""
+    )
+    how = "compiled: uncompiled records them, and runs monitored steps uncompiled"
+    inside = f" What is inside is not observed: {left_out}." if num_inside else ""
+    return f"Compiled: {names}.{inside}{unjudged}{attention} {how}." if inside or unjudged or attention else ""

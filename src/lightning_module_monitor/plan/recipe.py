@@ -11,8 +11,9 @@ from lightning_module_monitor.config.gradient_options import ParsedGradientFlow
 from lightning_module_monitor.config.rules import ParsedRule, Rule, parse_rule
 from lightning_module_monitor.config.schedule import ParsedSchedule
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.keys import Key, check_prefix
+from lightning_module_monitor.kinds import KINDS, OWN_KIND, STAGES, TRAIN
 from lightning_module_monitor.model.names import NameFormat
-from lightning_module_monitor.record import KINDS, OWN_KIND, STAGES, TRAIN, Key, check_prefix
 
 DETAIL = "detail"
 """The label of rules that last as long as the model."""

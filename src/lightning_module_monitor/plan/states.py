@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_module_monitor.config.rules import ParsedRule
-from lightning_module_monitor.errors import nearest_pattern
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.names import ModelIndex, ParameterSite, matches
 from lightning_module_monitor.plan.matching import is_picked
 from lightning_module_monitor.plan.totals import Totals
 from lightning_module_monitor.probes.base import ErrorReporter, WatchedParameter
 from lightning_module_monitor.probes.optimizer_states import STATE
-from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.suggestions import nearest_pattern
 
 
 @dataclass(eq=False)

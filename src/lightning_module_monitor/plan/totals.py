@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_module_monitor.config.rules import ParsedRule
-from lightning_module_monitor.errors import ConfigError, nearest_pattern, shortened
+from lightning_module_monitor.errors import ConfigError, shortened
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.names import ROOT, ModelIndex, ParameterSite, and_insides, matches
 from lightning_module_monitor.plan.matching import matching
 from lightning_module_monitor.probes.base import WatchedParameter
-from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.stream import Output, Stream
+from lightning_module_monitor.suggestions import nearest_pattern
 
 
 def check_per_module(rule: ParsedRule, index: ModelIndex) -> None:

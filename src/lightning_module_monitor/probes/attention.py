@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.compiled import CallHook, CompiledParts
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, as_torch_itself, is_in_backward, is_tracing
 from lightning_module_monitor.model.names import ModuleSite
@@ -25,7 +26,6 @@ from lightning_module_monitor.probes.attention_calls import (
     read_scaled_dot_product_attention,
 )
 from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule, failing_alone
-from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.attention_figures import MAX_QUERIES, attention_figures, query_stride
 
 FIGURES = {kind.name: kind.name.removeprefix("attention_") for kind in KINDS.values() if kind.of_heads}

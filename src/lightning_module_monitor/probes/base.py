@@ -16,8 +16,8 @@ from torch import nn
 from lightning_module_monitor.errors import Log, MonitorError, shortened
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import Path, is_first
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
 
 SiteT = TypeVar("SiteT", ModuleSite, ParameterSite)
 

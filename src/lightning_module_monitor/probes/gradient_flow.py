@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.config.gradient_options import ParsedGradientFlow
 from lightning_module_monitor.kernels.elements import plain
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import SUMMARY_SITE
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModelIndex, Namer
 from lightning_module_monitor.model.outputs import NamedTensors
 from lightning_module_monitor.probes.base import StepTools
 from lightning_module_monitor.probes.tap import Awaited, Consumer, counted_elements
-from lightning_module_monitor.record import SUMMARY_SITE, Key
 from lightning_module_monitor.statistics.gains import EPS, NORMS, Thresholds, summary, transitions
 from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream

@@ -29,9 +29,9 @@ from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
 from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
 from lightning_module_monitor.probes.reference import Reference
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
 
 
 class ParameterAccess:

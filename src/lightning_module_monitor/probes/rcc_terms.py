@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
+from lightning_module_monitor.kinds import RCC_SKIPPED_CALLS
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
 from lightning_module_monitor.model.unchanged import full_precision
@@ -45,7 +46,6 @@ from lightning_module_monitor.probes.rcc_layers import (
     weight_and_bias,
 )
 from lightning_module_monitor.probes.reference import ReferenceProbe
-from lightning_module_monitor.record import RCC_SKIPPED_CALLS
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Statistic

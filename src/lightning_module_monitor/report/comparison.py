@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_module_monitor.errors import ConfigError, nearest_pattern
-from lightning_module_monitor.record import Key
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.keys import Key
 from lightning_module_monitor.report.stored_run import StoredRun, median_of_finite
 from lightning_module_monitor.sinks.store.matrices import Table
+from lightning_module_monitor.suggestions import nearest_pattern
 
 NEGLIGIBLE = 1e-3
 """Share of the median magnitude over the sites of both runs below which a non-negative value is ignored."""

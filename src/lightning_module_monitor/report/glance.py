@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_module_monitor.display import counted
-from lightning_module_monitor.record import BATCH_SIZE, LOSS, ROOT_SITE, TRAIN, Facts, name_of_rate
+from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.keys import name_of_rate
+from lightning_module_monitor.kinds import BATCH_SIZE, LOSS, ROOT_SITE, TRAIN
 from lightning_module_monitor.report.stored_run import StoredRun
 from lightning_module_monitor.sinks.store.matrices import Table
 

@@ -11,7 +11,8 @@ import numpy as np
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.health.judgement import LEVELS, Verdict
-from lightning_module_monitor.record import LOSS, ModuleInfo
+from lightning_module_monitor.kinds import LOSS
+from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.report.stored_run import StoredRun, early, late, median_of_finite
 from lightning_module_monitor.sinks.store.matrices import Table
 

@@ -18,14 +18,16 @@ import numpy as np
 from lightning_module_monitor.errors import in_bytes, package_version, require
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judgement import WITHOUT_FINDING, Verdict
-from lightning_module_monitor.record import OVERHEAD_FRACTION, OWN_KIND, TRAIN, Finding, Key, ModuleInfo
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import OVERHEAD_FRACTION, OWN_KIND, TRAIN
+from lightning_module_monitor.record import Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match_sites
 from lightning_module_monitor.report.formats import HEADINGS, as_cells, format_fits, in_words
 from lightning_module_monitor.report.glance import MAX_ROWS, at_a_glance, length_of, names_of_groups, noise_scales_of, norms_of
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
-from lightning_module_monitor.sinks.files import whole_file
 from lightning_module_monitor.sinks.store.matrices import Table
+from lightning_module_monitor.sinks.store.paths import whole_file
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 from lightning_module_monitor.statistics.registry import QUANTILES
 

@@ -11,8 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.display import counted
+from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.health.judgement import Verdict
-from lightning_module_monitor.record import CONTEXT_KIND, OWN_KIND, ROOT_SITE, SUMMARY_SITE, Facts, Finding, Key, ModuleInfo, is_total
+from lightning_module_monitor.keys import Key, is_total
+from lightning_module_monitor.kinds import CONTEXT_KIND, OWN_KIND, ROOT_SITE, SUMMARY_SITE
+from lightning_module_monitor.record import Finding, ModuleInfo
 from lightning_module_monitor.report.stored_verdict import verdict_on
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.reader import StoreReader

@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
+from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import Verdict, verdict_of
-from lightning_module_monitor.record import TRAIN, Facts, Finding, ModuleInfo, Record
+from lightning_module_monitor.kinds import TRAIN
+from lightning_module_monitor.record import Finding, ModuleInfo, Record
 from lightning_module_monitor.sinks.store.matrices import Table
 
 

@@ -18,21 +18,10 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import Log, require
 from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.keys import Key, is_context, is_rate, is_total
+from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, OWN_KIND, ROOT_SITE, SUMMARY_SITE, TRAIN
 from lightning_module_monitor.lightning_packages import LightningModule, Logger, is_a, is_overridden
-from lightning_module_monitor.record import (
-    CONTEXT_KIND,
-    LOSS,
-    OWN_KIND,
-    ROOT_SITE,
-    SUMMARY_SITE,
-    TRAIN,
-    Finding,
-    Key,
-    Record,
-    is_context,
-    is_rate,
-    is_total,
-)
+from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.sinks.roll_ups import NONFINITE_COUNT, RollUps, ZeroCounts, logged_values, summed
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 

@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.record import LOSS, OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE, Key, is_context, is_rate, is_total, is_undefined
+from lightning_module_monitor.keys import Key, is_context, is_rate, is_total
+from lightning_module_monitor.kinds import LOSS, OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE
+from lightning_module_monitor.record import is_undefined
 
 *_SITES, ALL = ROLL_UP_SITES
 """The sites of roll-ups: minimum, median and maximum; and the sum of all histograms."""

@@ -15,10 +15,10 @@ from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes.base import Gate
 from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_stream
 from lightning_module_monitor.probes.tap import ModuleTap, counted_elements
-from lightning_module_monitor.statistics.accumulator import StepAccumulator
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, NORMS, Category, Thresholds, Transition, summary, transitions
 from lightning_module_monitor.statistics.precision import Scale
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_module_monitor.errors import ConfigError, nearest, require
+from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.kernels.elements import plain, without_transforms
 from lightning_module_monitor.model.hooks import (
     HookSet,
@@ -31,6 +31,7 @@ from lightning_module_monitor.model.hooks import (
     requires_gradient,
 )
 from lightning_module_monitor.model.outputs import map_leaves, named_tensors, parts
+from lightning_module_monitor.suggestions import nearest
 
 if TYPE_CHECKING:
     import pandas

@@ -14,10 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_module_monitor.config.rules import Rule, as_tuple
 from lightning_module_monitor.config.schedule import Schedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.keys import check_prefix
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.base import ErrorReporter, failing_alone
-from lightning_module_monitor.record import Record, check_prefix
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.loggers import TakesMetrics, log, takes_media
 
 

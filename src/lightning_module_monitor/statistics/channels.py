@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.kernels.moments import Array
 from lightning_module_monitor.kernels.torch_kernel import CPU_PORTION, PORTION, widest
-from lightning_module_monitor.record import DEAD_AFTER
+from lightning_module_monitor.kinds import DEAD_AFTER
 
 MAX_CHANNELS = 4096
 """Limit of channels whose sums of squares are taken. In larger layers evenly spaced channels are observed."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.elements import own_elements, plain
 from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.model.unchanged import full_precision, unchanged_random_states
@@ -143,10 +142,3 @@ def compute_and_reset(metric: Metric) -> object:
             return metric.compute()
         finally:
             metric.reset()
-
-
-def compute_over_ranks(metric: Metric, ranks: Ranks) -> object:
-    """The result of a torchmetrics object over all ranks, which it exchanges itself; it is empty and on the host afterwards."""
-    metric.process_group = ranks.group  # where its collectives meet none of training's
-    metric.to("cpu")  # the group is one of the host
-    return compute_and_reset(metric)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins, needed_bins
 from lightning_module_monitor.kernels.moments import Need
-from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, TRAIN, Key, fit_for_loggers
+from lightning_module_monitor.keys import MAX_STATISTIC_LENGTH, Key, fit_for_loggers
+from lightning_module_monitor.kinds import TRAIN
 from lightning_module_monitor.statistics.channels import ChannelStatistic, ChannelSums
 from lightning_module_monitor.statistics.functions import Function, Value
 from lightning_module_monitor.statistics.registry import HistogramStatistic, Statistic

@@ -10,8 +10,10 @@ from collections.abc import Collection, Sequence
 import torch
 
 from lightning_module_monitor.distributed.ranks import is_first_process
-from lightning_module_monitor.errors import ConfigError, nearest, nearest_pattern, or_examples
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.detectors import BUILT_IN
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, is_overridden, messages
 from lightning_module_monitor.model.compiled import UNCOMPILED, compiled_parts
 from lightning_module_monitor.model.names import ROOT, ModelIndex, without_wrappers
@@ -19,7 +21,8 @@ from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.probes.rcc_layers import layer_parts
-from lightning_module_monitor.record import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN, Key, Record
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_examples
 from lightning_module_monitor.trainer.options import Options
 
 

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_module_monitor.engine.observed_model import ObservedModel
+from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.kernels.elements import plain
+from lightning_module_monitor.keys import name_of_rate
+from lightning_module_monitor.kinds import BATCH_SIZE, LEARNING_RATE, LOSS
 from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import is_known, named_tensors, num_samples
-from lightning_module_monitor.record import BATCH_SIZE, LEARNING_RATE, LOSS, Facts, name_of_rate
-from lightning_module_monitor.trainer.facts import LossFacts, facts_of, first_gradient
+from lightning_module_monitor.trainer.facts_reader import LossFacts, facts_of, first_gradient
 from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
 from lightning_module_monitor.trainer.run import Run, passed_keys
 from lightning_module_monitor.trainer.strategy import scaler_of

@@ -7,24 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from lightning_module_monitor.config.health_options import watch_rules
 from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.alert_options import watch_rules
 from lightning_module_monitor.kernels.table import warm_up
+from lightning_module_monitor.keys import is_context
+from lightning_module_monitor.kinds import ROOT_SITE, TRAIN
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.blocks import block_rules, blocks_of
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.probes.base import ErrorReporter
-from lightning_module_monitor.record import ROOT_SITE, TRAIN, Record, is_context
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy
-from lightning_module_monitor.trainer.health import HealthController
+from lightning_module_monitor.trainer.health_controller import HealthController
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference_controller import ReferenceOrigin
 from lightning_module_monitor.trainer.run import Run
-from lightning_module_monitor.trainer.sinks import SinksController
+from lightning_module_monitor.trainer.sinks_controller import SinksController
 from lightning_module_monitor.trainer.step import StepController
 from lightning_module_monitor.trainer.summary import dry_run_text, line_of_fit
 

@@ -8,15 +8,17 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
+from lightning_module_monitor.config.health_options import IGNORE, WARN
 from lightning_module_monitor.distributed.ranks import Ranks, least_of_all
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.health.alert_options import IGNORE, WARN
 from lightning_module_monitor.health.figures import FINITE_STATISTICS
-from lightning_module_monitor.health.producer import Producer, producer
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, STEP_SKIPPED, STEPS_SINCE_NONFINITE
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.model.names import ROOT
+from lightning_module_monitor.nonfinite.producer import Producer, producer
 from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
-from lightning_module_monitor.record import CONTEXT_KIND, LOSS, STEP_SKIPPED, STEPS_SINCE_NONFINITE, Finding, Key, Record
+from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.statistics.magnitudes import UNKNOWN
 from lightning_module_monitor.trainer.rerun import StepRerun
 from lightning_module_monitor.trainer.run import Run

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from lightning_module_monitor.config.health_options import ParsedHealth, parse_health
 from lightning_module_monitor.config.plain import plain
 from lightning_module_monitor.config.rules import as_tuple, check_choice, parse_patterns
 from lightning_module_monitor.config.schedule import ParsedSchedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, require
-from lightning_module_monitor.health.alert_options import ParsedHealth, parse_health
-from lightning_module_monitor.record import TRAIN
+from lightning_module_monitor.kinds import TRAIN
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
 """Name of a stage in keys, by the name that Lightning gives it."""

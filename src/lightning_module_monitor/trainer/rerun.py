@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import local_part
-from lightning_module_monitor.health.producer import Producer, kind_of, producer
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.lightning_packages import LightningModule
 from lightning_module_monitor.model.compiled import OriginalCode
@@ -22,6 +21,7 @@ from lightning_module_monitor.model.copies import independent_copy
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import is_known, map_leaves, named_tensors, suffix
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
+from lightning_module_monitor.nonfinite.producer import Producer, kind_of, producer
 from lightning_module_monitor.probes.nonfinite import MaskedRows, NonfiniteProbe, ObservedPasses
 from lightning_module_monitor.statistics.magnitudes import Magnitudes
 from lightning_module_monitor.trainer.silent_copy import run_training_step, silence

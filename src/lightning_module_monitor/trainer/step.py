@@ -12,19 +12,20 @@ from functools import cached_property
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_module_monitor.config.health_options import STOP
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
-from lightning_module_monitor.health.alert_options import STOP
+from lightning_module_monitor.kinds import OVERHEAD_FRACTION
 from lightning_module_monitor.lightning_packages import messages
-from lightning_module_monitor.record import OVERHEAD_FRACTION, Record
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.trainer.checks import check_awaited, check_detectors
 from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, prepare_gradient_noise
-from lightning_module_monitor.trainer.health import HealthController
+from lightning_module_monitor.trainer.health_controller import HealthController
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
 from lightning_module_monitor.trainer.reference_controller import ReferenceController
 from lightning_module_monitor.trainer.run import Run, step_of
-from lightning_module_monitor.trainer.sinks import SinksController
+from lightning_module_monitor.trainer.sinks_controller import SinksController
 
 
 class StepController:

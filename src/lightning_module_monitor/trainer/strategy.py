@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.fsdp import ShardingStrategy
 
+from lightning_module_monitor.config.health_options import ALWAYS, STOP, ParsedHealth
 from lightning_module_monitor.distributed.shards import fsdp2_units
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.health.alert_options import ALWAYS, STOP, ParsedHealth
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.lightning_packages import Trainer, is_a
 from lightning_module_monitor.plan.matching import token_statistics
 from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.probes.parameters import ParameterAccess
-from lightning_module_monitor.record import KINDS
 from lightning_module_monitor.statistics.functions import Function
 from lightning_module_monitor.statistics.registry import Statistic
 

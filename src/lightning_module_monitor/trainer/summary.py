@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from lightning_module_monitor.config.health_options import ParsedHealth
 from lightning_module_monitor.config.rules import ParsedRule, as_tuple
 from lightning_module_monitor.config.schedule import ParsedSchedule
 from lightning_module_monitor.display import Description, counted
 from lightning_module_monitor.errors import in_bytes, shortened
-from lightning_module_monitor.health.alert_options import ParsedHealth
 from lightning_module_monitor.health.detectors import BUILT_IN
 from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.moments import Moments
+from lightning_module_monitor.keys import is_context
+from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.plan.plan import Plan
@@ -20,7 +22,6 @@ from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.probes.gradient_noise import VALUES as NOISE_VALUES
-from lightning_module_monitor.record import KINDS, is_context
 from lightning_module_monitor.statistics.stream import Stream
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.run import RunResults

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, cast
 
 from lightning_module_monitor.config.rules import check_choice, parse_patterns
-from lightning_module_monitor.errors import ConfigError, nearest_pattern
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.suggestions import nearest_pattern
 from lightning_module_monitor.width_check.layers import Layer
 
 TERMS: Mapping[str, str] = {

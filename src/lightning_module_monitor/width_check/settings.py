@@ -10,8 +10,9 @@ from typing import Any, TypeGuard
 
 from lightning_module_monitor.config.plain import plain
 from lightning_module_monitor.config.rules import as_tuple, check_choice
-from lightning_module_monitor.errors import ConfigError, nearest
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.lightning_packages import PACKAGES
+from lightning_module_monitor.suggestions import nearest
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, parse_parametrization
 
 DEFAULT_TERMS = ("effective_update", "propagating_update")

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
-from lightning_module_monitor.record import Key, is_undefined
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.record import is_undefined
 from lightning_module_monitor.sinks.store import schema
 
 _BYTES_PER_READ = 1 << 20

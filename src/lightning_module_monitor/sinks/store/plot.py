@@ -11,16 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.display import Described, Description, description_of_file
-from lightning_module_monitor.errors import ConfigError, nearest, require
+from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
-from lightning_module_monitor.record import CONTEXT_KIND, KINDS, LOSS, OWN_KIND, Key, is_total
+from lightning_module_monitor.keys import Key, is_total
+from lightning_module_monitor.kinds import CONTEXT_KIND, KINDS, LOSS, OWN_KIND
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.read_access import AbsentKeyError
+from lightning_module_monitor.sinks.store.series import StoredSeries
+from lightning_module_monitor.suggestions import nearest
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, and is an extra
     from matplotlib.axes import Axes
-
-    from lightning_module_monitor.sinks.store.reader import StoreReader
 
 _HEAD = re.compile(r"(.*)\.head_(\d+)")
 
@@ -56,7 +57,7 @@ class StorePlots(Described):
     All methods raise ``KeyError`` for names that were not recorded, with the nearest name, and ``ImportError`` without matplotlib.
     """
 
-    def __init__(self, store: StoreReader) -> None:
+    def __init__(self, store: StoredSeries) -> None:
         self._store = store
 
     def _describe(self) -> Description:

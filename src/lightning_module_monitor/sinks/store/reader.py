@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 import h5py
 import numpy as np
 
-from lightning_module_monitor.display import Described, Description, Findings, Modules, description_of_file
-from lightning_module_monitor.errors import nearest, require
-from lightning_module_monitor.record import Facts, Finding, Key, ModuleInfo
-from lightning_module_monitor.sinks import files
-from lightning_module_monitor.sinks.store import rewrite, rows, schema, tensors
+from lightning_module_monitor.display import Described, Description, Findings, description_of_file
+from lightning_module_monitor.errors import require
+from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.record import Finding
+from lightning_module_monitor.sinks.store import paths, rewrite, rows, schema, tensors
 from lightning_module_monitor.sinks.store.matrices import read_numbers
 from lightning_module_monitor.sinks.store.plot import StorePlots
 from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, find_store, open_store
 from lightning_module_monitor.sinks.store.series import StoredSeries
 from lightning_module_monitor.sinks.store.tensor_paths import StoredTensor, read_tensors, tensor_path
+from lightning_module_monitor.suggestions import nearest
 
 if TYPE_CHECKING:
     import pandas
@@ -94,14 +96,6 @@ class StoreReader(StoredSeries, Described):
         """Facts about training besides numbers, each with the first step that it holds for."""
         with open_store(self.path) as file:
             return rows.read_facts(file)
-
-    def modules(self) -> list[ModuleInfo]:
-        """The modules of the model, in its order: name, type, number of parameters, and shape and dtype of the first output.
-
-        A notebook shows them as a table. Empty for a store of an earlier version, and if no module was monitored.
-        """
-        with open_store(self.path) as file:
-            return Modules(rows.read_modules(file))
 
     @property
     def attributes(self) -> dict[str, object]:
@@ -207,7 +201,7 @@ class StoreReader(StoredSeries, Described):
     @contextmanager
     def _open_tensors(self) -> Iterator[h5py.File]:
         # If a run could not continue the file beside the store, its tensors are in a numbered file, which is opened by its path.
-        beside = files.tensors_path(self.path)
+        beside = paths.tensors_path(self.path)
         with open_store(beside if beside.exists() else self.path, is_checked=self._has_checked_tensors) as file:
             self._has_checked_tensors = True
             if not schema.has_tensors(file):

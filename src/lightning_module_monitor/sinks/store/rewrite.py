@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import ModuleInfo
-from lightning_module_monitor.sinks.files import replace, whole_file
 from lightning_module_monitor.sinks.store import lock, schema, space
+from lightning_module_monitor.sinks.store.paths import replace, whole_file
 from lightning_module_monitor.sinks.store.read_access import is_in_use, open_store
 from lightning_module_monitor.sinks.store.rows import merged_modules, read_modules
 from lightning_module_monitor.sinks.store.tensor_paths import step_of

@@ -12,7 +12,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import Facts, Finding, ModuleInfo
+from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.record import Finding, ModuleInfo
 
 FINDINGS, FACTS = "findings", "facts"
 """Names of the datasets to which a run appends rows, each with its step."""

@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import EDGES, LABELS
-from lightning_module_monitor.record import Key, ModuleInfo
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.sinks.store.rows import DTYPES, FACTS, FINDINGS, MODULES, module_rows
 
 FORMAT_VERSION = 1

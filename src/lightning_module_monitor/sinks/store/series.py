@@ -10,11 +10,13 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.errors import nearest, nearest_pattern, or_examples
+from lightning_module_monitor.display import Modules
 from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
-from lightning_module_monitor.sinks.store import schema
+from lightning_module_monitor.record import ModuleInfo
+from lightning_module_monitor.sinks.store import rows, schema
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
 from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, open_store
+from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_examples
 
 
 class StoredSeries:
@@ -144,6 +146,14 @@ class StoredSeries:
         return steps[recorded], rows[recorded, 0]
 
     # -------------------------------------------------------------- by kind
+
+    def modules(self) -> list[ModuleInfo]:
+        """The modules of the model, in its order: name, type, number of parameters, and shape and dtype of the first output.
+
+        A notebook shows them as a table. Empty for a store of an earlier version, and if no module was monitored.
+        """
+        with open_store(self.path) as file:
+            return Modules(rows.read_modules(file))
 
     def kinds(self) -> list[str]:
         """The parts of keys before site and statistic, for :meth:`matrix`: ``activation``, ``validation/activation``.

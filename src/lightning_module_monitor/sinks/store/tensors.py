@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks import files
-from lightning_module_monitor.sinks.store import lock, rewrite, space
+from lightning_module_monitor.sinks.store import lock, paths, rewrite, space
 from lightning_module_monitor.sinks.store.read_access import open_store
 from lightning_module_monitor.sinks.store.tensor_paths import read_tensors, tensor_path
 from lightning_module_monitor.sinks.store.writer import Store, Writer
@@ -45,7 +44,7 @@ class TensorStore(Writer):
     @functools.cached_property
     def _has_to_resume(self) -> bool:
         """Whether the file of the resumed run has tensors to supersede or to copy."""
-        if self._resumed is None or self._resume_from is None or not files.has_content(self._resumed):
+        if self._resumed is None or self._resume_from is None or not paths.has_content(self._resumed):
             return False
         try:
             with open_store(self._resumed, has_writer=lock.has_holder(self._resumed)) as file:
@@ -80,13 +79,13 @@ class RunFiles(Store):
         super().__init__(path, resumed=resumed, **options)
         self._tensors: TensorStore | None = None
         self._options = {name: value for name, value in options.items() if name not in ("keys", "histogram_keys")}
-        self._options["resumed"] = None if resumed is None else files.tensors_path(resumed)
+        self._options["resumed"] = None if resumed is None else paths.tensors_path(resumed)
 
     def write(self, record: Record) -> None:
         """Append a record. Never raises."""
         super().write(record)
         if self._tensors is None and self.has_begun:  # the store's final name is known from here on
-            self._tensors = TensorStore(files.tensors_path(self.path), **self._options)
+            self._tensors = TensorStore(paths.tensors_path(self.path), **self._options)
         if self._tensors is not None:
             self._tensors.write(record)
 

@@ -18,8 +18,7 @@ from filelock import BaseFileLock
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import Log, package_version, shortened
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks import files
-from lightning_module_monitor.sinks.store import lock, open_file, rewrite, schema, space
+from lightning_module_monitor.sinks.store import lock, open_file, paths, rewrite, schema, space
 from lightning_module_monitor.sinks.store.read_access import open_store
 
 _logger = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ class Writer(ABC):
 
     def _put_in_place(self, temporary: Path) -> None:
         """Rename a finished file to ``path``, where a file is readable at any moment, and open it for appending."""
-        files.replace(temporary, self.path)
+        paths.replace(temporary, self.path)
 
     @abstractmethod
     def _finish(self) -> None:
@@ -144,14 +143,14 @@ class Writer(ABC):
 
     def _reason_taken(self, path: Path) -> str:
         """The reason why ``path`` cannot be used for a new file; empty if it can."""
-        return "it exists" if files.has_content(path) else ""
+        return "it exists" if paths.has_content(path) else ""
 
     def _remove_leftovers(self, path: Path) -> None:
         """Remove the temporary files that a killed run left beside the files of ``path``."""
-        for file in (path, files.tensors_path(path)):
+        for file in (path, paths.tensors_path(path)):
             file_lock = lock.acquire(file) if lock.exists(file) else None
             if file_lock is not None:
-                files.temporary_path(file).unlink(missing_ok=True)
+                paths.temporary_path(file).unlink(missing_ok=True)
                 lock.release(file_lock)
 
     # -------------------------------------------------------------- beginning
@@ -160,12 +159,12 @@ class Writer(ABC):
         """Continue the resumed run's file, or create a new one; after an error no file is open."""
         run: dict[str, object] = {"started": open_file.now(), "first_step": record.step, "configuration": dict(self._configuration)}
         try:
-            if self._resumed is not None and not files.has_content(self._resumed):
+            if self._resumed is not None and not paths.has_content(self._resumed):
                 self._resumed = None
             reason = self._continue(run, record) if self._resumed == self.path else ""
             if self._lock is None:
                 self._create(run, record, reason)
-            self._put_in_place(files.temporary_path(self.path))
+            self._put_in_place(paths.temporary_path(self.path))
         except BaseException:
             self.path = self._wanted
             self._release()
@@ -204,7 +203,7 @@ class Writer(ABC):
             message = "%s begins without a copy of %s, which has the earlier steps of the resumed run, because that cannot be read: %s"
             self._logger.warning(message, self.path, self._resumed, outcome)
         attributes = schema.Attributes(package_version(), str(run["started"]), [run])
-        rewrite.new_file(files.temporary_path(self.path), attributes, self._columns(record), record.modules)
+        rewrite.new_file(paths.temporary_path(self.path), attributes, self._columns(record), record.modules)
 
     def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> tuple[int, int] | str:
         """Copy the file of the resumed run, with columns for the record; returns numbers of rows, or the reason if that is not possible.
@@ -213,7 +212,7 @@ class Writer(ABC):
         """
         assert self._resumed is not None
         has_writer = not is_own and lock.has_holder(self._resumed)
-        temporary, columns = files.temporary_path(self.path), self._columns(record)
+        temporary, columns = paths.temporary_path(self.path), self._columns(record)
         try:
             with open_store(self._resumed, has_writer=has_writer, is_checked=False) as source:
                 attributes = schema.read_attributes(source)
@@ -231,7 +230,7 @@ class Writer(ABC):
 
     def _lock_free_name(self) -> tuple[Path, BaseFileLock]:
         """The first free name, with its lock, which keeps other runs from using the name."""
-        for path in files.numbered_paths(self._wanted):
+        for path in paths.numbered_paths(self._wanted):
             if self._reason_taken(path):
                 self._remove_leftovers(path)
             elif (path_lock := lock.acquire(path)) is not None:
@@ -284,8 +283,8 @@ class Store(Writer):
 
     def _reason_taken(self, path: Path) -> str:
         # If only the store of an earlier run was deleted, its tensors would be read as those of this run.
-        beside = files.tensors_path(path)
-        return super()._reason_taken(path) or (f"{beside.name} exists" if files.has_content(beside) else "")
+        beside = paths.tensors_path(path)
+        return super()._reason_taken(path) or (f"{beside.name} exists" if paths.has_content(beside) else "")
 
     def _columns(self, record: Record) -> dict[str, list[str]]:
         return schema.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
@@ -299,7 +298,7 @@ class Store(Writer):
         if new := late + late_histograms:
             self._logger.info("Step %d brought %s (%s).", record.step, counted(len(new), "new key"), shortened(new))
         if new or not self._open_file.update_modules(record.modules):
-            temporary = files.temporary_path(self.path)
+            temporary = paths.temporary_path(self.path)
             columns = schema.columns_by_group(late, late_histograms)
             rewrite.rewrite(self._open_file.file, temporary, more=columns, modules=record.modules)
             space.close(self._open_file.file)
@@ -310,7 +309,7 @@ class Store(Writer):
         opened, self._open_file = self._open_file, None
         if opened is None:
             return
-        temporary, is_rewritten = files.temporary_path(self.path), False
+        temporary, is_rewritten = paths.temporary_path(self.path), False
         # A row interrupted by Ctrl-C or by lack of space has values without a step, which xarray does not open.
         if any(len(table.values) > table.num_rows for table in (*opened.numbers.tables, *opened.histograms.tables)):
             with suppress(space.NoSpaceError):
@@ -318,7 +317,7 @@ class Store(Writer):
                 is_rewritten = True
         space.close(opened.file)
         if is_rewritten:
-            files.replace(temporary, self.path)
+            paths.replace(temporary, self.path)
 
     def _release(self) -> None:
         if self._open_file is not None:

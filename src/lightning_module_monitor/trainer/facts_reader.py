@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts, Training
 from lightning_module_monitor.model.hooks import as_torch_itself
-from lightning_module_monitor.record import Facts, GroupFacts, ParameterFacts, Training
 from lightning_module_monitor.trainer.optimizers import parameter_ids
 from lightning_module_monitor.trainer.run import Run
 

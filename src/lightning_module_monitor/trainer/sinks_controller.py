@@ -9,21 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import OVERHEAD_FRACTION, RANK_DISAGREEMENT, SECONDS_PER_STEP, STEP_SKIPPED, STEPS_SINCE_NONFINITE
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.plan.blocks import blocks_of
-from lightning_module_monitor.record import (
-    OVERHEAD_FRACTION,
-    RANK_DISAGREEMENT,
-    SECONDS_PER_STEP,
-    STEP_SKIPPED,
-    STEPS_SINCE_NONFINITE,
-    Key,
-    Record,
-)
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.report.page import write_report
-from lightning_module_monitor.sinks.files import is_numbered_path_of
 from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics
 from lightning_module_monitor.sinks.roll_ups import without_context
+from lightning_module_monitor.sinks.store.paths import is_numbered_path_of
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.trainer import strategy
 from lightning_module_monitor.trainer.context import CONTEXT

@@ -16,13 +16,14 @@ from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import verdict_of
 from lightning_module_monitor.health.run_history import NO_FACTS
+from lightning_module_monitor.keys import MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.lightning_packages import is_a, messages
-from lightning_module_monitor.record import MAX_STATISTIC_LENGTH, Finding, Record, fit_for_loggers
-from lightning_module_monitor.sinks.files import first_free_path
+from lightning_module_monitor.record import Finding, Record
+from lightning_module_monitor.sinks.store.paths import first_free_path
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.nonfinite_search import NonfiniteSearch
 from lightning_module_monitor.trainer.run import Run
-from lightning_module_monitor.trainer.sinks import SinksController
+from lightning_module_monitor.trainer.sinks_controller import SinksController
 
 
 class HealthController:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
+from lightning_module_monitor.distributed.reduce import Reduced, compute_over_ranks, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins
@@ -29,15 +29,16 @@ from lightning_module_monitor.statistics.functions import (
     aggregated,
     as_tensor,
     compute_and_reset,
-    compute_over_ranks,
     joined,
     metric_of,
     parts_of,
     undisturbed,
 )
-from lightning_module_monitor.statistics.layout import NO_MOMENTS, Numbers, Observed, SeriesState
+from lightning_module_monitor.statistics.numbers import Numbers
+from lightning_module_monitor.statistics.observations import NO_MOMENTS, Observed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream
+from lightning_module_monitor.step.state import SeriesState
 
 OnError = Callable[[Stream, str, str, Exception], None]
 """Receives a failure: the stream, the names of the outputs, a description of the tensor, the error."""

@@ -1,0 +1,88 @@
+"""What one rank has observed in a step, in the order in which it came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_module_monitor.kernels.bins_of_floats import Bins
+from lightning_module_monitor.kernels.moments import Array, Moments
+from lightning_module_monitor.statistics.channels import ChannelSums
+from lightning_module_monitor.statistics.functions import Aggregate
+from lightning_module_monitor.statistics.layout import Layout
+from lightning_module_monitor.statistics.numbers import Flags, Numbers
+from lightning_module_monitor.statistics.stream import Identity, Stream
+
+NO_MOMENTS: Array = torch.stack(tuple(Moments.empty(1))).numpy()
+"""The moments of an empty tensor, shape ``(fields, 1)``."""
+
+
+@dataclass
+class Observed:
+    """What one rank has observed in a step, on the host, in the order in which it came."""
+
+    streams: Sequence[Stream] = ()
+    """Streams with any moments, counts, results or errors."""
+    rows: Mapping[Stream, int] = field(default_factory=dict)
+    """First row of each stream that has moments."""
+    moments: Array = field(default_factory=lambda: NO_MOMENTS)
+    """Shape ``(fields, rows + 1)``; the last row is that of an empty tensor."""
+    counts: Mapping[tuple[Identity, Bins | ChannelSums], Array] = field(default_factory=dict)
+    """Rows of counts, by stream and set of bins, and of sums of channels."""
+    results: Mapping[str, tuple[str, Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    """Aggregate, results, and their weights, by key, where the aggregate has a name."""
+    whole_results: Mapping[str, tuple[Aggregate, Tensor]] = field(default_factory=dict)
+    """Aggregate of the user's, and what it receives, by key."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Torchmetrics objects that received tensors, by key."""
+    final: Mapping[str, float] = field(default_factory=dict)
+    """What they computed, by key, where this is the only rank."""
+    parts: frozenset[Identity] = frozenset()
+    """Streams of which this rank holds its own shard."""
+    failed: frozenset[str] = frozenset()
+    """Keys of outputs that could not be computed."""
+    failed_streams: frozenset[Identity] = frozenset()
+    """Streams of which a tensor could not be measured."""
+    num_errors: int = 0
+    is_lost: bool = False
+
+    def numbers(self, layout: Layout, *, has_more: bool = False) -> Numbers:
+        """All numbers in the order of a layout; what the layout lacks is left out."""
+        observed, rows = layout.order_of(self.rows)
+        summed = [self.counts.get((stream.identity, sort), np.zeros(sort.num_counts)) for stream, sort in layout.summed]
+        keys = [stream.keys[name] for stream, name, _value in layout.values]
+        return Numbers(
+            moments=self.moments[:, rows],
+            observed=observed,
+            failed=_flags(stream.identity in self.failed_streams for stream in layout.streams),
+            called=_flags(key in self.results or key in self.whole_results or key in self.metrics for key in keys),
+            raised=_flags(key in self.failed for key in keys),
+            is_lost=_flags([self.is_lost]),
+            has_more=_flags([has_more]),
+            counts=np.concatenate(summed) if summed else np.zeros(0),
+            num_errors=_flags([self.num_errors]),
+            **self._numbers_of_results(keys),
+        )
+
+    def _numbers_of_results(self, keys: Sequence[str]) -> dict[str, Array]:
+        """The fields of :class:`Numbers` that named aggregates are merged from, each of shape ``(keys,)``."""
+        extremes, (has_nan, totals, all_weights, num_results) = np.full(len(keys), -np.inf), np.zeros((4, len(keys)))
+        for index, key in enumerate(keys):
+            if key in self.results:
+                aggregate, values, weights = self.results[key]
+                weighted = (value * weight for value, weight in zip(values, weights, strict=True))
+                totals[index] = sum(weighted if aggregate == "mean" else values)
+                all_weights[index], num_results[index], has_nan[index] = sum(weights), len(values), any(map(math.isnan, values))
+                if not has_nan[index]:
+                    extremes[index] = -min(values) if aggregate == "min" else max(values)
+        return {"extremes": extremes, "has_nan": has_nan, "totals": totals, "weights": all_weights, "num_results": num_results}
+
+
+def _flags(values: Iterable[float]) -> Flags:
+    return np.array([*values], dtype=np.float64)

@@ -1,0 +1,38 @@
+"""The state of series between steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torchmetrics import Metric
+
+from lightning_module_monitor.statistics.channels import Recent, recent_units
+from lightning_module_monitor.statistics.finisher import Finisher
+from lightning_module_monitor.statistics.layout import Layout
+from lightning_module_monitor.statistics.numbers import Flags
+from lightning_module_monitor.statistics.stream import Stream
+
+
+class SeriesState:
+    """State kept between steps: the layout, copies of torchmetrics objects, and which units were alive.
+
+    Args:
+        streams: The planned streams.
+        units: Which units were alive in the last monitored steps, by key; several states may share them.
+    """
+
+    def __init__(self, streams: Iterable[Stream] = (), units: defaultdict[str, Recent] | None = None) -> None:
+        self.layout = Layout(streams)
+        self.metrics: dict[str, Metric] = {}
+        """The copy of the user's torchmetrics object by key."""
+        self.units: defaultdict[str, Recent] = defaultdict(recent_units) if units is None else units
+        self._finisher = Finisher(())
+
+    def finisher(self, is_observed: Flags) -> Finisher:
+        """Finishes the statistics of the observed streams; the same object while these do not change."""
+        rows = [*itertools.compress(zip(self.layout.streams, self.layout.first_rows, strict=True), is_observed)]
+        if self._finisher.rows != rows:
+            self._finisher = Finisher(rows)
+        return self._finisher
