@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kinds import CONTEXT_KIND, KINDS, LEARNING_RATE, OWN_FIGURES, OWN_KIND, ROOT_SITE, STAGES, TRAIN
@@ -87,6 +90,49 @@ class Key(NamedTuple):
             fit = "/".join(map(fit_for_loggers, parts[:3])) or "own/value"
             raise ValueError(f"key {text!r} does not fit; expected at most three parts of letters, digits, '_', '-' and '.', e.g. {fit!r}.")
         return cls.parse(text)
+
+
+class Columns:
+    """The keys of records as columns of their vectors. Further keys are added at the end, and none is moved or removed.
+
+    So what is bound to the first columns stays right, and :attr:`version` shows whether there are more.
+
+    >>> columns = Columns([Key("gradient", "fc.weight", "norm")])
+    >>> columns.add([Key("context", "", "loss"), Key("gradient", "fc.weight", "norm")]).tolist(), columns.texts
+    ([1, 0], ['gradient/fc.weight/norm', 'context/loss'])
+    """
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self.keys: list[Key] = []
+        self.texts: list[str] = []
+        """The keys as loggers and the store know them."""
+        self._column_by_key: dict[Key, int] = {}
+        self._column_by_text: dict[str, int] = {}
+        self.add(keys)
+
+    @property
+    def version(self) -> int:
+        """The number of columns."""
+        return len(self.keys)
+
+    def add(self, keys: Iterable[Key]) -> NDArray[np.intp]:
+        """The columns of some keys, shape ``(keys,)``; a key without a column gets one."""
+        return np.array([self._column_of(key) for key in keys], np.intp)
+
+    def find(self, text: str) -> int | None:
+        """The column of a key, as loggers know it; ``None`` if it has none."""
+        return self._column_by_text.get(text)
+
+    def _column_of(self, key: Key) -> int:
+        column = self._column_by_key.get(key)
+        if column is None:
+            text = key.format()
+            # Parts of a key may differ where its text does not: a logged value may have a kind that looks like a prefix.
+            column = self._column_by_key[key] = self._column_by_text.setdefault(text, len(self.keys))
+            if column == len(self.keys):
+                self.texts.append(text)
+                self.keys.append(key)
+        return column
 
 
 def is_total(key: Key, modules: Collection[str] = ()) -> bool:

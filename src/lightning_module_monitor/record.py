@@ -1,29 +1,41 @@
-"""What a monitored step is recorded as: values, histograms, raw tensors and findings. Every sink receives this and nothing else."""
+"""What a monitored step is recorded as: a vector of numbers, histograms, raw tensors; and what was found in it."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.keys import Key
+from lightning_module_monitor.keys import Columns, Key
 
 if TYPE_CHECKING:  # a program that only writes numbers needs no torch
     from torch import Tensor
-
-    from lightning_module_monitor.health.facts import Facts
 
 UNDEFINED_BITS = 0x7FF8_756E_6465_662E
 """A quiet NaN that spells "undef.": a statistic that finite tensors do not have, as the ratio of zero to zero. Any other NaN shows
 elements that are not finite."""
 
 UNDEFINED: float = float(np.uint64(UNDEFINED_BITS).view(np.float64))
+
+
+ABSENT_BITS = 0x7FF8_6162_7365_6E74
+"""A quiet NaN that spells "absent": a value that was never recorded, unlike a recorded NaN."""
+
+ABSENT: float = float(np.uint64(ABSENT_BITS).view(np.float64))
+
+
+def is_absent(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which numbers were not recorded; of the same shape."""
+    return np.asarray(numbers.view(np.uint64) == ABSENT_BITS)
 
 
 def is_undefined(numbers: npt.ArrayLike) -> NDArray[np.bool_]:
@@ -107,21 +119,94 @@ class Finding:
         return f"Finding(step {self.step}, {self.severity}, {self.name}: {self.words})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Record:
-    """The finished values of one monitored step (or of one validation, test or predict loop)."""
+    """The finished values of one monitored step (or of one validation, test or predict loop): a vector with a number for each column."""
 
     step: int
     """Number of the optimizer step, on Lightning's own x axis."""
-    values: Mapping[str, float] = field(default_factory=dict)
-    """Value by key. A key that was planned and has no value in this step is absent."""
+    columns: Columns = field(default_factory=Columns, repr=False)
+    """The keys of the numbers, the same object for all records of a stage. It may have got more columns since."""
+    numbers: NDArray[np.float64] = field(default_factory=lambda: np.empty(0), repr=False)
+    """Shape ``(columns,)``, :data:`ABSENT` where the step has no value."""
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     """Histogram by key."""
-    tensors: Sequence[RawTensor] = field(default=(), compare=False, repr=False)
+    tensors: Sequence[RawTensor] = field(default=(), repr=False)
     """The raw tensors that were captured in this step."""
-    findings: Sequence[Finding] = ()
-    """The findings of this step."""
-    modules: Sequence[ModuleInfo] = field(default=(), compare=False, repr=False)
+    modules: Sequence[ModuleInfo] = field(default=(), repr=False)
     """The modules of the model; the same object until the output of a further module is known."""
-    facts: Facts | None = field(default=None, compare=False, repr=False)
-    """Facts about training in this step; ``None`` if there are none."""
+
+    @classmethod
+    def of(cls, step: int, values: Mapping[str, float], **options: Any) -> Record:
+        """A record with columns of its own, from values by key; ``options`` are the other fields.
+
+        >>> Record.of(3, {"gradient/fc.weight/norm": 0.5})
+        Record(step=3, values={'gradient/fc.weight/norm': 0.5}, histograms={})
+        """
+        return cls(step, Columns(map(Key.parse, values)), np.fromiter(values.values(), np.float64, len(values)), **options)
+
+    @functools.cached_property
+    def is_there(self) -> NDArray[np.bool_]:
+        """Which columns have a value, shape ``(columns,)``."""
+        return ~is_absent(self.numbers)
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, float]:
+        """Value by key. A key that was planned and has no value in this step is absent."""
+        return values_by_key(self.columns, self.numbers)
+
+    def get(self, key: Key, default: float = math.nan) -> float:
+        """The value of a key, or the default without one."""
+        column = self.columns.find(key.format())
+        if column is None or column >= len(self.numbers) or is_absent(self.numbers[column : column + 1])[0]:
+            return default
+        return float(self.numbers[column])
+
+    def without_tensors(self) -> Record:
+        """The record without raw tensors."""
+        return dataclasses.replace(self, tensors=()) if self.tensors else self
+
+    def __repr__(self) -> str:
+        return f"Record(step={self.step}, values={self.values}, histograms={self.histograms})"
+
+
+def values_by_key(columns: Columns, numbers: NDArray[np.float64]) -> dict[str, float]:
+    """The numbers that were recorded, by key."""
+    there = np.flatnonzero(~is_absent(numbers))
+    return {columns.texts[column]: number for column, number in zip(there.tolist(), numbers[there].tolist(), strict=True)}
+
+
+class NumbersOfStep:
+    """The numbers of a record while they are made, of columns to which more may be added."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+        self._numbers = np.full(columns.version, ABSENT)
+
+    def write(self, columns: NDArray[np.intp], numbers: npt.ArrayLike) -> None:
+        """Write numbers of some columns, both of one shape."""
+        self.finished()[columns] = numbers
+
+    def put(self, key: Key, number: float) -> None:
+        """Write the number of a key."""
+        self.write(self.columns.add([key]), number)
+
+    def pop(self, key: str) -> float | None:
+        """Take the number of a key out; ``None`` without one."""
+        column, numbers = self.columns.find(key), self.finished()
+        if column is None or is_absent(numbers[column : column + 1])[0]:
+            return None
+        number, numbers[column] = float(numbers[column]), ABSENT
+        return number
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The numbers that were written, by key."""
+        return values_by_key(self.columns, self.finished())
+
+    def finished(self) -> NDArray[np.float64]:
+        """The numbers of all columns, shape ``(columns,)``."""
+        num_new = self.columns.version - len(self._numbers)
+        if num_new:
+            self._numbers = np.concatenate([self._numbers, np.full(num_new, ABSENT)])
+        return self._numbers

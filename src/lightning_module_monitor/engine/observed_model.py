@@ -15,6 +15,7 @@ from lightning_module_monitor.distributed.ranks import Ranks, disagreement, num_
 from lightning_module_monitor.distributed.shards import fsdp1_units
 from lightning_module_monitor.engine.replicas import ReplicaAlert
 from lightning_module_monitor.errors import ConfigError, shortened
+from lightning_module_monitor.keys import Columns
 from lightning_module_monitor.kinds import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.model.compiled import compiled_parts, num_compile_attempts
 from lightning_module_monitor.model.names import ROOT, ModelIndex
@@ -96,6 +97,8 @@ class ObservedModel:
         self._num_attempts_before = num_compile_attempts()
         self._num_attempts = -1
         """Number of attempts to compile when compiled code was last looked for in the module."""
+        self.columns: defaultdict[str, Columns] = defaultdict(Columns)
+        """The columns of records, by stage."""
         self._states: dict[tuple[str, ActiveRules], SeriesState] = {}
         """State kept between steps, by stage and active rules."""
         self._units: defaultdict[str, Recent] = defaultdict(recent_units)
@@ -211,5 +214,5 @@ class ObservedModel:
             if plan.noise is not None:
                 streams += plan.noise.streams(self.noise.loss_divisor or 1, 1 if self.ranks is None else self.ranks.size)
             streams += [self.stream_of_value(OWN_KIND, figure, "sum") for figure in plan.figures()]
-            self._states[stage, due] = SeriesState(streams, self._units)
+            self._states[stage, due] = SeriesState(streams, self.columns[stage], self._units)
         return self._states[stage, due]

@@ -18,7 +18,7 @@ from lightning_module_monitor.kinds import CONTEXT_KIND, KINDS, OWN_KIND, RANK_D
 from lightning_module_monitor.model.hooks import Unobserved, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.probes.base import ErrorReporter, Gate, unchanged_grad_mode
-from lightning_module_monitor.record import Finding, RawTensor, Record
+from lightning_module_monitor.record import Finding, NumbersOfStep, RawTensor, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 from lightning_module_monitor.statistics.functions import Aggregate
 
@@ -52,6 +52,8 @@ class StepEngine:
         """The step that the open loop of another stage has suspended, ``None`` if it is not monitored; empty without such a loop."""
         self.begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
+        self.findings: list[Finding] = []
+        """What the engine itself has found, of ranks that disagree, and nobody has taken yet."""
         self.has_lost_ranks = False
         """Whether another rank has left: nothing is monitored any more, and training goes on."""
 
@@ -118,7 +120,7 @@ class StepEngine:
     def add_at_once(self, step: int, key: str, value: Tensor | float) -> None:
         """Record a value in a step that is not monitored; what is no number is reported, and not recorded."""
         try:
-            self._storage.add(Record(step, {key: float(value)}))
+            self._storage.add(Record.of(step, {key: float(value)}))
         except Exception as error:
             message = f"The value of {key!r} could not be recorded ({type(error).__name__}: {error})."
             self._reporter.report(message, error, is_counted=False)
@@ -140,7 +142,7 @@ class StepEngine:
             self.monitor_figure(SECONDS_PER_STEP, seconds)
         record = self._finish(context)
         # All ranks have the same time in their record, and choose the same next step.
-        seconds = math.nan if record is None else record.values.get(self.recipe.figure_key(SECONDS_PER_STEP), math.nan)
+        seconds = math.nan if record is None else record.get(self.recipe.figure_key(SECONDS_PER_STEP))
         context.clock.decide(context.step, seconds)
         return record
 
@@ -294,20 +296,17 @@ class StepEngine:
     def _make_record(self, context: StepContext) -> Record | None:
         model, accumulator = self.model, context.accumulator
         tensors = self._end_probes(context)
-        values = self._values(context)
+        numbers = self._numbers(context)
         if accumulator.is_lost:
             return None
         _report_attention(context, self._reporter)
-        values[context.errors_key] = float(accumulator.num_errors)
-        findings: list[Finding] = []
+        numbers.put(context.errors_key, float(accumulator.num_errors))
         if model.ranks is not None and context.stage == TRAIN:
             # Optimizers that share out their work keep a state on one rank alone.
             differing = [stream for stream in accumulator.differing if not KINDS[stream.kind].of_states]
-            values[self.recipe.figure_key(RANK_DISAGREEMENT)] = float(len({stream.site for stream in differing}))
-            findings = model.replicas.examine(context.step, differing)
-        record = Record(
-            context.step, values, histograms=accumulator.histograms, tensors=tensors, findings=findings, modules=model.table.modules()
-        )
+            numbers.put(self.recipe.figure_key(RANK_DISAGREEMENT), float(len({stream.site for stream in differing})))
+            self.findings += model.replicas.examine(context.step, differing)
+        record = Record(context.step, numbers.columns, numbers.finished(), accumulator.histograms, tensors, model.table.modules())
         self._storage.add(record)
         return record
 
@@ -327,18 +326,18 @@ class StepEngine:
             self.model.report_not_run(context.step)
         return tensors
 
-    def _values(self, context: StepContext) -> dict[str, float]:
-        """The values of a step, of all ranks together; none after an error. A logged value that is measured too is reported."""
-        model, values = self.model, dict[str, float]()
+    def _numbers(self, context: StepContext) -> NumbersOfStep:
+        """The numbers of a step, of all ranks together; none after an error. A logged value that is measured too is reported."""
+        model, numbers = self.model, NumbersOfStep(self.model.columns[context.stage])
         # Values of the other kinds are never measured, and a search among them takes as long as the rest of the end of a step.
         logged_streams = [stream for stream in model.logged.values() if stream.kind not in (OWN_KIND, CONTEXT_KIND)]
         for key in context.accumulator.drop_overwriting(logged_streams):
             self._reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._reporter.guard("values", context.accumulator):
-            values = context.accumulator.collect(model.ranks)
+            numbers = context.accumulator.collect(model.ranks)
             for probe in context.probes:
-                probe.derive(values)
-        return values
+                probe.derive(numbers)
+        return numbers
 
 
 def _report_attention(context: StepContext, reporter: ErrorReporter) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,10 +12,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_module_monitor.health.bound import Bound
 from lightning_module_monitor.health.facts import Training
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import ROOT_SITE
-from lightning_module_monitor.record import Severity, is_undefined
+from lightning_module_monitor.record import UNDEFINED_BITS, Severity
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
@@ -59,9 +59,9 @@ def nothing(_parts: Key, _key: str) -> bool:
     return False
 
 
-def each(keys: tuple[str, ...], values: NDArray[np.float64]) -> Figures:
+def each(bound: Bound, values: NDArray[np.float64]) -> Figures:
     """Every value is a figure."""
-    return Figures(keys, values, keys)
+    return Figures(bound.texts, values, bound.texts)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class AlertRule:
     for_steps: int = 1
     """Number of consecutive records in which the condition has to be met."""
     then: tuple[Action, ...] = ("warn",)
-    figures: Callable[[tuple[str, ...], NDArray[np.float64]], Figures] = each
-    """Makes figures of the rule's keys and their values in one record."""
+    figures: Callable[[Bound, NDArray[np.float64]], Figures] = each
+    """Makes figures of the rule's series and their values in one record."""
     num_base: int = 0
     """Number of records that make the base: the first ones (default: 3), or the fewest earlier ones of a median (default: 10)."""
     needs_step: bool = False
@@ -151,100 +151,133 @@ class RuleState:
         self._newest: tuple[tuple[str, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
         """The last names and their rows: from record to record they are mostly the same."""
         num_recent = MEDIAN_RECORDS if rule.relative_to == "median" else 1
-        fields: list[tuple[Any, ...]] = [("recent", float, (num_recent,)), ("first", float, (FIRST_RECORDS,))]
-        counts = [("num_met", int), ("since", int), ("num_well", int), ("has_worked", bool)]
-        self._state = np.zeros(0, [*fields, *counts])
-        """A row for each figure. ``recent`` holds the last values, the newest last, and ``first`` the first values, padded with NaN.
-        ``num_met`` counts the consecutive records, up to the last, in which the condition was met, and ``since`` is the step of the first.
-        ``num_well`` counts the records without the condition since the rule fired. ``has_worked``: the figure was not idle in a record."""
+        # A row for each figure.
+        self._recent = np.empty((0, num_recent))
+        """The last values, the newest last, padded with NaN."""
+        self._first = np.empty((0, FIRST_RECORDS))
+        """The first values, padded with NaN."""
+        self._num_met = np.empty(0, int)
+        """Number of consecutive records, up to the last, in which the condition was met."""
+        self._since = np.empty(0, int)
+        """The step of the first of these."""
+        self._num_well = np.empty(0, int)
+        """Number of records without the condition since the rule fired."""
+        self._has_worked = np.empty(0, bool)
+        """Whether the figure was not idle in a record."""
 
     def count_unjudged(self, *, has_loss_fallen: bool = False) -> None:
         """Count a record whose figures, if it has any, are not judged."""
         self.num_records += 1
         self.num_passed_over += has_loss_fallen
 
-    def observe(self, step: int, keys: tuple[str, ...], values: NDArray[np.float64]) -> list[Fired]:
+    def observe(self, step: int, bound: Bound, values: NDArray[np.float64]) -> list[Fired]:
         """The figures that with this record have met the condition for long enough.
 
-        ``keys`` are the rule's keys in the record, with ``values`` of shape ``(keys,)``. A NaN meets no condition and ends a streak.
+        ``bound`` are the rule's series in the record, with ``values`` of shape ``(series,)``. A NaN meets no condition and ends a streak.
         """
-        is_defined = ~is_undefined(values)
-        if not is_defined.all():  # a store does not show them either
-            keys, values = tuple(itertools.compress(keys, is_defined.tolist())), values[is_defined]
-        figures = self.rule.figures(keys, values)
-        is_number, rows = ~np.isnan(figures.values), self._rows_of(figures.names)
-        is_there = np.ones(len(rows), bool) if figures.is_there is None else figures.is_there
-        self._state["num_met"][rows[is_there & ~is_number]] = 0
-        judged = np.flatnonzero(is_there & is_number)
-        rows, value = rows[judged], figures.values[judged]
-        self.num_records += len(rows) > 0
-        is_idle = np.zeros(len(rows), bool) if figures.is_idle is None else figures.is_idle[judged]
-        before = self._state[rows]
-        base = self._base(before)
-        is_met = self._is_met(value, before, base) & ~(is_idle & before["has_worked"])
-        after = before.copy()
-        after["has_worked"] |= ~is_idle
-        after["num_met"] = np.where(is_met, before["num_met"] + 1, 0)
-        after["since"] = np.where(is_met & (before["num_met"] == 0), step, before["since"])
-        after["num_well"] = np.where(is_met & (before["num_well"] < QUIET_RECORDS), 0, before["num_well"] + ~is_met)
-        fires = (after["num_met"] >= self.rule.for_steps) & (after["num_well"] >= QUIET_RECORDS)
-        after["num_well"][fires] = 0
-        after["recent"][:, :-1] = before["recent"][:, 1:]
-        after["recent"][:, -1] = value
-        num_first = (~np.isnan(before["first"])).sum(axis=1)
-        begins = np.flatnonzero(num_first < FIRST_RECORDS)
-        after["first"][begins, num_first[begins]] = (value if figures.first is None else figures.first[judged])[begins]
-        self._state[rows] = after
+        is_defined = values.view(np.uint64) != UNDEFINED_BITS
+        if False in is_defined:  # a store does not show them either
+            bound, values = bound.where(is_defined), values[is_defined]
+        figures = self.rule.figures(bound, values)
+        rows, value, is_idle, first = self._rows_of(figures.names), figures.values, figures.is_idle, figures.first
+        is_judged = value == value  # noqa: PLR0124  # not NaN
+        judged = None
+        if figures.is_there is not None:
+            self._num_met[rows[figures.is_there & ~is_judged]] = 0
+            is_judged = is_judged & figures.is_there
+        elif False in is_judged:
+            self._num_met[rows[~is_judged]] = 0
+        if False in is_judged:
+            judged = np.flatnonzero(is_judged)
+            rows, value = rows[judged], value[judged]
+            is_idle = None if is_idle is None else is_idle[judged]
+            first = None if first is None else first[judged]
+        if not len(rows):
+            return []
+        self.num_records += 1
+        base = self._base(rows)
+        is_met = self._is_met(value, rows, base)
+        if is_idle is not None:
+            is_met &= ~(is_idle & self._has_worked[rows])
+            self._has_worked[rows] |= ~is_idle
+        self._keep(rows, value, value if first is None else first)
+        num_met, num_well = self._num_met[rows], self._num_well[rows]
+        self._since[rows[is_met & (num_met == 0)]] = step
+        num_met = np.where(is_met, num_met + 1, 0)
+        num_well = np.where(is_met & (num_well < QUIET_RECORDS), 0, num_well + ~is_met)
+        fires = (num_met >= self.rule.for_steps) & (num_well >= QUIET_RECORDS)
+        num_well[fires] = 0
+        self._num_met[rows], self._num_well[rows] = num_met, num_well
+        if True not in fires:
+            return []
         fired = np.flatnonzero(fires).tolist()
-        return [Fired(figures.keys[judged[index]], float(value[index]), float(base[index]), int(after["since"][index])) for index in fired]
+        keys = [figures.keys[index if judged is None else judged[index]] for index in fired]
+        return [Fired(key, float(value[i]), float(base[i]), int(self._since[rows[i]])) for key, i in zip(keys, fired, strict=True)]
 
     def num_met(self) -> dict[str, int]:
         """Number of consecutive records, up to the last, in which each figure met the condition."""
-        return {name: int(self._state[row]["num_met"]) for name, row in self._rows.items()}
+        return {name: int(self._num_met[row]) for name, row in self._rows.items()}
 
     def state(self) -> tuple[int, int, dict[str, tuple[Any, ...]]]:
         """The state for a checkpoint, in plain numbers: the two numbers of records, and a row for each figure, by its name."""
-        rows = {name: tuple(map(_as_plain, self._state[row].item())) for name, row in self._rows.items()}
-        return self.num_records, self.num_passed_over, rows
+        padded = [[numbers[~np.isnan(numbers)].tolist() for numbers in array] for array in (self._recent, self._first)]
+        others = [array.tolist() for array in (self._num_met, self._since, self._num_well, self._has_worked)]
+        rows = [*zip(*padded, *others, strict=True)]
+        return self.num_records, self.num_passed_over, {name: rows[row] for name, row in self._rows.items()}
 
     def load(self, state: tuple[int, int, Mapping[str, tuple[Any, ...]]]) -> None:
         """Restore a result of :meth:`state`."""
         self.num_records, self.num_passed_over, figures = state
         rows = self._rows_of(tuple(figures))
         for row, (recent, first, *rest) in zip(rows, figures.values(), strict=True):
-            self._state[row] = (np.full_like(self._state["recent"][row], np.nan), np.full(FIRST_RECORDS, np.nan), *rest)
+            self._recent[row], self._first[row] = np.nan, np.nan
             if recent:
-                self._state["recent"][row, -len(recent) :] = recent
-            self._state["first"][row, : len(first)] = first
+                self._recent[row, -len(recent) :] = recent
+            self._first[row, : len(first)] = first
+            self._num_met[row], self._since[row], self._num_well[row], self._has_worked[row] = rest
 
     def _rows_of(self, names: tuple[str, ...]) -> NDArray[np.intp]:
         """Rows of figures; new ones get a row."""
         if names == self._newest[0]:
             return self._newest[1]
-        num_rows = len(self._rows.keys() | names)
-        if num_rows > len(self._state):
-            new = np.zeros(num_rows - len(self._state), self._state.dtype)
-            new["recent"], new["first"], new["num_well"] = np.nan, np.nan, QUIET_RECORDS
+        num_new = len(self._rows.keys() | names) - len(self._num_met)
+        if num_new > 0:
             # Before the names: a Ctrl-C in between leaves no name without a row.
-            self._state = np.concatenate([self._state, new])
+            self._recent = np.concatenate([self._recent, np.full((num_new, self._recent.shape[1]), np.nan)])
+            self._first = np.concatenate([self._first, np.full((num_new, FIRST_RECORDS), np.nan)])
+            self._since = np.concatenate([self._since, np.zeros(num_new, int)])
+            self._num_well = np.concatenate([self._num_well, np.full(num_new, QUIET_RECORDS)])
+            self._has_worked = np.concatenate([self._has_worked, np.zeros(num_new, bool)])
+            self._num_met = np.concatenate([self._num_met, np.zeros(num_new, int)])
         rows = np.array([self._rows.setdefault(name, len(self._rows)) for name in names], np.intp)
         self._newest = names, rows
         return rows
 
-    def _base(self, state: NDArray[Any]) -> NDArray[np.float64]:
+    def _keep(self, rows: NDArray[np.intp], value: NDArray[np.float64], first: NDArray[np.float64]) -> None:
+        """Keep the values for later records, as far as the rule compares with earlier ones."""
+        if self.rule.relative_to == "median" or self.rule.is_unchanged:
+            self._recent[rows, :-1] = self._recent[rows, 1:]
+            self._recent[rows, -1] = value
+        elif self.rule.relative_to == "first":
+            num_first = (~np.isnan(self._first[rows])).sum(axis=1)
+            begins = np.flatnonzero(num_first < FIRST_RECORDS)
+            self._first[rows[begins], num_first[begins]] = first[begins]
+
+    def _base(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
         """The base of which limits are multiples; NaN while it is not known."""
         if self.rule.relative_to == "median":
-            is_known = (~np.isnan(state["recent"])).sum(axis=1) >= self.rule.base_records
-            base = np.full(len(state), np.nan)
-            base[is_known] = np.abs(np.nanmedian(state["recent"][is_known], axis=1))
+            recent = self._recent[rows]
+            is_known = (~np.isnan(recent)).sum(axis=1) >= self.rule.base_records
+            base = np.full(len(rows), np.nan)
+            base[is_known] = np.abs(np.nanmedian(recent[is_known], axis=1))
             return base
         if self.rule.relative_to == "first":
-            return np.asarray(np.fmax.reduce(np.abs(state["first"][:, : self.rule.base_records]), axis=1))
-        return np.ones(len(state))
+            return np.asarray(np.fmax.reduce(np.abs(self._first[rows, : self.rule.base_records]), axis=1))
+        return np.ones(len(rows))
 
-    def _is_met(self, value: NDArray[np.float64], state: NDArray[Any], base: NDArray[np.float64]) -> NDArray[np.bool_]:
+    def _is_met(self, value: NDArray[np.float64], rows: NDArray[np.intp], base: NDArray[np.float64]) -> NDArray[np.bool_]:
         if self.rule.is_unchanged:
-            return np.asarray(value == state["recent"][:, -1])
+            return np.asarray(value == self._recent[rows, -1])
         size = np.abs(value) if self.rule.relative_to else value
         is_met = np.zeros(len(value), bool)
         with np.errstate(invalid="ignore"):  # an infinite base times 0
@@ -253,10 +286,6 @@ class RuleState:
             if self.rule.below is not None:
                 is_met |= size < self.rule.below * base
         return is_met
-
-
-def _as_plain(field: Any) -> Any:  # noqa: ANN401  # an array of numbers, or a number
-    return field[~np.isnan(field)].tolist() if isinstance(field, np.ndarray) else field
 
 
 _CONDITIONS = ("name", "above", "below", "relative_to", "num_base", "until_step", "is_unchanged", "for_steps")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 
 from lightning_module_monitor.health.alerts import AlertRule, nothing
+from lightning_module_monitor.health.bound import ORDER_OF_EVENTS
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.figures import (
     FINITE_STATISTICS,
-    ORDER_OF_EVENTS,
     at_least_typical,
     moved_by_gradients,
     not_finite,

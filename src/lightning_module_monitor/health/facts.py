@@ -57,10 +57,10 @@ class Facts:
     num_classes: int = 0
     """The number of classes, where the loss is the mean of a cross-entropy and nothing else; else 0."""
 
-    def as_values(self) -> dict[str, float]:
-        """The conditions among them, as values of a record."""
-        in_eval = {Key(FACT_KIND, name, "in_eval").format(): 1.0 for name in self.in_eval}
-        return {Key(FACT_KIND, "", "softmax_twice").format(): float(self.softmax_twice), **in_eval}
+    def as_values(self) -> dict[Key, float]:
+        """The conditions among them, which are judged as values of a record are."""
+        in_eval = {Key(FACT_KIND, name, "in_eval"): 1.0 for name in self.in_eval}
+        return {Key(FACT_KIND, "", "softmax_twice"): float(self.softmax_twice), **in_eval}
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Facts:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
+from lightning_module_monitor.health.bound import Bound
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.detectors import DETECTORS, NOT_LEARNING, ZERO_RATE
-from lightning_module_monitor.health.facts import ParameterFacts
-from lightning_module_monitor.health.run_history import History, is_kept
-from lightning_module_monitor.keys import Key, is_total
-from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, OWN_KIND, ROOT_SITE, STEP_SKIPPED
-from lightning_module_monitor.record import Finding, Record
+from lightning_module_monitor.health.facts import Facts, ParameterFacts
+from lightning_module_monitor.health.run_history import History, KeptColumns, is_kept
+from lightning_module_monitor.keys import Columns, Key, is_rate, is_total, name_of_rate
+from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, ROOT_SITE
+from lightning_module_monitor.record import Finding, Record, is_absent
 
 UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
 """Without facts every parameter counts as trained."""
 
+MAX_BOUND = 8
+"""Number of columns to which the judge is bound at once: a run has those of its stages, and records made by hand have their own."""
+
+_NO_RATE = np.array([math.nan])
 
 _LOSS_PHRASES = {
     "flat": "does not fall by more than its noise",
@@ -40,15 +45,22 @@ class Alarm(NamedTuple):
 
 
 class _Series(NamedTuple):
-    """What is known of a series beside its values."""
+    """What is bound to the columns of records, as long as these and the facts are the same."""
 
-    parts: Key
-    rank: int
-    """Position of the site in the order of the model."""
-    kept: Key | None
-    """The key without prefix, if the history keeps the values."""
-    rules: Sequence[int]
-    """Indices of the rules that judge it."""
+    version: int
+    """Number of the columns."""
+    fact_values: NDArray[np.float64]
+    """The values of the facts, which follow the numbers of a record in the judge's vector."""
+    keys: Sequence[Key]
+    """The keys of both."""
+    by_rule: Sequence[Bound]
+    """The series of each rule, in the order of the model."""
+    kept: KeptColumns
+    """The columns that the history uses."""
+    is_recorded: NDArray[np.bool_]
+    """Whether any record had a value, shape ``(keys,)``."""
+    has_value: NDArray[np.bool_]
+    """Whether any record had a value that is not NaN, of the same shape."""
 
 
 class Judge:
@@ -66,61 +78,57 @@ class Judge:
         self.history = History()
         self._order = {site: rank for rank, site in enumerate(dict.fromkeys(sites))}
         self._modules = frozenset(modules)
-        self._series: dict[str, _Series] = {}
-        """What is known of a series while the facts are the same, by key."""
-        self._has_value: dict[str, bool] = {}
-        """Whether any record had a value that is not NaN, by key."""
+        self._series: dict[tuple[Columns, bool], _Series] = {}
+        """What is bound to the columns of each stage, with facts and without."""
+        self._has_value: dict[Key, bool] = {}
+        """Whether any record had a value that is not NaN, by the key of each series that had a value; without those of ``_series``."""
 
-    def observe(self, record: Record) -> list[Alarm]:
+    def observe(self, record: Record, facts: Facts | None = None) -> list[Alarm]:
         """The alarms of a record: at most one per rule, about all figures that have met its condition in ``for_steps`` records.
 
         A figure that has led to an alarm can do so again only after ``QUIET_RECORDS`` records without the condition.
+
+        Args:
+            record: The record.
+            facts: The facts of its step; ``None`` without any, as outside of training. The same object while nothing changes.
         """
-        history = self.history
-        if record.facts is not None and record.facts != history.facts:
-            history.facts = record.facts
-            self._series.clear()
-        values_by_rule: list[dict[str, float]] = [{} for _state in self.states]
-        values: dict[Key, float] = {}
-        for key, value in itertools.chain(record.values.items(), () if record.facts is None else record.facts.as_values().items()):
-            series = self._series.get(key)
-            if series is None:
-                parts = Key.parse(key)
-                # Of all parameters inside a module together, the history keeps those of the whole model alone.
-                is_of_part = parts.site != ROOT_SITE and is_total(parts, self._modules)
-                kept = parts._replace(prefix="") if is_kept(parts) and not is_of_part else None
-                series = self._series[key] = _Series(parts, self._order.get(parts.site, -1), kept, self._rules_of(parts, key))
-            for rule in series.rules:
-                values_by_rule[rule][key] = value
-            self._has_value[key] = self._has_value.get(key, False) or not math.isnan(value)
-            if series.kept is not None:
-                values[series.kept] = value
-        if values:
-            history.add(record.step, values)
-        was_skipped = values.get(Key(OWN_KIND, "", STEP_SKIPPED), 0.0) > 0
-        judged = zip(self.states, values_by_rule, strict=True)
-        alarms = (self._judge(state, record, rule_values, was_skipped=was_skipped) for state, rule_values in judged)
+        if facts is not None and facts is not self.history.facts and facts != self.history.facts:
+            self._unbind()
+            self.history.facts = facts
+        series = self._series_of(record.columns, len(record.numbers), has_facts=facts is not None)
+        # Behind the facts a NaN: the learning rate of what has none.
+        numbers = np.concatenate([record.numbers, series.fact_values, _NO_RATE])
+        is_there = ~is_absent(numbers)
+        series.is_recorded[:] |= is_there[:-1]
+        series.has_value[:] |= numbers[:-1] == numbers[:-1]
+        self.history.add(record.step, numbers, series.kept)
+        judged = zip(self.states, series.by_rule, strict=True)
+        alarms = [self._judge(state, bound, record.step, numbers, is_there, has_facts=facts is not None) for state, bound in judged]
         return [alarm for alarm in alarms if alarm is not None]
 
-    def _judge(self, state: RuleState, record: Record, values: Mapping[str, float], *, was_skipped: bool) -> Alarm | None:
-        rule, history, step = state.rule, self.history, record.step
+    def _judge(
+        self, state: RuleState, bound: Bound, step: int, numbers: NDArray[np.float64], is_there: NDArray[np.bool_], *, has_facts: bool
+    ) -> Alarm | None:
+        rule, history = state.rule, self.history
+        values, is_judged = numbers[bound.columns], is_there[bound.columns]
         if rule.needs_rate:
-            values = {key: value for key, value in values.items() if history.rate_of(self._series[key].parts.site) != 0}
-        if rule.judges_rise:
-            values = dict.fromkeys(values, history.rise)
-        if not values:
-            if rule.is_of_facts and record.facts is not None:  # of training: a record of validation has none
+            is_judged &= numbers[bound.rates] != 0
+        if False in is_judged:
+            bound, values = bound.where(is_judged), values[is_judged]
+        if not len(values):
+            if rule.is_of_facts and has_facts:  # of training: a record of validation has none
                 state.count_unjudged()
             return None
-        if rule.needs_step and was_skipped:
+        if rule.judges_rise:
+            values = np.full(len(values), history.rise)
+        if rule.needs_step and history.was_skipped:
             return None
         has_loss_fallen = has_fallen(history.first_loss, history.loss, rule.unless_loss_falls)
         if step > rule.until_step or has_loss_fallen:
             state.count_unjudged(has_loss_fallen=has_loss_fallen)
             return None
-        keys = tuple(sorted(values, key=lambda key: self._series[key].rank))
-        fired = state.observe(step, keys, np.array([values[key] for key in keys], dtype=float))
-        if rule.needs_rate and history.facts.is_manual:
+        fired = state.observe(step, bound, values)
+        if fired and rule.needs_rate and history.facts.is_manual:
             fired = self._without_clamped(state, fired)
         if not fired:
             return None
@@ -135,6 +143,54 @@ class Judge:
         )
         return Alarm(finding, rule.then, fired)
 
+    # What is bound to columns
+
+    def _series_of(self, columns: Columns, version: int, *, has_facts: bool) -> _Series:
+        """What is bound to the first ``version`` of some columns, which are as many as a record has numbers."""
+        series = self._series.get((columns, has_facts))
+        if series is None or series.version != version:
+            if series is not None or len(self._series) >= MAX_BOUND:
+                self._unbind()
+            series = self._series[columns, has_facts] = self._bind(columns.keys[:version], has_facts=has_facts)
+        return series
+
+    def _bind(self, recorded: Sequence[Key], *, has_facts: bool) -> _Series:
+        of_facts = self.history.facts.as_values() if has_facts else {}
+        keys = [*recorded, *of_facts]
+        is_of_part = [key.site != ROOT_SITE and is_total(key, self._modules) for key in keys]
+        # Of all parameters inside a module together, the history keeps those of the whole model alone.
+        kept = {column: key._replace(prefix="") for column, key in enumerate(keys) if is_kept(key) and not is_of_part[column]}
+        rates = {key.statistic: column for column, key in kept.items() if key.kind == CONTEXT_KIND and is_rate(key.statistic)}
+        columns_by_rule: list[list[int]] = [[] for _state in self.states]
+        for column in sorted(range(len(keys)), key=lambda column: self._order.get(keys[column].site, -1)):
+            for rule in self._rules_of(keys[column]):
+                columns_by_rule[rule].append(column)
+        rate_by_site = {site: rates.get(name_of_rate(facts.group), -1) for site, facts in self.history.facts.parameters.items()}
+        by_rule = [
+            Bound(
+                [keys[column] for column in columns],
+                np.array(columns, np.intp),
+                np.array([rate_by_site.get(keys[column].site, -1) for column in columns], np.intp),
+            )
+            for columns in columns_by_rule
+        ]
+        flags = np.zeros((2, len(keys)), bool)
+        values = np.array([*of_facts.values()], np.float64)
+        return _Series(len(recorded), values, keys, by_rule, KeptColumns(kept, self.history.facts), *flags)
+
+    def _unbind(self) -> None:
+        """Forget what is bound, but not which series had a value."""
+        self._has_value = self._had_values()
+        self._series.clear()
+
+    def _had_values(self) -> dict[Key, bool]:
+        had = dict(self._has_value)
+        for series in self._series.values():
+            for column in np.flatnonzero(series.is_recorded).tolist():
+                key = series.keys[column]
+                had[key] = had.get(key, False) or bool(series.has_value[column])
+        return had
+
     def _without_clamped(self, state: RuleState, fired: Sequence[Fired]) -> list[Fired]:
         """The figures of parameters in groups that stand still as a whole.
 
@@ -146,8 +202,9 @@ class Judge:
     def _parameter(self, site: str) -> ParameterFacts:
         return self.history.facts.parameters.get(site, UNKNOWN_PARAMETER)
 
-    def _rules_of(self, parts: Key, key: str) -> list[int]:
+    def _rules_of(self, parts: Key) -> list[int]:
         """Indices of the rules that judge a key."""
+        key = parts.format()
         rules = [*enumerate(state.rule for state in self.states)]
         if is_total(parts, self._modules):
             known = {facts.training for facts in self.history.facts.parameters.values()}
@@ -165,10 +222,9 @@ class Judge:
     def have_values(self, detector: Detector) -> list[bool]:
         """Whether each series that a detector judges has a value, without the series of other kinds that it uses besides."""
         series = []
-        for key, has_value in self._has_value.items():
-            parts = Key.parse(key)
-            concerns = detector.concerns_total if is_total(parts, self._modules) else detector.concerns
-            if concerns(parts) and parts.kind in detector.main_kinds:
+        for key, has_value in self._had_values().items():
+            concerns = detector.concerns_total if is_total(key, self._modules) else detector.concerns
+            if concerns(key) and key.kind in detector.main_kinds:
                 series.append(has_value)
         return series
 

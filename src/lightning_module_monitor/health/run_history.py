@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import has_fallen
-from lightning_module_monitor.health.facts import Facts, ParameterFacts
-from lightning_module_monitor.health.figures import is_weight
+from lightning_module_monitor.health.bound import is_weight
+from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.keys import Key, is_rate, is_total, name_of_rate
 from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, OWN_KIND, ROOT_SITE, STEP_SKIPPED, TRAIN
+from lightning_module_monitor.record import is_absent
 
 MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""
@@ -96,6 +99,82 @@ class Rate(NamedTuple):
     first: float
 
 
+class KeptColumns:
+    """The columns of a record that a history uses, and what is known of them while the facts are the same.
+
+    Args:
+        keys: The keys that it uses, without prefix, by column.
+        facts: The facts of training.
+    """
+
+    def __init__(self, keys: Mapping[int, Key], facts: Facts) -> None:
+        self.keys = keys
+        self.columns = np.array([*keys], np.intp)
+        by_key = {key: column for column, key in keys.items()}
+        self.context = {key.statistic: column for column, key in keys.items() if key.kind == CONTEXT_KIND}
+        self.skipped = by_key.get(Key(OWN_KIND, "", STEP_SKIPPED), NO_COLUMN)
+        self.root = by_key.get(Key("gradient", ROOT_SITE, "norm"), NO_COLUMN)
+        """The norm of the whole gradient."""
+        self.gradients = self._of("gradient", without=ROOT_SITE)
+        self.parameters = self._of("parameter")
+        self.outputs = self._of("activation")
+        trained = {site: parameter for site, parameter in facts.parameters.items() if parameter.training == "trained"}
+        weights = {site: parameter for site, parameter in trained.items() if is_weight(site) and parameter.group >= 0}
+        norms = [[by_key.get(Key(*name), NO_COLUMN) for name in _norms_of(site)] for site in weights]
+        self.norms = np.array(norms, np.intp).reshape(-1, 3).T
+        """Columns of the norms of the trained weights and of their gradients, and of the ratios of their updates."""
+        self.rates = np.array([self.context.get(name_of_rate(parameter.group), NO_COLUMN) for parameter in weights.values()], np.intp)
+        groups = [facts.groups[parameter.group] for parameter in weights.values()]
+        self.divisors = np.array([1 - min(group.momentum, 0.99) for group in groups])
+        self.eps = np.array([group.eps for group in groups])
+        self.sizes = np.sqrt([float(parameter.numel) for parameter in weights.values()])
+        self.is_sgd = np.array([group.optimizer == "SGD" for group in groups], bool)
+        self.is_adam = np.array([any(name in group.optimizer for name in _ADAM_LIKE) for group in groups], bool)
+        num = sum(parameter.numel for parameter in trained.values())
+        self.least_clipped = facts.clip * (0.5 * math.sqrt(num) if facts.clips_values else 0.99)
+        """The norm at which gradients of trained parameters have the largest size that clipping allows; 0 without clipping."""
+
+    def _of(self, kind: str, *, without: str = "") -> NDArray[np.intp]:
+        return np.array([column for column, key in self.keys.items() if key.kind == kind and key.site != without], np.intp)
+
+    def movement(self, numbers: NDArray[np.float64]) -> float:
+        """The largest part of its norm by which a step can move a weight, given the numbers of a record.
+
+        Infinite if an optimizer is not known, NaN if no weight with a gradient is trained.
+        """
+        norm, gradient, ratio = numbers[self.norms]
+        with np.errstate(all="ignore"):
+            rate = numbers[self.rates]
+            by_sgd = rate * gradient / self.divisors / norm
+            by_adam = rate * self.sizes / norm * gradient / (gradient + self.eps * self.sizes)
+        movement = np.where(self.is_sgd, by_sgd, np.where(self.is_adam, by_adam, math.inf))
+        movement = np.where(np.isfinite(ratio), ratio, movement)
+        movement = np.where((norm > 0) & (gradient > 0), movement, math.nan)
+        return float(np.fmax.reduce(movement, initial=math.nan))
+
+
+def _norms_of(site: str) -> tuple[tuple[str, str, str], ...]:
+    return ("parameter", site, "norm"), ("gradient", site, "norm"), ("update", site, "ratio")
+
+
+NO_COLUMN = -1
+"""The last number of the judge's vector, which is NaN."""
+
+
+class Sizes:
+    """The numbers of a record with parameters."""
+
+    def __init__(self, kept: KeptColumns, numbers: NDArray[np.float64]) -> None:
+        self._kept, self._numbers = kept, numbers
+
+    @functools.cached_property
+    def values(self) -> Mapping[Key, float]:
+        """Value by key, without those of all parameters together."""
+        numbers = self._numbers[self._kept.columns]
+        known = zip(self._kept.keys.values(), numbers.tolist(), is_absent(numbers).tolist(), strict=True)
+        return {key: value for key, value, absent in known if not (absent or is_total(key))}
+
+
 class History:
     """The losses and learning rates of a run, and sizes in its first and last record."""
 
@@ -113,16 +192,30 @@ class History:
         """Sizes in the first record: ``gradient``, ``output`` (last module), ``first_output`` (first module), ``input_abs_max``."""
         self.first_gradients: dict[str, float] = {}
         """The norm of the gradient of each parameter in the first record."""
-        self.last: Mapping[Key, float] = {}
-        """The values of the last record with parameters."""
-        self.before: Mapping[Key, float] = {}
-        """Those of the record before."""
+        self.was_skipped = False
+        """Whether a ``GradScaler`` skipped the step of the newest record."""
+        self._last: Sizes | None = None
+        self._before: Sizes | None = None
         self._context: Mapping[str, float] = {}
         self.facts = NO_FACTS
 
-    def add(self, step: int, values: Mapping[Key, float]) -> None:
-        """Add the values of training of a record; keys have no prefix."""
-        self._context = {key.statistic: value for key, value in values.items() if key.kind == CONTEXT_KIND and not key.site}
+    @property
+    def last(self) -> Mapping[Key, float]:
+        """The values of the last record with parameters."""
+        return {} if self._last is None else self._last.values
+
+    @property
+    def before(self) -> Mapping[Key, float]:
+        """The values of the record before."""
+        return {} if self._before is None else self._before.values
+
+    def add(self, step: int, numbers: NDArray[np.float64], kept: KeptColumns) -> None:
+        """Add the numbers of a record, of which ``kept`` are those of training that it uses. The last number is NaN."""
+        is_there = ~is_absent(numbers)
+        self.was_skipped = bool(numbers[kept.skipped] > 0)
+        if not is_there[kept.columns].any():
+            return
+        self._context = {name: float(numbers[column]) for name, column in kept.context.items() if is_there[column]}
         if LOSS in self._context:
             self.steps.append(step)
             self.losses.append(self._context[LOSS])
@@ -130,16 +223,17 @@ class History:
             if is_rate(name):
                 num_records, largest, first = self.rates.get(name, (0, 0.0, value))
                 self.rates[name] = Rate(num_records + 1, max(largest, value), first)
-        norms = [value for key, value in values.items() if key.kind == "gradient" and key.site != ROOT_SITE]
-        norm = values.get(Key("gradient", ROOT_SITE, "norm"), math.hypot(*norms))
-        if norms or norm > 0 or any(key.kind == "parameter" for key in values):
-            self.before, self.last = self.last, {key: value for key, value in values.items() if not is_total(key)}
-            movement = float(np.fmax.reduce([math.nan, *itertools.starmap(self._movement, self.facts.parameters.items())]))
+        norms = numbers[kept.gradients][is_there[kept.gradients]]
+        has_root = kept.root != NO_COLUMN and is_there[kept.root]
+        norm = float(numbers[kept.root]) if has_root else math.hypot(*norms)
+        if len(norms) or norm > 0 or is_there[kept.parameters].any():
+            self._before, self._last = self._last, Sizes(kept, numbers)
+            movement = kept.movement(numbers)
             self._movements += [] if math.isnan(movement) else [(step, movement)]
-            self.num_gradients += bool(norms) or norm > 0
-            self.num_clipped += 0 < self._least_clipped() <= norm
+            self.num_gradients += len(norms) > 0 or norm > 0
+            self.num_clipped += 0 < kept.least_clipped <= norm
             if not self.first:
-                outputs = [value for key, value in values.items() if key.kind == "activation"]
+                outputs = numbers[kept.outputs][is_there[kept.outputs]].tolist()
                 self.first_gradients = {key.site: value for key, value in self.last.items() if key.kind == "gradient"}
                 self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
                 self.first |= {"gradient": norm, **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
@@ -321,27 +415,6 @@ class History:
         """Whether clipping limits every step, and makes all steps together too small: with a gradient of size 1 they would suffice."""
         is_at_limit = self.facts.clip > 0 and self.num_clipped > 0.9 * self.num_gradients
         return is_at_limit and self.reach < SMALL_REACH <= self.reach / self.facts.clip
-
-    def _least_clipped(self) -> float:
-        """The norm at which gradients of trained parameters have the largest size that clipping allows; 0 without clipping."""
-        num = sum(facts.numel for facts in self.facts.parameters.values() if facts.training == "trained")
-        return self.facts.clip * (0.5 * math.sqrt(num) if self.facts.clips_values else 0.99)
-
-    def _movement(self, site: str, facts: ParameterFacts) -> float:
-        """The part of its norm by which a step can move a weight; infinite if the optimizer is not known, NaN if the weight is fixed."""
-        norm, gradient = (self.last.get(Key(kind, site, "norm"), math.nan) for kind in ("parameter", "gradient"))
-        if facts.training != "trained" or not is_weight(site) or facts.group < 0 or not (norm > 0 and gradient > 0):
-            return math.nan
-        group, rate = self.facts.groups[facts.group], self.newest(name_of_rate(facts.group))
-        ratio = self.last.get(Key("update", site, "ratio"), math.nan)
-        if math.isfinite(ratio):
-            return ratio
-        if group.optimizer == "SGD":
-            return rate * gradient / (1 - min(group.momentum, 0.99)) / norm
-        if any(kind in group.optimizer for kind in _ADAM_LIKE):
-            size = math.sqrt(facts.numel)
-            return rate * size / norm * gradient / (gradient + group.eps * size)
-        return math.inf
 
     # A checkpoint
 

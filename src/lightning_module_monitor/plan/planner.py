@@ -198,8 +198,8 @@ class Planner:
             context: Names of the values of the context of training.
         """
         names = [*stages]
-        keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.recipe.figure_key("errors", stage))]
-        of_training = [self.recipe.figure_key(name) for name in (*figures, *self.plan().figures())]
+        keys = [key for stage in names for key in (*self.plan(stage=stage).keys(), self.recipe.figure_key("errors", stage).format())]
+        of_training = [self.recipe.figure_key(name).format() for name in (*figures, *self.plan().figures())]
         of_training += [Key(CONTEXT_KIND, "", name, prefix=self.recipe.prefix).format() for name in context]
         return keys + (of_training if TRAIN in names else [])
 

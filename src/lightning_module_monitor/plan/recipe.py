@@ -122,6 +122,6 @@ class Recipe:
         rules = (self.rules[number] for number in due.rules)
         return any(KINDS[kind].of_heads for rule in rules if not rule.is_optional for kind in rule.kinds)
 
-    def figure_key(self, name: str, stage: str = TRAIN) -> str:
+    def figure_key(self, name: str, stage: str = TRAIN) -> Key:
         """The key of one of the monitor's own figures."""
-        return Key(OWN_KIND, "", name, stage, self.prefix).format()
+        return Key(OWN_KIND, "", name, stage, self.prefix)

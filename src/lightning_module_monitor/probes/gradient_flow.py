@@ -19,6 +19,7 @@ from lightning_module_monitor.model.names import ModelIndex, Namer
 from lightning_module_monitor.model.outputs import NamedTensors
 from lightning_module_monitor.probes.base import StepTools
 from lightning_module_monitor.probes.tap import Awaited, Consumer, counted_elements
+from lightning_module_monitor.record import NumbersOfStep
 from lightning_module_monitor.statistics.gains import EPS, NORMS, Thresholds, summary, transitions
 from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
@@ -65,9 +66,9 @@ class Chain:
 
     def keys(self) -> list[str]:
         """The keys of a step."""
-        return [*self.gains([None] * len(self.blocks))]
+        return [key.format() for key in self.gains([None] * len(self.blocks))]
 
-    def gains(self, norms: Sequence[float | None]) -> dict[str, float | None]:
+    def gains(self, norms: Sequence[float | None]) -> dict[Key, float | None]:
         """The values of a step by key; ``None`` where one needs the norm of a block without a gradient.
 
         Args:
@@ -78,9 +79,7 @@ class Chain:
             site: {"gain": change.gain, "log_gain": change.log_gain} for site, change in zip(self.transitions, changes, strict=True)
         }
         by_site[SUMMARY_SITE] = summary(changes)
-        return {
-            Key(KIND, site, name, prefix=self.prefix).format(): value for site, values in by_site.items() for name, value in values.items()
-        }
+        return {Key(KIND, site, name, prefix=self.prefix): value for site, values in by_site.items() for name, value in values.items()}
 
 
 def main_tensor(output: object, tensors: NamedTensors) -> Tensor | None:
@@ -152,7 +151,9 @@ class GradientFlowProbe(BlockGradientProbe):
         """Record NaN for a gradient that cannot be read."""
         self.fail_block(index, gradient, error)
 
-    def derive(self, values: dict[str, float]) -> None:
+    def derive(self, numbers: NumbersOfStep) -> None:
         """Replace norms by gains; a value that needs the norm of a block without a gradient is absent."""
-        norms = [values.pop(key, None) for stream in self._chain.streams for key in stream.keys.values()]
-        values.update((key, float(gain)) for key, gain in self._chain.gains(norms).items() if gain is not None)
+        norms = [numbers.pop(key) for stream in self._chain.streams for key in stream.keys.values()]
+        for key, gain in self._chain.gains(norms).items():
+            if gain is not None:
+                numbers.put(key, float(gain))

@@ -22,7 +22,7 @@ from lightning_module_monitor.model.hooks import HookSet, is_tracing, register_g
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import Among, Probe, StepTools
 from lightning_module_monitor.probes.tap import ModuleTap
-from lightning_module_monitor.record import UNDEFINED, is_undefined
+from lightning_module_monitor.record import UNDEFINED, NumbersOfStep, is_undefined
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.noise_scale import NoiseAndSignal, largest_over_median, noise_and_signal
 from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
@@ -261,27 +261,28 @@ class GradientNoiseProbe(Probe):
 
     # After the step, on the host
 
-    def derive(self, values: dict[str, float]) -> None:
+    def derive(self, numbers: NumbersOfStep) -> None:
         """Replace squared norms by noise, signal and what follows from them."""
         if self._accumulator.is_lost:
             return
-        squares, sizes = self._exchanged(values)
+        squares, sizes = self._exchanged(numbers)
         for site, stream in self._sites.step_streams.items():
-            whole = values.pop(stream.keys["square"], None)
+            whole = numbers.pop(stream.keys["square"])
             if whole is not None and squares[site]:
-                keys = self._sites.recorded_streams[site].keys.values()
-                values.update(zip(keys, self._finished(site, squares[site], sizes, whole), strict=True))
+                keys = self._sites.recorded_streams[site].series.values()
+                numbers.write(numbers.columns.add(keys), self._finished(site, squares[site], sizes, whole))
 
-    def _exchanged(self, values: dict[str, float]) -> tuple[dict[str, dict[_Index, float]], dict[_Index, float]]:
-        """Squared norms by site, and numbers of samples, each by micro-batch and rank; taken out of the values."""
+    def _exchanged(self, numbers: NumbersOfStep) -> tuple[dict[str, dict[_Index, float]], dict[_Index, float]]:
+        """Squared norms by site, and numbers of samples, each by micro-batch and rank; taken out of the numbers."""
         by_site: dict[str, dict[_Index, float]] = {site: {} for site in ("", *self._sites.members)}
         for number in itertools.count():
             streams = self._sites.micro_batch_streams(number, self._num_ranks)
-            keys = [(site, rank, key) for site, stream in streams.items() for rank, key in enumerate(stream.keys.values()) if key in values]
-            if not keys and number >= self._number:  # other ranks may have had more micro-batches
+            keys = [(site, rank, key) for site, stream in streams.items() for rank, key in enumerate(stream.keys.values())]
+            taken = [(site, rank, value) for site, rank, key in keys if (value := numbers.pop(key)) is not None]
+            if not taken and number >= self._number:  # other ranks may have had more micro-batches
                 break
-            for site, rank, key in keys:
-                by_site[site][number, rank] = values.pop(key)
+            for site, rank, value in taken:
+                by_site[site][number, rank] = value
         sizes = by_site.pop("")
         return by_site, sizes
 

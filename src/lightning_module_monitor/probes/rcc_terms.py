@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ from lightning_module_monitor.probes.rcc_layers import (
     weight_and_bias,
 )
 from lightning_module_monitor.probes.reference import ReferenceProbe
+from lightning_module_monitor.record import NumbersOfStep
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Statistic
@@ -167,20 +169,19 @@ class CoordinateCheckProbe(Probe):
         if self._layers:
             self._accumulator.add_result(self._skipped_calls, RCC_SKIPPED_CALLS, float(self._num_skipped), 1)
 
-    def derive(self, values: dict[str, float]) -> None:
+    def derive(self, numbers: NumbersOfStep) -> None:
         """Divide ratios of norms by operator norms. Without a change of weight or input there is no alignment."""
         for layer in self._layers:
             recorded = _recorded_norms(layer.streams)
             for name, stream in layer.alignments.items():
                 assert layer.norms is not None
-                key, norm_key = stream.keys[name], layer.norms.keys[_NORM_OF_ALIGNMENT[name]]
-                if key in values and (values[key] == _NO_ALIGNMENT or values.get(norm_key) == 0):
-                    del values[key]
-                elif key in values:
+                norm_name = _NORM_OF_ALIGNMENT[name]
+                ratio, norm = numbers.pop(stream.keys[name]), numbers.pop(layer.norms.keys[norm_name])
+                if ratio is not None and ratio != _NO_ALIGNMENT and norm != 0:
                     # A ratio above the norm shows that the norm is slightly too small, or that the ratio consists of rounding errors.
-                    values[key] = min(values[key] / values.get(norm_key, float("nan")), 1.0)
-                if _NORM_OF_ALIGNMENT[name] not in recorded:
-                    values.pop(norm_key, None)
+                    numbers.put(stream.series[name], min(ratio / (math.nan if norm is None else norm), 1.0))
+                if norm is not None and norm_name in recorded:
+                    numbers.put(layer.norms.series[norm_name], norm)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -10,8 +10,9 @@ from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import Verdict, verdict_of
+from lightning_module_monitor.keys import Columns
 from lightning_module_monitor.kinds import TRAIN
-from lightning_module_monitor.record import Finding, ModuleInfo, Record
+from lightning_module_monitor.record import ABSENT, Finding, ModuleInfo, Record
 from lightning_module_monitor.sinks.store.matrices import Table
 
 
@@ -40,29 +41,26 @@ def verdict_on(  # noqa: PLR0917  # the contents of a store
     detectors = [detector for name, detector in DETECTORS.items() if detector.rule is not None and not (name == NONFINITE and searched)]
     rules = [detector.alert() for detector in detectors]
     judge = Judge(rules, [site for table in tables for site in table.sites], [module.name for module in modules])
-    alarms = [alarm for record in _records([*tables, *figures], facts) for alarm in judge.observe(record)] + judge.alarms_of_whole_run()
+    records = _records([*tables, *figures], facts)
+    alarms = [alarm for record, of_record in records for alarm in judge.observe(record, of_record)] + judge.alarms_of_whole_run()
     others = [finding for finding in findings if finding.name not in DETECTORS or finding.name == NONFINITE]
     return verdict_of(
         judge, alarms, [*others, *(alarm.finding for alarm in alarms)], watched=watched, types={module.type for module in modules}
     )
 
 
-def _records(tables: Sequence[Table], facts: Sequence[tuple[int, Facts]]) -> Iterator[Record]:
-    """The records of a run, as far as a store has them; those of training have facts."""
+def _records(tables: Sequence[Table], facts: Sequence[tuple[int, Facts]]) -> Iterator[tuple[Record, Facts | None]]:
+    """The records of a run, as far as a store has them, each with the facts of its step; only those of training have facts."""
     steps = np.unique(np.concatenate([table.steps for table in tables])) if tables else np.empty(0, int)
-    columns = [
-        (table, [table.key(row) for row in range(len(table.sites))], {step: column for column, step in enumerate(table.steps.tolist())})
-        for table in tables
-    ]
+    columns = Columns()
+    columns_of_tables = [columns.add(table.name._replace(site=site) for site in table.sites) for table in tables]
+    numbers = np.full((len(steps), columns.version), ABSENT)
+    for table, indices in zip(tables, columns_of_tables, strict=True):
+        values = np.where(table.is_recorded, table.values, ABSENT)
+        numbers[np.ix_(np.searchsorted(steps, table.steps), indices)] = values.T
     of_training = {step for table in tables if table.name.stage == TRAIN for step in table.steps.tolist()}
     waiting, current = [*facts], None
-    for step in steps.tolist():
+    for step, row in zip(steps.tolist(), numbers, strict=True):
         while waiting and waiting[0][0] <= step:
             current = waiting.pop(0)[1]
-        values: dict[str, float] = {}
-        for table, keys, column_by_step in columns:
-            column = column_by_step.get(step)
-            if column is not None:
-                rows = zip(keys, table.values[:, column].tolist(), table.is_recorded[:, column].tolist(), strict=True)
-                values |= {key: value for key, value, is_recorded in rows if is_recorded}
-        yield Record(step, values, facts=current if step in of_training else None)
+        yield Record(step, columns, row), current if step in of_training else None

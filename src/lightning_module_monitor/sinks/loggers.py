@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import Log, require
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.keys import Key, is_context, is_rate, is_total
+from lightning_module_monitor.keys import Columns, Key, is_context, is_rate, is_total
 from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, OWN_KIND, ROOT_SITE, SUMMARY_SITE, TRAIN
 from lightning_module_monitor.lightning_packages import LightningModule, Logger, is_a, is_overridden
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks.roll_ups import NONFINITE_COUNT, RollUps, ZeroCounts, logged_values, summed
+from lightning_module_monitor.sinks.roll_ups import NONFINITE_COUNT, LoggedValues, summed
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 
 FINDINGS, DIAGNOSES = f"{OWN_KIND}/findings", f"{OWN_KIND}/diagnoses"
@@ -79,8 +79,8 @@ class LoggerSink:
     ) -> None:
         self._loggers = list(loggers)
         self._modules = frozenset(modules)
-        self._roll_up = RollUps(always, self._modules, frozenset(blocks)) if roll_up else None
-        self._zero_counts = ZeroCounts(always)
+        self._rolls_up = roll_up
+        self._logged = LoggedValues(roll_up=roll_up, always=always, modules=self._modules, blocks=frozenset(blocks))
         self._messages = messages
         self._failures = _Failures("%s did not take the monitor's values (%s: %s). Logged once.", messages)
         self._diagnoses: list[Sequence[str]] = [[] for _logger in loggers]
@@ -90,14 +90,13 @@ class LoggerSink:
             with self._failures.reported(logger):
                 lay_out(logger, keys, self._modules)
 
-    def write(self, record: Record) -> None:
-        """Log a record. The failure of a logger is reported once; the next record is logged again."""
+    def write(self, record: Record, findings: Sequence[Finding] = ()) -> None:
+        """Log a record, and what was found with it. The failure of a logger is reported once; the next record is logged again."""
         if not self._loggers:
             return
-        values, histograms = logged_values(record.values), record.histograms
-        if self._roll_up is not None:
-            values, histograms = self._roll_up(values), summed(histograms, self._modules)
-        self._zero_counts.drop_from(values)
+        values, histograms = self._logged(record), record.histograms
+        if self._rolls_up:
+            histograms = summed(histograms, self._modules)
         if histograms and self._without_histograms:
             names, self._without_histograms = ", ".join(self._without_histograms), []
             self._messages.info("Histograms are left out of %s: TensorBoard, W&B and a store take them.", names)
@@ -105,7 +104,7 @@ class LoggerSink:
             with self._failures.reported(logger):
                 if values or histograms:
                     log(logger, values, histograms, record.step)
-                log_findings(logger, record.findings)
+                log_findings(logger, findings)
 
     def write_diagnoses(self, diagnoses: Sequence[object], step: int) -> None:
         """Log the causes of the findings until now to each logger that does not have them."""
@@ -259,18 +258,40 @@ def names_context(pattern: re.Pattern[str]) -> bool:
     return f"{CONTEXT_KIND}/" in pattern.pattern
 
 
-def log_callback_metrics(record: Record, pl_module: LightningModule, patterns: Sequence[re.Pattern[str]], progress_bar: bool) -> list[str]:
-    """Log values whose keys match a pattern for EarlyStopping, ModelCheckpoint and, as an option, the progress bar; returns the keys.
+class CallbackMetrics:
+    """Logs values whose keys match a pattern for EarlyStopping, ModelCheckpoint and, as an option, the progress bar.
 
-    Call it from a hook that may log.
+    Args:
+        pl_module: Logs them.
+        patterns: The patterns.
+        progress_bar: Whether the progress bar shows them.
     """
-    keys = []
-    for text, value in record.values.items():
-        if any(pattern.fullmatch(text) and (names_context(pattern) or not is_context(text)) for pattern in patterns):
-            in_step = Key.parse(text).stage == TRAIN
-            pl_module.log(text, value, prog_bar=progress_bar, logger=False, on_step=in_step, on_epoch=not in_step)
-            keys.append(text)
-    return keys
+
+    def __init__(self, pl_module: LightningModule, patterns: Sequence[re.Pattern[str]], *, progress_bar: bool) -> None:
+        self._pl_module = pl_module
+        self._patterns = patterns
+        self._progress_bar = progress_bar
+        self._matching: dict[Columns, tuple[int, list[int]]] = {}
+        """The number of columns that were compared with the patterns, and those that match."""
+
+    def write(self, record: Record) -> list[str]:
+        """Log the values of a record, from a hook that may log; returns their keys."""
+        columns, version = record.columns, len(record.numbers)
+        known, matching = self._matching.get(columns, (0, []))
+        if known < version:
+            matching = matching + [column for column in range(known, version) if self._is_matching(columns.texts[column])]
+            self._matching[columns] = version, matching
+        there = [column for column in matching if record.is_there[column]]
+        for column in there:
+            in_step = columns.keys[column].stage == TRAIN
+            value = float(record.numbers[column])
+            self._pl_module.log(
+                columns.texts[column], value, prog_bar=self._progress_bar, logger=False, on_step=in_step, on_epoch=not in_step
+            )
+        return [columns.texts[column] for column in there]
+
+    def _is_matching(self, key: str) -> bool:
+        return any(pattern.fullmatch(key) and (names_context(pattern) or not is_context(key)) for pattern in self._patterns)
 
 
 # Heat maps

@@ -11,21 +11,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.record import Record
+from lightning_module_monitor.keys import Columns
+from lightning_module_monitor.record import Record, is_absent, values_by_key
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import Store
 
 
 class _Row(NamedTuple):
-    """The values of a step: 8 bytes for each number, where a dict of floats takes 100."""
+    """The numbers of a step: 8 bytes for each, where a dict of floats takes 100."""
 
-    keys: tuple[str, ...]
-    """The same object for all steps with these keys."""
+    columns: Columns
     numbers: NDArray[np.float64]
 
-    def as_dict(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         """Value by key."""
-        return dict(zip(self.keys, self.numbers.tolist(), strict=True))
+        return values_by_key(self.columns, self.numbers)
+
+    def updated(self, record: Record) -> _Row:
+        """The row with the values of a later record of the same step."""
+        if record.columns is not self.columns:
+            merged = Record.of(record.step, self.values() | dict(record.values))
+            return _Row(merged.columns, merged.numbers)
+        numbers = record.numbers.copy()
+        earlier = numbers[: len(self.numbers)]
+        np.copyto(earlier, self.numbers, where=is_absent(earlier))
+        return _Row(self.columns, numbers)
 
 
 class StorageManager:
@@ -38,8 +48,6 @@ class StorageManager:
     def __init__(self, max_records: int = 1000) -> None:
         self._max_records = max_records
         self._rows: OrderedDict[int, _Row] = OrderedDict()
-        self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
-        """Each distinct tuple of keys, by itself."""
         self._histograms: dict[str, Histogram] = {}
         """Histograms of the newest step only: a histogram takes as much memory as 264 values."""
 
@@ -48,13 +56,9 @@ class StorageManager:
         is_same_step = record.step == self.last_step()
         self._histograms = {**(self._histograms if is_same_step else {}), **record.histograms}
         earlier = self._rows.pop(record.step, None)
-        values = record.values if earlier is None else earlier.as_dict() | dict(record.values)
-        keys = tuple(values)
-        self._rows[record.step] = _Row(self._keys.setdefault(keys, keys), np.fromiter(values.values(), np.float64, len(keys)))
+        self._rows[record.step] = _Row(record.columns, record.numbers) if earlier is None else earlier.updated(record)
         while len(self._rows) > self._max_records:
             self._rows.popitem(last=False)
-        if len(self._keys) > self._max_records:
-            self._keys = {row.keys: row.keys for row in self._rows.values()}
 
     def last_step(self) -> int | None:
         """The newest step."""
@@ -66,16 +70,15 @@ class StorageManager:
 
     def get_step_metrics(self, step: int) -> dict[str, float]:
         """Value by key of a step; empty if it has no record."""
-        return self._rows[step].as_dict() if step in self._rows else {}
+        return self._rows[step].values() if step in self._rows else {}
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """Value by key of every step, by step."""
-        return {step: row.as_dict() for step, row in self._rows.items()}
+        return {step: row.values() for step, row in self._rows.items()}
 
     def clear(self) -> None:
         """Remove all records."""
         self._rows.clear()
-        self._keys.clear()
         self._histograms.clear()
 
     def save_hdf5(self, path: str | os.PathLike[str]) -> Path:
@@ -90,11 +93,11 @@ class StorageManager:
         Raises:
             OSError: If the file cannot be written; a warning has the reason.
         """
-        keys = dict.fromkeys(key for row in self._rows.values() for key in row.keys)
+        keys = dict.fromkeys(key for row in self._rows.values() for key in row.values())
         store = Store(path, configuration={}, keys=keys, histogram_keys=self._histograms)
         last = self.last_step()
         for step, row in self._rows.items():
-            store.write(Record(step, row.as_dict(), self._histograms if step == last else {}))
+            store.write(Record(step, row.columns, row.numbers, self._histograms if step == last else {}))
         store.close()
         if store.failed:
             raise OSError(f"The steps could not be written to {str(path)!r}; the previous warning has the reason.")

@@ -6,14 +6,15 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.keys import Key, is_context, is_rate, is_total
+from lightning_module_monitor.keys import Columns, Key, is_context, is_rate, is_total
 from lightning_module_monitor.kinds import LOSS, OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE
-from lightning_module_monitor.record import is_undefined
+from lightning_module_monitor.record import ABSENT, Record, is_absent, is_undefined
 
 *_SITES, ALL = ROLL_UP_SITES
 """The sites of roll-ups: minimum, median and maximum; and the sum of all histograms."""
@@ -29,14 +30,6 @@ def without_context(values: Mapping[str, float]) -> dict[str, float]:
     return {key: value for key, value in values.items() if not is_context(key)}
 
 
-def logged_values(values: Mapping[str, float]) -> dict[str, float]:
-    """The values that loggers get: of the context of training only the loss and the learning rates.
-
-    Lightning logs the other values of the context itself, in other steps and, in a CSV file, in other rows.
-    """
-    return {key: value for key, value in values.items() if not is_context(key) or (name := key.rpartition("/")[2]) == LOSS or is_rate(name)}
-
-
 def summed(histograms: Mapping[str, Histogram], modules: Collection[str] = ()) -> dict[str, Histogram]:
     """The sum of the histograms of all sites, for each kind, under the site ``_all_``; and totals."""
     sums: dict[str, Histogram] = {}
@@ -47,71 +40,96 @@ def summed(histograms: Mapping[str, Histogram], modules: Collection[str] = ()) -
     return sums
 
 
-class ZeroCounts:
-    """Drops counts of non-finite elements and of errors while they are zero, unless a pattern of ``always`` matches the key.
+class _Logged(NamedTuple):
+    """What loggers get of the records with some columns."""
 
-    The former are a third of the activations' values under the default rules, and the store has them. After its first non-zero value a
-    key is kept, so that its chart returns to zero.
+    version: int
+    """Number of the columns."""
+    texts: list[str]
+    """The keys that they may get: of single columns, then the three of each group."""
+    kept: NDArray[np.intp]
+    """The columns that they get as they are."""
+    groups: list[NDArray[np.intp]]
+    """The columns that are rolled up together."""
+    is_count: NDArray[np.bool_]
+    """Which of the keys are left out while they are zero."""
+    is_shown: NDArray[np.bool_]
+    """Which of these have not been zero before, or are always logged."""
+
+
+class LoggedValues:
+    """The values that loggers get of records. What they are is found once for the columns of a stage.
+
+    Of the context of training that is the loss and the learning rates: Lightning logs other values of it itself, in other steps and, in a
+    CSV file, in other rows.
+
+    Counts of non-finite elements and of errors are left out while they are zero. They are a third of the activations' values under the
+    default rules, and the store has them. After its first non-zero value a key is kept, so that its chart returns to zero.
+
+    With roll-ups, loggers get minimum, median and maximum over the sites for each kind and statistic. A NaN among the values makes all
+    three NaN, so that it is not hidden; an undefined statistic of a finite tensor is left out. Keys without a site, summaries, totals, and
+    the values at ``blocks`` are kept.
+
+    Args:
+        roll_up: Whether they get roll-ups.
+        always: Patterns of keys that are always logged.
+        modules: Names of the modules of the model, by which totals are known.
+        blocks: Names of the modules whose values are logged beside roll-ups.
     """
 
-    def __init__(self, always: Iterable[re.Pattern[str]] = ()) -> None:
-        self._always = list(always)
-        self._kept: set[str] = set()
-
-    def drop_from(self, values: dict[str, float]) -> None:
-        """Drop such values."""
-        for key in [key for key in values if key.endswith(_COUNTS)]:
-            if values[key] != 0 or (self._always and any(pattern.fullmatch(key) for pattern in self._always)):
-                self._kept.add(key)
-            elif key not in self._kept:
-                del values[key]
-
-
-class RollUps:
-    """Minimum, median and maximum over the sites, for each kind and statistic. Keys are parsed once for all records with the same keys.
-
-    A NaN among the values makes all three NaN, so that it is not hidden; an undefined statistic of a finite tensor is left out.
-    Keys that match a pattern of ``always``, keys without a site, summaries, totals and the values at ``blocks`` are kept.
-    """
-
-    def __init__(self, always: Iterable[re.Pattern[str]] = (), modules: Collection[str] = (), blocks: Collection[str] = ()) -> None:
+    def __init__(
+        self, *, roll_up: bool = False, always: Iterable[re.Pattern[str]] = (), modules: Collection[str] = (), blocks: Collection[str] = ()
+    ) -> None:
+        self._roll_up = roll_up
         self._always = list(always)
         self._modules = modules
         self._blocks = blocks
-        self._keys: list[str] = []
-        self._kept: list[int] = []
-        """Indices of the keys that are kept."""
-        self._groups: list[tuple[list[str], NDArray[np.int64]]] = []
-        """The three keys of a group, and the indices of its members."""
+        self._logged: dict[Columns, _Logged] = {}
 
-    def __call__(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Value by key, with the sites ``_min_``, ``_median_`` and ``_max_``."""
-        keys = list(values)
-        if keys != self._keys:
-            self._read(keys)
-        numbers = np.fromiter(values.values(), np.float64, len(keys))
-        rolled = {keys[index]: float(numbers[index]) for index in self._kept}
-        for names, indices in self._groups:
-            members = numbers[indices]
-            if np.isnan(members).any():
-                members = members[~is_undefined(members)]
-            if not len(members) or np.isnan(members).any():
-                rolled.update(dict.fromkeys(names, math.nan))
-            else:
-                rolled.update(zip(names, (float(members.min()), float(np.median(members)), float(members.max())), strict=True))
-        return rolled
+    def __call__(self, record: Record) -> dict[str, float]:
+        """Value by key."""
+        logged = self._logged.get(record.columns)
+        if logged is None or logged.version != len(record.numbers):
+            logged = self._logged[record.columns] = self._bind(record.columns, len(record.numbers), logged)
+        numbers = np.concatenate([record.numbers[logged.kept], *(_rolled(record.numbers[group]) for group in logged.groups)])
+        is_there = ~is_absent(numbers)
+        np.logical_or(logged.is_shown, is_there & (numbers != 0), out=logged.is_shown)
+        there = np.flatnonzero(is_there & (logged.is_shown | ~logged.is_count)).tolist()
+        values = numbers.tolist()
+        return {logged.texts[index]: values[index] for index in there}
 
-    def _read(self, keys: list[str]) -> None:
-        self._keys, self._kept = keys, []
-        indices_by_group: defaultdict[Key, list[int]] = defaultdict(list)
-        for index, text in enumerate(keys):
-            key = Key.parse(text)
+    def _is_always(self, text: str) -> bool:
+        return any(pattern.fullmatch(text) for pattern in self._always)
+
+    def _bind(self, columns: Columns, version: int, before: _Logged | None) -> _Logged:
+        kept: list[int] = []
+        groups: defaultdict[Key, list[int]] = defaultdict(list)
+        for column, (key, text) in enumerate(zip(columns.keys[:version], columns.texts[:version], strict=True)):
+            if is_context(text) and key.statistic != LOSS and not is_rate(key.statistic):
+                continue
             is_of_all = key.site in ("", SUMMARY_SITE) or is_total(key, self._modules)
             is_kept = is_of_all or key.kind == OWN_KIND or key.site in self._blocks
-            if is_kept or any(pattern.fullmatch(text) for pattern in self._always):
-                self._kept.append(index)
-            if not is_of_all:
-                indices_by_group[key._replace(site="")].append(index)
-        self._groups = [
-            ([group._replace(site=site).format() for site in _SITES], np.array(indices)) for group, indices in indices_by_group.items()
-        ]
+            if not self._roll_up or is_kept or self._is_always(text):
+                kept.append(column)
+            if self._roll_up and not is_of_all:
+                groups[key._replace(site="")].append(column)
+        texts = [columns.texts[column] for column in kept]
+        texts += [group._replace(site=site).format() for group in groups for site in _SITES]
+        shown = set() if before is None else {text for text, is_shown in zip(before.texts, before.is_shown, strict=True) if is_shown}
+        is_count = np.array([text.endswith(_COUNTS) for text in texts], bool)
+        is_shown = np.array([text in shown or self._is_always(text) for text in texts], bool)
+        indices = [np.array(members, np.intp) for members in groups.values()]
+        return _Logged(version, texts, np.array(kept, np.intp), indices, is_count, is_shown)
+
+
+def _rolled(members: NDArray[np.float64]) -> list[float]:
+    """Minimum, median and maximum of the numbers of a group; absent if all are."""
+    is_number = members == members  # noqa: PLR0124  # not NaN
+    if False in is_number:
+        members = members[~is_absent(members)]
+        if not len(members):
+            return [ABSENT] * 3
+        members = members[~is_undefined(members)]
+        if not len(members) or np.isnan(members).any():
+            return [math.nan] * 3
+    return [members.min(), np.median(members), members.max()]

@@ -203,7 +203,7 @@ class _Probe(BlockGradientProbe):
     def norms(self) -> list[float | None]:
         """The norm at each block: one transfer for each backward pass and device, repeated only after a new gradient."""
         if not self._norms:
-            values = {accumulator: accumulator.collect() for accumulator in set(self.reached.values())}
+            values = {accumulator: accumulator.collect().values for accumulator in set(self.reached.values())}
             keys = [stream.number_keys[0] for stream in self._streams]
             self._norms = [values[self.reached[index]][key] if index in self.reached else None for index, key in enumerate(keys)]
         return list(self._norms)

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
+from lightning_module_monitor.keys import Columns
+from lightning_module_monitor.record import NumbersOfStep
 from lightning_module_monitor.statistics.fine_counts import FineCounts
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OWN, Stream
 
@@ -19,14 +22,14 @@ class _Group(NamedTuple):
     streams: Sequence[Stream]
     parts: Sequence[np.ndarray]
     """For each row offset the rows of all streams: int64, shape ``(streams,)``."""
-    keys: Sequence[str]
-    """Of every statistic of the first stream, of the second, and so on."""
+    columns: NDArray[np.intp]
+    """Columns of the statistics in a record, shape ``(streams, statistics)``."""
 
 
 class Finisher:
-    """Finishes the statistics of some streams, given with their first rows."""
+    """Finishes the statistics of some streams, given with their first rows, into the columns of a record."""
 
-    def __init__(self, rows: Sequence[tuple[Stream, int]]) -> None:
+    def __init__(self, rows: Sequence[tuple[Stream, int]], columns: Columns) -> None:
         self.rows = rows
         alike: defaultdict[tuple[str, ...], list[tuple[Stream, int]]] = defaultdict(list)
         for stream, row in rows:
@@ -36,21 +39,25 @@ class Finisher:
         for members in alike.values():
             first = members[0][0]
             parts = [np.array([row + part for _stream, row in members]) for part in range(first.num_rows)]
-            keys = [stream.keys[name] for stream, _row in members for name in first.statistics]
-            self._groups.append(_Group([stream for stream, _row in members], parts, keys))
+            indices = columns.add(stream.series[name] for stream, _row in members for name in first.statistics)
+            self._groups.append(_Group([stream for stream, _row in members], parts, indices.reshape(len(members), -1)))
 
-    def values(
-        self, moments: Array, counts: Mapping[Stream, Array], fail: Callable[[Stream, str, str, Exception], None]
-    ) -> dict[str, float]:
-        """Statistics by key.
+    def finish(
+        self,
+        moments: Array,
+        counts: Mapping[Stream, Array],
+        written: NumbersOfStep,
+        fail: Callable[[Stream, str, str, Exception], None],
+    ) -> None:
+        """Write the statistics.
 
         Args:
             moments: Of all rows, shape ``(fields, rows)``, float64; written into.
             counts: Rows of counts in fine bins, of the streams that have a statistic of them.
+            written: Receives the statistics.
             fail: Receives a statistic that could not be finished: a stream that has it, its name, "its moments", the error. Its values
                 are NaN.
         """
-        values: dict[str, float] = {}
         with np.errstate(all="ignore"):  # a statistic of too few elements is NaN, as in torch
             fields = nan_where_empty(moments)
             for group in self._groups:
@@ -66,8 +73,7 @@ class Finisher:
                     except Exception as error:  # a user's statistic
                         numbers[:, column] = np.nan
                         fail(first, name, "its moments", error)
-                values.update(zip(group.keys, numbers.ravel().tolist(), strict=True))
-        return values
+                written.write(group.columns, numbers)
 
 
 def nan_where_empty(fields: Array) -> Array:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins
 from lightning_module_monitor.kernels.moments import Array, merged_groups
+from lightning_module_monitor.keys import Key
 from lightning_module_monitor.statistics.channels import ChannelStatistic, ChannelSums
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.numbers import Flags, Numbers
@@ -71,17 +72,17 @@ class Layout:
             self.values += [(stream, name, value) for name, value in stream.values.items()]
             self.channels += [(stream, name, statistic) for name, statistic in stream.channels.items()]
 
-    def keys_of_failed(self, raised: Flags) -> set[str]:
+    def keys_of_failed(self, raised: Flags) -> list[Key]:
         """The keys of the values that could not be computed, and of the parts of those that are dicts."""
         failed = [(stream, name) for stream, name, _value in itertools.compress(self.values, raised)]
         parts = [
-            part.keys[part_name]
+            part.series[part_name]
             for stream, name in failed
             for part, part_name, _value in self.values
             if part.origin is not None and part.origin.identity == stream.identity
             if part_name.startswith(f"{name}.") and part_name not in stream.values
         ]
-        return {*parts, *(stream.keys[name] for stream, name in failed)}
+        return [*parts, *(stream.series[name] for stream, name in failed)]
 
     def rows_of_counts(self, bins: Bins, numbers: Numbers) -> dict[Stream, Array]:
         """The rows of counts in a set of bins, by stream."""

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins
 from lightning_module_monitor.kernels.moments import Array, Moments
+from lightning_module_monitor.keys import Key
 from lightning_module_monitor.statistics.channels import ChannelSums
 from lightning_module_monitor.statistics.functions import Aggregate
 from lightning_module_monitor.statistics.layout import Layout
@@ -41,7 +42,7 @@ class Observed:
     """Aggregate of the user's, and what it receives, by key."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Torchmetrics objects that received tensors, by key."""
-    final: Mapping[str, float] = field(default_factory=dict)
+    final: Mapping[Key, float] = field(default_factory=dict)
     """What they computed, by key, where this is the only rank."""
     parts: frozenset[Identity] = frozenset()
     """Streams of which this rank holds its own shard."""

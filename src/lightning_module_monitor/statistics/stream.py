@@ -144,10 +144,15 @@ class Stream:
         return max(last, BASE if self.base_needs else OWN) + 1
 
     @functools.cached_property
-    def keys(self) -> dict[str, str]:
+    def series(self) -> dict[str, Key]:
         """The key of every output, by its name; a function that returns a dict has a key for each part instead."""
         fit = {name: fit_for_loggers(name, MAX_STATISTIC_LENGTH) for name in self.outputs}
-        return {name: Key(self.kind, self.site, short, self.stage, self.prefix).format() for name, short in fit.items()}
+        return {name: Key(self.kind, self.site, short, self.stage, self.prefix) for name, short in fit.items()}
+
+    @functools.cached_property
+    def keys(self) -> dict[str, str]:
+        """These keys as loggers and the store know them."""
+        return {name: key.format() for name, key in self.series.items()}
 
     @functools.cached_property
     def histogram_keys(self) -> list[str]:
@@ -155,9 +160,14 @@ class Stream:
         return [self.keys[name] for name, output in self.outputs.items() if isinstance(output, HistogramStatistic)]
 
     @functools.cached_property
-    def number_keys(self) -> list[str]:
+    def numbers(self) -> list[Key]:
         """Keys of the numbers: of statistics, functions, values and channels, in this order."""
-        return [self.keys[name] for name in (*self.statistics, *self.values, *self.channels)]
+        return [self.series[name] for name in (*self.statistics, *self.values, *self.channels)]
+
+    @functools.cached_property
+    def number_keys(self) -> list[str]:
+        """These keys as loggers and the store know them."""
+        return [key.format() for key in self.numbers]
 
     @functools.cached_property
     def planned_keys(self) -> list[str]:

@@ -22,6 +22,8 @@ from lightning_module_monitor.kernels.elements import in_words, plain, strided, 
 from lightning_module_monitor.kernels.moments import Array, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
 from lightning_module_monitor.kernels.torch_kernel import widest
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.record import NumbersOfStep
 from lightning_module_monitor.statistics.channels import ChannelSums, merged_sums
 from lightning_module_monitor.statistics.functions import (
     Aggregate,
@@ -74,7 +76,8 @@ class StepAccumulator:
         """Streams of which this rank holds its own shard."""
         self.totals: Iterable[Stream] = ()
         """Totals that were not planned, of streams that were observed."""
-        self._failed: set[str] = set()
+        self._failed: dict[str, Key] = {}
+        """Keys of outputs that could not be computed, by themselves as loggers know them."""
         self._failed_streams: set[Identity] = set()
         self.num_errors = 0
         self.is_lost = False
@@ -262,16 +265,16 @@ class StepAccumulator:
 
     # The end of the step
 
-    def collect(self, ranks: Ranks | None = None) -> dict[str, float]:
+    def collect(self, ranks: Ranks | None = None) -> NumbersOfStep:
         """Finish everything, :attr:`histograms` too: one transfer per device.
 
         Args:
             ranks: The processes whose tensors count together, on each of which this is called; ``None`` for this one alone.
 
         Returns:
-            Value by key. A site that was not observed is absent; what could not be computed is NaN.
+            The numbers. Those of a site that was not observed are absent; what could not be computed is NaN.
         """
-        layout = self._state.layout
+        layout, written = self._state.layout, NumbersOfStep(self._state.columns)
         try:
             if ranks is None:
                 alone = self._observed(is_alone=True)
@@ -286,33 +289,34 @@ class StepAccumulator:
         self.num_errors, self.is_lost = int(numbers.num_errors[0]), bool(numbers.is_lost[0])
         if self.is_lost:
             # No rank continues: the rank that lost the step may lack what the next collectives need.
-            return {}
+            return written
         layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
-            self._failed.update(stream.keys[name] for name in (*stream.statistics, *stream.channels))
-        self._failed |= layout.keys_of_failed(numbers.raised)
+            self._note_failed(stream.series[name] for name in (*stream.statistics, *stream.channels))
+        self._note_failed(layout.keys_of_failed(numbers.raised))
         # Further collectives come before everything that may fail: an error must not keep this rank from a collective.
         results = self._finished_once(observed, numbers, copied, ranks)
-        values = self._state.finisher(numbers.observed).values(numbers.moments, layout.rows_of_counts(FINE, numbers), self._fail)
-        merged_values = zip(layout.values, numbers.merged([value.aggregate for _stream, _name, value in layout.values]), strict=True)
-        observed_values = itertools.compress(merged_values, numbers.called)
-        values |= {stream.keys[name]: result for (stream, name, value), result in observed_values if value.is_merged_by_name} | results
+        self._state.finisher(numbers.observed).finish(numbers.moments, layout.rows_of_counts(FINE, numbers), written, self._fail)
+        by_name = np.array([value.is_merged_by_name for _stream, _name, value in layout.values], bool) & (numbers.called > 0)
+        merged_values = np.array(numbers.merged([value.aggregate for _stream, _name, value in layout.values]))
+        written.write(self._state.columns_of_values[by_name], merged_values[by_name])
+        written.write(self._state.columns.add(results), [*results.values()])
         for stream, name, statistic in layout.channels:
             row = numbers.counts[layout.slices[stream.identity, statistic.sums]]
             if row.any():
-                key = stream.keys[name]
-                values[key] = statistic.finish(row, self._state.units[key])
+                written.put(stream.series[name], statistic.finish(row, self._state.units[stream.keys[name]]))
         self.histograms = {
             key: Histogram(row.astype(np.int64))
             for stream, row in layout.rows_of_counts(HISTOGRAM, numbers).items()
             for key in stream.histogram_keys
             if numbers.observed[position := layout.positions[stream.identity]] and not numbers.failed[position]
         }
-        return values | dict.fromkeys(self._failed, math.nan)
+        written.write(self._state.columns.add(self._failed.values()), math.nan)
+        return written
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
-        final: dict[str, Tensor] = {}
+        final: dict[Key, Tensor] = {}
         for stream, name, metric in self._metrics.values() if is_alone else ():
             final |= self._parts(stream, name, functools.partial(compute_and_reset, metric))
         named = {key: result for key, (_stream, _name, result) in self._results.items() if isinstance(result.aggregate, str)}
@@ -364,7 +368,7 @@ class StepAccumulator:
             is_lost=self.is_lost,
         )
 
-    def _finished_once(self, observed: Observed, numbers: Numbers, copied: Collection[Identity], ranks: Ranks | None) -> dict[str, float]:
+    def _finished_once(self, observed: Observed, numbers: Numbers, copied: Collection[Identity], ranks: Ranks | None) -> dict[Key, float]:
         """The results of the user's own aggregates and of torchmetrics objects, by key.
 
         Every rank computes the same results in the same order. A result that failed on any rank is NaN on all, and is not gathered.
@@ -412,18 +416,21 @@ class StepAccumulator:
             self._metrics[key] = (stream, name, copy)
         copy.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
 
-    def _parts(self, stream: Stream, name: str, compute: Callable[[], object]) -> dict[str, Tensor]:
+    def _parts(self, stream: Stream, name: str, compute: Callable[[], object]) -> dict[Key, Tensor]:
         """A final result by key; each part of a dict has a key of its own."""
         try:
             parts = [(*stream.part(name, part), joined(as_tensor(value), "mean")) for part, value in parts_of(compute()).items()]
         except Exception as error:
             self._fail(stream, name, "its results", error)
             return {}
-        return {stream_of_part.keys[part]: value for stream_of_part, part, value in parts}
+        return {stream_of_part.series[part]: value for stream_of_part, part, value in parts}
+
+    def _note_failed(self, keys: Iterable[Key]) -> None:
+        self._failed.update((key.format(), key) for key in keys)
 
     def _give_up(self, stream: Stream) -> None:
         self._failed_streams.add(stream.identity)
-        self._failed.update(stream.number_keys)
+        self._note_failed(stream.numbers)
 
     def _cannot_send(self, stream: Stream, error: Exception) -> None:
         self._give_up(stream)
@@ -432,5 +439,5 @@ class StepAccumulator:
     def _fail(self, stream: Stream, name: str, source: str, error: Exception) -> None:
         """Record that a statistic or function could not be computed; ``source`` describes its input."""
         self.num_errors += 1
-        self._failed.add(stream.keys[name])
+        self._note_failed([stream.series[name]])
         self._on_error(stream, name, source, error)

@@ -6,8 +6,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
 from torchmetrics import Metric
 
+from lightning_module_monitor.keys import Columns
 from lightning_module_monitor.statistics.channels import Recent, recent_units
 from lightning_module_monitor.statistics.finisher import Finisher
 from lightning_module_monitor.statistics.layout import Layout
@@ -20,19 +23,33 @@ class SeriesState:
 
     Args:
         streams: The planned streams.
+        columns: The columns of records, which states of other plans of the stage may share.
         units: Which units were alive in the last monitored steps, by key; several states may share them.
     """
 
-    def __init__(self, streams: Iterable[Stream] = (), units: defaultdict[str, Recent] | None = None) -> None:
+    def __init__(
+        self, streams: Iterable[Stream] = (), columns: Columns | None = None, units: defaultdict[str, Recent] | None = None
+    ) -> None:
         self.layout = Layout(streams)
+        self.columns = Columns() if columns is None else columns
         self.metrics: dict[str, Metric] = {}
         """The copy of the user's torchmetrics object by key."""
         self.units: defaultdict[str, Recent] = defaultdict(recent_units) if units is None else units
-        self._finisher = Finisher(())
+        self._finisher = Finisher((), self.columns)
+        self._columns_of_values = np.empty(0, np.intp)
 
     def finisher(self, is_observed: Flags) -> Finisher:
         """Finishes the statistics of the observed streams; the same object while these do not change."""
         rows = [*itertools.compress(zip(self.layout.streams, self.layout.first_rows, strict=True), is_observed)]
         if self._finisher.rows != rows:
-            self._finisher = Finisher(rows)
+            self._finisher = Finisher(rows, self.columns)
         return self._finisher
+
+    @property
+    def columns_of_values(self) -> NDArray[np.intp]:
+        """Columns of the functions and values of the layout, shape ``(values,)``; a result that is a dict has none."""
+        known, values = len(self._columns_of_values), self.layout.values
+        if known < len(values):
+            new = self.columns.add(stream.series[name] for stream, name, _value in values[known:])
+            self._columns_of_values = np.concatenate([self._columns_of_values, new])
+        return self._columns_of_values

@@ -18,7 +18,7 @@ from lightning_module_monitor.kinds import BATCH_SIZE, LEARNING_RATE, LOSS
 from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import is_known, named_tensors, num_samples
-from lightning_module_monitor.trainer.facts_reader import LossFacts, facts_of, first_gradient
+from lightning_module_monitor.trainer.facts_reader import FactsReader, first_gradient
 from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
 from lightning_module_monitor.trainer.run import Run, passed_keys
 from lightning_module_monitor.trainer.strategy import scaler_of
@@ -58,13 +58,18 @@ def prepare_gradient_noise(run: Run) -> None:
 class MonitoredStep:
     """Notifies the monitor of the optimizers of a step, and adds its context; only metrics of the progress bar are read on the host."""
 
-    def __init__(self, run: Run, name_of_metric: Callable[[str], str], fail: Callable[[str, Exception], None]) -> None:
+    def __init__(
+        self, run: Run, name_of_metric: Callable[[str], str], facts: FactsReader | None, fail: Callable[[str, Exception], None]
+    ) -> None:
         self._run = run
+        self._facts = facts
+        """Reads the facts of the step; ``None`` where nothing needs them."""
         self._trainer = run.trainer
         self._name_of_metric = name_of_metric
         self._optimizers = [optimizer for optimizer in run.trainer.optimizers if isinstance(optimizer, Optimizer)]
         """The optimizers that are torch's: a strategy may have other objects."""
-        self._loss_facts = LossFacts()
+        if facts is not None:
+            facts.begin_step()
         self._stale: dict[Optimizer, Tensor | float] = {}
         """Whether the first gradient of an optimizer was not zero at the begin of every backward pass; it stands for all of them."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
@@ -107,7 +112,8 @@ class MonitoredStep:
         # Under automatic optimization the trainer has divided the loss by its number of micro-batches.
         value = value if num_batches == 1 else value * num_batches
         self._add(LOSS, value if scale is None else value / scale)
-        self._loss_facts = self._loss_facts.joined(loss, is_scaled=scale is not None)
+        if self._facts is not None:
+            self._facts.note_loss(loss, is_scaled=scale is not None)
         for optimizer in self._optimizers:
             gradient = first_gradient(optimizer)
             is_stale = 0.0 if gradient is None else (gradient != 0).any().float()
@@ -143,9 +149,9 @@ class MonitoredStep:
             if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and name not in passed:
                 self._run.monitor.monitor_context(self._name_of_metric(name), value)
 
-    def facts(self) -> Facts:
-        """The facts of the step beside its values, when it is over."""
-        return facts_of(self._run, self._optimizers, self._loss_facts)
+    def facts(self) -> Facts | None:
+        """The facts of the step beside its values, when it is over; ``None`` where nothing needs them."""
+        return None if self._facts is None else self._facts.read(self._optimizers)
 
     def _add(self, name: str, value: Tensor | float) -> None:
         self._run.monitor.monitor_context(name, value, CONTEXT[name])

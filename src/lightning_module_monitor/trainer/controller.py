@@ -231,4 +231,4 @@ class RunController:
             except Exception as error:
                 messages.warning("The run as a whole was not judged (%s: %s).", type(error).__name__, error)
             if findings:
-                self._sinks.write(Record(findings[0].step, findings=findings))
+                self._sinks.write(Record(findings[0].step), findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts, Training
+from lightning_module_monitor.health.run_history import NO_FACTS
 from lightning_module_monitor.model.hooks import as_torch_itself
 from lightning_module_monitor.trainer.optimizers import parameter_ids
 from lightning_module_monitor.trainer.run import Run
 
 MAX_NODES = 100
 """Largest number of nodes of the loss's graph that are read."""
+NUM_FIRST_NODES = 8
+"""Number of nodes from the loss on whose names tell kinds of losses apart."""
+MAX_LOSSES = 64
+"""Number of kinds of losses that are remembered: a graph that differs in each step is read in each step."""
+_OPTIONS = ("momentum", "weight_decay", "eps", "name")
+"""Options of a group that are among the facts."""
 _CROSS_ENTROPIES = {"LogSoftmax": ("Softmax",), "BinaryCrossEntropyWithLogits": ("Sigmoid", "Softmax")}
 """Nodes of the graph that apply a softmax or sigmoid to logits, each with the nodes that must not precede it."""
 _CLASSIFICATION_LOSSES = (*_CROSS_ENTROPIES, "NllLoss", "BinaryCrossEntropy", "CtcLoss")
@@ -31,17 +39,75 @@ class LossFacts(NamedTuple):
     softmax_twice: bool = False
     num_classes: int = 0
 
-    def joined(self, loss: Tensor, *, is_scaled: bool) -> LossFacts:
-        """These facts, together with the facts of a further loss, which may be scaled by a ``GradScaler``."""
-        nodes = [*_nodes(loss)]
-        names = [(_name(node), _name(before)) for node, before in nodes]
-        is_classification = any(name in _CLASSIFICATION_LOSSES or name.startswith("NllLoss") for name, _before in names)
-        softmax_twice = any(before in _CROSS_ENTROPIES.get(name, ()) for name, before in names)
-        # Lightning divides the loss by the number of micro-batches, also by 1.
-        factors = ["Mul", "Div"] if is_scaled else ["Div"]
-        is_by_trainer = [name for name, _before in names[: len(factors)]] == factors
-        num_classes = _num_classes(*nodes[len(factors)]) if is_by_trainer and len(nodes) > len(factors) else 0
-        return LossFacts(self.is_classification or is_classification, self.softmax_twice or softmax_twice, num_classes)
+
+class FactsReader:
+    """Reads the facts of a run. They are read anew where something changes, and are the same object otherwise."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._facts = NO_FACTS
+        self._fingerprint: object = None
+        """What the facts were read from; see :meth:`_fingerprint_of`."""
+        self._parameters: Sequence[Tensor] = ()
+        """The parameters that the model had then."""
+        self._normalizations = [site.module for site in run.planner.index.modules if getattr(site.module, "running_mean", None) is not None]
+        self._losses: dict[tuple[str, ...], LossFacts] = {}
+        """Facts by the names of the first nodes of a loss's graph: the rest is read once for each kind of loss."""
+        self._loss = LossFacts()
+
+    def begin_step(self) -> None:
+        """A monitored step begins."""
+        self._loss = LossFacts()
+
+    def note_loss(self, loss: Tensor, *, is_scaled: bool) -> None:
+        """Note one of the losses of the step, which may be scaled by a ``GradScaler``."""
+        nodes = _nodes(loss)
+        first = [*itertools.islice(nodes, NUM_FIRST_NODES)]
+        names = tuple(_name(node) for node, _before in first)
+        if names not in self._losses and len(self._losses) < MAX_LOSSES:
+            self._losses[names] = facts_of_graph([*first, *nodes])
+        is_classification, softmax_twice, _num = self._losses.get(names) or facts_of_graph([*first, *nodes])
+        # Of a step with several losses, the last one.
+        num_classes = num_classes_of(first, is_scaled=is_scaled)
+        self._loss = LossFacts(self._loss.is_classification or is_classification, self._loss.softmax_twice or softmax_twice, num_classes)
+
+    def read(self, optimizers: Sequence[Optimizer]) -> Facts:
+        """The facts of the step, when it is over."""
+        fingerprint = self._fingerprint_of(optimizers)
+        if fingerprint != self._fingerprint:
+            sites = self._run.planner.index.parameters
+            self._parameters = [tensor for site in sites if (tensor := site.tensor()) is not None]
+            facts = facts_of(self._run, optimizers, self._loss)
+            self._facts = self._facts if facts == self._facts else facts
+            self._fingerprint = self._fingerprint_of(optimizers)
+        return self._facts
+
+    def _fingerprint_of(self, optimizers: Sequence[Optimizer]) -> object:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        return (
+            [(id(group["params"]), len(group["params"]), *map(group.get, _OPTIONS)) for group in groups],
+            [parameter.requires_grad for parameter in self._parameters],
+            [module.training for module in self._normalizations],
+            len(self._run.planner.index.parameters),
+            self._run.trainer.current_epoch,
+            self._run.module.automatic_optimization,
+            self._loss,
+        )
+
+
+def facts_of_graph(nodes: Sequence[tuple[Any, Any]]) -> LossFacts:
+    """Facts that the nodes of a loss's graph show, each with the nearest earlier node that does not only reshape."""
+    names = [(_name(node), _name(before)) for node, before in nodes]
+    is_classification = any(name in _CLASSIFICATION_LOSSES or name.startswith("NllLoss") for name, _before in names)
+    return LossFacts(is_classification, any(before in _CROSS_ENTROPIES.get(name, ()) for name, before in names))
+
+
+def num_classes_of(nodes: Sequence[tuple[Any, Any]], *, is_scaled: bool) -> int:
+    """The number of classes of a loss that is the mean of cross-entropies, given the first nodes of its graph; else 0."""
+    # Lightning divides the loss by the number of micro-batches, also by 1.
+    factors = ["Mul", "Div"] if is_scaled else ["Div"]
+    is_by_trainer = [_name(node) for node, _before in nodes[: len(factors)]] == factors
+    return _num_classes(*nodes[len(factors)]) if is_by_trainer and len(nodes) > len(factors) else 0
 
 
 def facts_of(run: Run, optimizers: Sequence[Optimizer], loss_facts: LossFacts) -> Facts:

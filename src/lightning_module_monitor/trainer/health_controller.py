@@ -13,6 +13,7 @@ from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action
 from lightning_module_monitor.health.detectors import DETECTORS
+from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import verdict_of
 from lightning_module_monitor.health.run_history import NO_FACTS
@@ -39,6 +40,9 @@ class HealthController:
         self._judge = Judge(self.options.rules, [*modules, *(site.name for site in index.parameters)], modules)
         run.results.history = self._judge.history
         self.nonfinite = NonfiniteSearch(run)
+        self.needs_facts = not self.options.is_off or self.nonfinite.is_on
+        """Whether anything needs the facts of training: detectors, or the diagnosis of a value that is not finite."""
+        self._is_judging = self.needs_facts or bool(self._judge.states)
         self._details: dict[str, list[int]] = {}
         """Steps in which a site is recorded in detail, by site."""
         self._pending: list[Finding] = []
@@ -88,18 +92,17 @@ class HealthController:
         if finding is not None:
             self._pending.append(finding)
 
-    def examined(self, step: int, record: Record | None) -> Record | None:
-        """The record of a step, with the findings about it and the noted findings; ``None`` if there is nothing to record."""
-        findings, self._pending = [*(() if record is None else record.findings), *self._pending], []
+    def examined(self, step: int, record: Record | None, facts: Facts | None) -> list[Finding]:
+        """The findings since the last record, with those about this record, if there is one, and the facts of its step."""
+        engine = self._run.engine
+        findings, engine.findings, self._pending = [*engine.findings, *self._pending], [], []
         self._details = {site: steps for site, steps in self._details.items() if steps[-1] > step}
-        if record is not None:
-            for alarm in self._judge.observe(record):
+        if record is not None and self._is_judging:
+            for alarm in self._judge.observe(record, facts):
                 findings.append(alarm.finding)
                 self._actions += [(action, alarm.finding) for action in alarm.then]
-        if not findings:
-            return record
         self._run.results.findings += findings
-        return dataclasses.replace(record or Record(step), findings=findings)
+        return findings
 
     def follow(self, findings: Sequence[Finding]) -> None:
         """Log the findings of a step and perform their actions, which are the same on every rank."""

@@ -166,11 +166,11 @@ class NonfiniteSearch:
     def end_step(self, step: int, record: Record | None) -> Finding | None:
         """End a step, which has a record if it was monitored; returns the finding, if only the record shows the non-finite value."""
         search, finding, figure_key = self._search, None, self._run.recipe.figure_key
-        num_steps = 0.0 if record is None else record.values.get(figure_key(STEPS_SINCE_NONFINITE), 0.0)
+        num_steps = 0.0 if record is None else record.get(figure_key(STEPS_SINCE_NONFINITE), 0.0)
         if num_steps > 0 and not self.is_reported:
             finding = self._unmonitored(step - int(num_steps))
         if search is not None and search.has_probe and self._marks_steps and record is not None:
-            was_skipped = record.values.get(figure_key(STEP_SKIPPED), 0.0) > 0
+            was_skipped = record.get(figure_key(STEP_SKIPPED), 0.0) > 0
             search.was_finite = not _has_nonfinite(record, was_skipped=was_skipped)
             if not search.was_finite:
                 rank, first = _earliest(producer(self._probe.observed()), self._engine.model.ranks)

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import OVERHEAD_FRACTION, RANK_DISAGREEMENT, SECONDS_PER_STEP, STEP_SKIPPED, STEPS_SINCE_NONFINITE
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.plan.blocks import blocks_of
-from lightning_module_monitor.record import Record
+from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.report.page import write_report
-from lightning_module_monitor.sinks.loggers import HeatMaps, LoggerSink, log_callback_metrics
+from lightning_module_monitor.sinks.loggers import CallbackMetrics, HeatMaps, LoggerSink
 from lightning_module_monitor.sinks.roll_ups import without_context
 from lightning_module_monitor.sinks.store.paths import is_numbered_path_of
 from lightning_module_monitor.sinks.store.tensors import RunFiles
@@ -42,6 +43,7 @@ class SinksController:
         self._options = run.options
         self._trainer = run.trainer
         self._patterns = run.options.callback_metrics
+        self._callback_metrics = CallbackMetrics(run.module, self._patterns, progress_bar=self._options.progress_bar)
         self._stages = [name for stage, name in STAGES.items() if run.options.observes(stage)]
         self.store_path = run.results.store_of(run.trainer)
         """The store of this run, for its checkpoints; before it exists, the store to continue: of the resumed run or the Trainer's last."""
@@ -119,29 +121,29 @@ class SinksController:
 
     # Records
 
-    def emit(self, record: Record) -> None:
-        """Give a record to every sink; the first process writes files and logs."""
+    def emit(self, record: Record, findings: Sequence[Finding], facts: Facts | None) -> None:
+        """Give a record, what was found with it, and the facts of its step to every sink; the first process writes files and logs."""
         if self._trainer.is_global_zero:
             if self._open is None:
                 self._open = self._opened(record)
             self._last_step = record.step
-            self.write(record)
+            self.write(record, findings, facts)
         if self._patterns:
             # On every rank, because other callbacks have to decide the same on all ranks.
-            keys = log_callback_metrics(record, self._run.module, self._patterns, self._options.progress_bar)
+            keys = self._callback_metrics.write(record)
             passed_keys.setdefault(self._trainer, set()).update(keys)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, findings: Sequence[Finding] = (), facts: Facts | None = None) -> None:
         """Write a record to the store and the loggers, if they are open."""
         if self._open is None:
             return
         files = self._open.files
         if files is not None:
-            files.write(record)
+            files.write(record, findings, facts)
             self.store_path = str(files.path)
             self._run.results.note_store(self._trainer, self.store_path)
-        self._open.loggers.write(record)
-        if record.findings:
+        self._open.loggers.write(record, findings)
+        if findings:
             self.write_diagnoses()
         if files is not None and files.has_begun:
             self._open.heat_maps.draw_if_due(files.path, self._last_step)

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor
@@ -15,11 +14,13 @@ from torch.optim import Optimizer
 from lightning_module_monitor.config.health_options import STOP
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
+from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.kinds import OVERHEAD_FRACTION
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.trainer.checks import check_awaited, check_detectors
 from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, prepare_gradient_noise
+from lightning_module_monitor.trainer.facts_reader import FactsReader
 from lightning_module_monitor.trainer.health_controller import HealthController
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
@@ -39,6 +40,7 @@ class StepController:
         self._observes_training = run.observes_training
         self.health = health
         self._nonfinite = health.nonfinite
+        self._facts = FactsReader(run) if health.needs_facts else None
         self._sinks = sinks
         self.reference = reference
         limit = run.options.max_overhead
@@ -189,7 +191,7 @@ class StepController:
         name_of_metric, overhead = self._name_of_metric, self._overhead
         prepare_gradient_noise(self._run)
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
-            self._monitored = MonitoredStep(self._run, name_of_metric, self.fail)
+            self._monitored = MonitoredStep(self._run, name_of_metric, self._facts, self.fail)
             self._monitored.tracker.attach()
         return self._monitored is not None or overhead is not None or self._nonfinite.is_on
 
@@ -231,24 +233,28 @@ class StepController:
         # Reached after any error: other ranks wait for this rank.
         record = self._monitor.end_step()
         if record is not None and self._overhead is not None:
-            self._overhead.decide(record.values.get(self._run.recipe.figure_key(OVERHEAD_FRACTION), math.nan))
+            self._overhead.decide(record.get(self._run.recipe.figure_key(OVERHEAD_FRACTION)))
         self.health.note(self._nonfinite.end_step(step_of(self._trainer), record))
-        if record is not None and monitored is not None:
-            record = replace(record, facts=monitored.facts())
-        self._emit(record)
+        self._emit(record, None if record is None or monitored is None else monitored.facts())
 
-    def _emit(self, record: Record | None) -> None:
+    def _emit(self, record: Record | None, facts: Facts | None = None) -> None:
         """Give a record, and the findings since the last record, to every sink, and act on the findings."""
-        run, record = self._run, self.health.examined(step_of(self._trainer), record)
-        if record is None:
-            return
-        if record.values:  # a step that was not monitored has only findings
+        run, step = self._run, step_of(self._trainer)
+        findings = self.health.examined(step, record, facts)
+        if record is not None:
             check_awaited(run.results.awaited, record)
-            has_training = run.is_fit and run.recipe.figure_key("errors") in record.values
-            if has_training and not self._has_record and self._trainer.is_global_zero:
-                self._has_record = True
-                check_detectors(run.planner, run.options.health.named, record, run.reporter)
+            if not self._has_record and run.is_fit and self._trainer.is_global_zero:
+                self._check_first(record)
             # Raw tensors are for the file, and may be large.
-            run.results.last_record = replace(record, tensors=())
-        self._sinks.emit(record)
-        self.health.follow(record.findings)
+            run.results.last_record = record.without_tensors()
+        elif not findings:
+            return
+        self._sinks.emit(Record(step) if record is None else record, findings, facts)
+        self.health.follow(findings)
+
+    def _check_first(self, record: Record) -> None:
+        """Check the detectors that the user named with the first record of training."""
+        run = self._run
+        if not math.isnan(record.get(run.recipe.figure_key("errors"))):
+            self._has_record = True
+            check_detectors(run.planner, run.options.health.named, record, run.reporter)

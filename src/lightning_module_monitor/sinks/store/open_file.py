@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from typing import NamedTuple
 
 import h5py
 import numpy as np
 
-from lightning_module_monitor.record import ModuleInfo, Record
+from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.record import Finding, ModuleInfo, RawTensor
 from lightning_module_monitor.sinks.store import rows, schema, space
 
 
 def now() -> str:
     """The present time: ISO 8601, UTC."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+class Entry(NamedTuple):
+    """What a record brings to a file."""
+
+    step: int
+    values: Mapping[str, float]
+    histograms: Mapping[str, Histogram]
+    tensors: Sequence[RawTensor]
+    modules: Sequence[ModuleInfo]
+    findings: Sequence[Finding]
+    facts: Facts | None
 
 
 class OpenFile:
@@ -45,7 +60,7 @@ class OpenFile:
             self._modules, self._last_modules = merged, modules
         return True
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Entry) -> None:
         """Append a record whose keys and modules are in the file."""
         new_rows = self.numbers.rows(record.values, np.fromiter(record.values.values(), np.float64, len(record.values)))
         if record.histograms:

@@ -31,16 +31,11 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.histogram import EDGES, LABELS
 from lightning_module_monitor.keys import Key
-from lightning_module_monitor.record import ModuleInfo
+from lightning_module_monitor.record import ABSENT, ABSENT_BITS, ModuleInfo
 from lightning_module_monitor.sinks.store.rows import DTYPES, FACTS, FINDINGS, MODULES, module_rows
 
 FORMAT_VERSION = 1
 """Increase it with each change that a reader must handle."""
-
-ABSENT_BITS = 0x7FF8_6162_7365_6E74
-"""A quiet NaN that spells "absent": a value that was never recorded, unlike a recorded NaN."""
-
-ABSENT: float = np.uint64(ABSENT_BITS).view(np.float64)
 
 NOT_COUNTED = -1
 """Every count of a histogram that was never recorded."""

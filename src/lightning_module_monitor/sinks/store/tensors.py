@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.record import Record
+from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.sinks.store import lock, paths, rewrite, space
+from lightning_module_monitor.sinks.store.open_file import Entry
 from lightning_module_monitor.sinks.store.read_access import open_store
 from lightning_module_monitor.sinks.store.tensor_paths import read_tensors, tensor_path
 from lightning_module_monitor.sinks.store.writer import Store, Writer
@@ -38,7 +41,7 @@ class TensorStore(Writer):
 
     _ITEMS = "tensors"
 
-    def _concerns(self, record: Record) -> bool:
+    def _concerns(self, record: Entry) -> bool:
         return bool(record.tensors) or (self._lock is None and self._has_to_resume)
 
     @functools.cached_property
@@ -55,7 +58,7 @@ class TensorStore(Writer):
     def _finish(self) -> None:
         """Do nothing: the file is closed after each record."""
 
-    def _append(self, record: Record) -> None:
+    def _append(self, record: Entry) -> None:
         if not record.tensors:
             return
         num_bytes = sum(raw.value.numel() * raw.value.element_size() for raw in record.tensors)
@@ -81,9 +84,9 @@ class RunFiles(Store):
         self._options = {name: value for name, value in options.items() if name not in ("keys", "histogram_keys")}
         self._options["resumed"] = None if resumed is None else paths.tensors_path(resumed)
 
-    def write(self, record: Record) -> None:
-        """Append a record. Never raises."""
-        super().write(record)
+    def write(self, record: Record, findings: Sequence[Finding] = (), facts: Facts | None = None) -> None:
+        """Append a record, what was found with it, and the facts of its step. Never raises."""
+        super().write(record, findings, facts)
         if self._tensors is None and self.has_begun:  # the store's final name is known from here on
             self._tensors = TensorStore(paths.tensors_path(self.path), **self._options)
         if self._tensors is not None:

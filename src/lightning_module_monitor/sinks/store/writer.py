@@ -8,7 +8,7 @@ import os
 import stat
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from filelock import BaseFileLock
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import Log, package_version, shortened
-from lightning_module_monitor.record import Record
+from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.sinks.store import lock, open_file, paths, rewrite, schema, space
+from lightning_module_monitor.sinks.store.open_file import Entry
 from lightning_module_monitor.sinks.store.read_access import open_store
 
 _logger = logging.getLogger(__name__)
@@ -72,8 +74,14 @@ class Writer(ABC):
         self._num_to_skip, self._next_num_to_skip = 0, 1
         """Records to skip until the next attempt to write, and after the next failure."""
 
-    def write(self, record: Record) -> None:
-        """Append a record, and flush it. Never raises; nothing is written after :meth:`close`."""
+    def write(self, record: Record, findings: Sequence[Finding] = (), facts: Facts | None = None) -> None:
+        """Append a record, what was found with it, and the facts of its step, and flush them.
+
+        Never raises; nothing is written after :meth:`close`.
+        """
+        self._write(Entry(record.step, record.values, record.histograms, record.tensors, record.modules, findings, facts))
+
+    def _write(self, record: Entry) -> None:
         try:
             if self._is_closed or not self._concerns(record):
                 return
@@ -122,14 +130,14 @@ class Writer(ABC):
     # -------------------------------------------------------------- content
 
     @abstractmethod
-    def _concerns(self, record: Record) -> bool:
+    def _concerns(self, record: Entry) -> bool:
         """Whether a record has a part for this file."""
 
     @abstractmethod
-    def _append(self, record: Record) -> None:
+    def _append(self, record: Entry) -> None:
         """Write and flush a record: it survives a kill."""
 
-    def _columns(self, record: Record) -> dict[str, list[str]] | None:
+    def _columns(self, record: Entry) -> dict[str, list[str]] | None:
         """Columns by group that the file needs for a record; ``None`` for a file of raw tensors."""
         return None
 
@@ -155,7 +163,7 @@ class Writer(ABC):
 
     # -------------------------------------------------------------- beginning
 
-    def _begin(self, record: Record) -> None:
+    def _begin(self, record: Entry) -> None:
         """Continue the resumed run's file, or create a new one; after an error no file is open."""
         run: dict[str, object] = {"started": open_file.now(), "first_step": record.step, "configuration": dict(self._configuration)}
         try:
@@ -171,7 +179,7 @@ class Writer(ABC):
             raise
         self.has_begun = True
 
-    def _continue(self, run: dict[str, object], record: Record) -> str:
+    def _continue(self, run: dict[str, object], record: Entry) -> str:
         """Prepare to continue the file at ``path``; returns the reason, and holds no lock, if that is not possible."""
         self._lock = lock.acquire(self.path)
         if self._lock is None:
@@ -187,7 +195,7 @@ class Writer(ABC):
             self._logger.info("%s goes on from step %d%s.", self.path, self._resume_from, superseded)
         return ""
 
-    def _create(self, run: dict[str, object], record: Record, reason: str) -> None:
+    def _create(self, run: dict[str, object], record: Entry, reason: str) -> None:
         """Prepare a new file with a free name."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         reason = reason or self._reason_taken(self._wanted) or "another run begins it"
@@ -205,7 +213,7 @@ class Writer(ABC):
         attributes = schema.Attributes(package_version(), str(run["started"]), [run])
         rewrite.new_file(paths.temporary_path(self.path), attributes, self._columns(record), record.modules)
 
-    def _copy_resumed(self, run: dict[str, object], record: Record, *, is_own: bool) -> tuple[int, int] | str:
+    def _copy_resumed(self, run: dict[str, object], record: Entry, *, is_own: bool) -> tuple[int, int] | str:
         """Copy the file of the resumed run, with columns for the record; returns numbers of rows, or the reason if that is not possible.
 
         ``is_own`` means that the copy replaces that file: superseded rows stay in it.
@@ -278,7 +286,7 @@ class Store(Writer):
         self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
         self._open_file: open_file.OpenFile | None = None
 
-    def _concerns(self, record: Record) -> bool:
+    def _concerns(self, record: Entry) -> bool:
         return bool(record.values or record.histograms or record.findings)
 
     def _reason_taken(self, path: Path) -> str:
@@ -286,13 +294,13 @@ class Store(Writer):
         beside = paths.tensors_path(path)
         return super()._reason_taken(path) or (f"{beside.name} exists" if paths.has_content(beside) else "")
 
-    def _columns(self, record: Record) -> dict[str, list[str]]:
+    def _columns(self, record: Entry) -> dict[str, list[str]]:
         return schema.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
 
     def _put_in_place(self, temporary: Path) -> None:
         self._open_file = open_file.OpenFile(rewrite.append_in_place(temporary, self.path))
 
-    def _append(self, record: Record) -> None:
+    def _append(self, record: Entry) -> None:
         assert self._open_file is not None
         late, late_histograms = self._open_file.numbers.missing(record.values), self._open_file.histograms.missing(record.histograms)
         if new := late + late_histograms:
