@@ -92,7 +92,7 @@ def store(_num_steps: int) -> Lines:
         written = Store(path, configuration={}, keys=keys)
         seconds = []
         for step in range(NUM_RECORDS):
-            record = Record(step, {key: float(step + place) for place, key in enumerate(keys)})
+            record = Record.of(step, {key: float(step + place) for place, key in enumerate(keys)})
             start = time.process_time()
             written.write(record)
             seconds.append(time.process_time() - start)

@@ -110,6 +110,14 @@ class Columns:
         self._column_by_text: dict[str, int] = {}
         self.add(keys)
 
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Columns:
+        """The columns of keys that are known as texts alone, whatever these are."""
+        columns = cls()
+        for text in dict.fromkeys(texts):
+            columns._append(Key.parse(text), text)
+        return columns
+
     @property
     def version(self) -> int:
         """The number of columns."""
@@ -128,10 +136,15 @@ class Columns:
         if column is None:
             text = key.format()
             # Parts of a key may differ where its text does not: a logged value may have a kind that looks like a prefix.
-            column = self._column_by_key[key] = self._column_by_text.setdefault(text, len(self.keys))
-            if column == len(self.keys):
-                self.texts.append(text)
-                self.keys.append(key)
+            column = self._column_by_text.get(text)
+            column = self._append(key, text) if column is None else column
+            self._column_by_key[key] = column
+        return column
+
+    def _append(self, key: Key, text: str) -> int:
+        column = self._column_by_key[key] = self._column_by_text[text] = len(self.keys)
+        self.texts.append(text)
+        self.keys.append(key)
         return column
 
 

@@ -137,13 +137,14 @@ class Record:
     """The modules of the model; the same object until the output of a further module is known."""
 
     @classmethod
-    def of(cls, step: int, values: Mapping[str, float], **options: Any) -> Record:
+    def of(cls, step: int, values: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None, **options: Any) -> Record:
         """A record with columns of its own, from values by key; ``options`` are the other fields.
 
         >>> Record.of(3, {"gradient/fc.weight/norm": 0.5})
         Record(step=3, values={'gradient/fc.weight/norm': 0.5}, histograms={})
         """
-        return cls(step, Columns(map(Key.parse, values)), np.fromiter(values.values(), np.float64, len(values)), **options)
+        numbers = np.fromiter(values.values(), np.float64, len(values))
+        return cls(step, Columns.of(values), numbers, histograms or {}, **options)
 
     @functools.cached_property
     def is_there(self) -> NDArray[np.bool_]:
@@ -161,6 +162,13 @@ class Record:
         if column is None or column >= len(self.numbers) or is_absent(self.numbers[column : column + 1])[0]:
             return default
         return float(self.numbers[column])
+
+    def __hash__(self) -> int:
+        return hash(self.step)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether a record of the same step has the same values and histograms."""
+        return isinstance(other, Record) and (self.step, self.values, self.histograms) == (other.step, other.values, other.histograms)
 
     def without_tensors(self) -> Record:
         """The record without raw tensors."""

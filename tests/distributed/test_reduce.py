@@ -96,7 +96,7 @@ def test_any_shares_give_what_one_process_would_have(first: list[list[ObservedTe
         alone, plan = StepAccumulator(no_error), planned()
         for observed in itertools.chain.from_iterable(step):
             observed.observe_in(alone, plan)
-        expected.append((alone.collect(), alone.histograms))
+        expected.append((alone.collect().values, alone.histograms))
 
     def work(rank: ThreadRank) -> list[Any]:
         plan = planned()
@@ -105,7 +105,7 @@ def test_any_shares_give_what_one_process_would_have(first: list[list[ObservedTe
             accumulator = StepAccumulator(no_error, state)
             for observed in step[rank.index]:
                 observed.observe_in(accumulator, plan)
-            collected.append((accumulator.collect(rank), accumulator.histograms))
+            collected.append((accumulator.collect(rank).values, accumulator.histograms))
         return collected
 
     meeting: Meeting[list[Any]] = Meeting(len(first))
@@ -140,7 +140,7 @@ def test_parts_of_a_dict_that_a_function_returns_count_on_all_ranks() -> None:
             accumulator.observe(streams[0], torch.arange(2.0 + rank.index))
             if rank.index == 0:
                 accumulator.observe(streams[1], torch.tensor([3.0, 4.0]))
-            collected.append(accumulator.collect(rank))
+            collected.append(accumulator.collect(rank).values)
         return collected
 
     expected = {"activation/a/mean.all": 4 / 5, "activation/a/sum.all": 4.0, "activation/a/max.all": 2.0}
@@ -161,7 +161,7 @@ def test_non_finite_results_are_kept() -> None:
         for name, aggregate in (("nan", "max"), ("least", "min"), ("total", "sum"), ("average", "mean")):
             shown = value if name == "nan" or rank.index != 1 else 2.0
             accumulator.add_result(Stream("own", name, {name: Value(aggregate)}), name, shown, 1)
-        return accumulator.collect(rank)
+        return accumulator.collect(rank).values
 
     for values in Meeting[dict[str, float]](3).run(work):
         assert np.isnan(values["own/nan/nan"])
@@ -178,7 +178,7 @@ def test_errors_and_lost_steps_of_any_rank_hold_on_all() -> None:
         accumulator.observe(plan[0], torch.ones(2, 3))
         if rank.index == 1:
             accumulator.fail(plan[0], torch.ones(2), ValueError("on purpose"))
-        values = accumulator.collect(rank)
+        values = accumulator.collect(rank).values
         lost = StepAccumulator(no_error, SeriesState(plan))
         lost.is_lost = rank.index == 2
         lost.collect(rank)
@@ -199,7 +199,7 @@ def test_an_aggregate_that_one_rank_alone_has_is_nan_elsewhere() -> None:
         if rank.index == 0:
             stream = Stream("own", "site", {"mine": Value(lambda values: values.max())})
             accumulator.add_result(stream, "mine", torch.tensor([1.0, 5.0]), 2)
-        return accumulator.collect(rank), errors
+        return accumulator.collect(rank).values, errors
 
     (first, nothing), (other, errors) = Meeting[Any](2).run(work)
     assert first["own/site/mine"] == 5.0
@@ -217,7 +217,7 @@ def test_values_of_one_site_that_come_in_different_steps() -> None:
             accumulator = StepAccumulator(no_error, state)
             for name in ("early", "late")[: 1 + (step > 0)]:
                 accumulator.add_result(Stream("own", "site", {name: Value("sum")}), name, float(rank.index + step), 1)
-            collected.append(accumulator.collect(rank))
+            collected.append(accumulator.collect(rank).values)
         return collected
 
     for values in Meeting[Any](2).run(work):
@@ -238,7 +238,7 @@ def test_a_stream_that_other_ranks_cannot_make_is_reported_and_left_out() -> Non
             odd = Statistic(PLAIN["norm"].needs, lambda moments: moments.mean)
             accumulator.observe(Stream("own", "a", {"odd": odd}), torch.ones(2))
             accumulator.observe(Stream("own", "b", {"norm": PLAIN["norm"]}), torch.ones(4))
-        return accumulator.collect(rank), failed
+        return accumulator.collect(rank).values, failed
 
     (values, failed), (own_values, own_failed) = Meeting[Any](2).run(work)
     assert (failed, own_failed) == ([], ["a"])
@@ -281,12 +281,12 @@ def test_copies_on_ranks_that_share_their_input_count_once() -> None:
         plan = compared()
         accumulator = StepAccumulator(no_error, SeriesState(plan))
         observe_in(accumulator, plan, copies[rank.index // 2], parts[rank.index])
-        return accumulator.collect(rank), accumulator.histograms
+        return accumulator.collect(rank).values, accumulator.histograms
 
     alone, plan = StepAccumulator(no_error), compared()
     for index, part in enumerate(parts):
         observe_in(alone, plan, copies[index // 2] if index % 2 == 0 else None, part)
-    expected = alone.collect()
+    expected = alone.collect().values
     meeting: Meeting[Any] = Meeting(4, num_sharing=2)
     for values, histograms in meeting.run(work):
         assert values == pytest.approx(expected, rel=1e-9, nan_ok=True)
@@ -307,7 +307,7 @@ def test_results_that_failed_on_a_rank_are_not_gathered() -> None:
         if rank.index == 1:
             results = accumulator._results["activation/c/spread"][2]
             results.values.append("no tensor")  # type: ignore[arg-type]
-        return accumulator.collect(rank)
+        return accumulator.collect(rank).values
 
     first, second = Meeting[Any](2).run(work)
     assert np.isnan(first["activation/c/spread"])
@@ -326,7 +326,7 @@ def test_a_rank_that_cannot_collect_does_not_block_the_others() -> None:
             accumulator._table.collect = lambda num_rows: 1 // 0  # type: ignore[assignment,method-assign,return-value]
         values: dict[str, float] = {}
         try:
-            values = accumulator.collect(rank)
+            values = accumulator.collect(rank).values
         except ZeroDivisionError as caught:
             error = str(caught)
         return values, accumulator.is_lost, error

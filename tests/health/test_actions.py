@@ -131,8 +131,8 @@ sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.sinks.store.writer import Store
 store = Store({str(tmp_path / "monitor.h5")!r}, configuration={{}}, keys=["activation/fc/rms"])
-store.write(Record(0, {{"activation/fc/rms": 1.0}}, findings=[Finding(0, "a", "fc", "", "é" * 2000)]))
-store.write(Record(3, findings=[Finding(3, "b", "", "k", "w", "error")]))
+store.write(Record.of(0, {{"activation/fc/rms": 1.0}}), [Finding(0, "a", "fc", "", "é" * 2000)])
+store.write(Record(3), [Finding(3, "b", "", "k", "w", "error")])
 os.kill(os.getpid(), 9)
 """
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False)

@@ -23,7 +23,7 @@ KEY = "gradient/fc/norm"
 def fired(values: Sequence[float], **options: Any) -> list[int]:
     """The steps in which a rule on one key fires."""
     alerts = Judge([AlertRule("test", matching([re.compile(KEY)]), **options)])
-    return [step for step, value in enumerate(values) if alerts.observe(Record(step, {KEY: value, "gradient/other/norm": 1e9}))]
+    return [step for step, value in enumerate(values) if alerts.observe(Record.of(step, {KEY: value, "gradient/other/norm": 1e9}))]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_a_finding_names_keys_and_figures() -> None:
     rule = AlertRule("large", matching([re.compile("gradient/.*/norm")]), above=10.0, for_steps=2, then=("stop",))
     alerts = Judge([rule])
     record = {f"gradient/fc{number}/norm": 11.0 + number for number in range(5)}
-    assert alerts.observe(Record(6, record)) == []
-    [(finding, then, _fired)] = alerts.observe(Record(8, record))
+    assert alerts.observe(Record.of(6, record)) == []
+    [(finding, then, _fired)] = alerts.observe(Record.of(8, record))
     assert then == ("stop",)
     assert (finding.step, finding.name, finding.site, finding.key, finding.severity) == (8, "large", "fc0", "gradient/fc0/norm", "warning")
     figures = "gradient/fc0/norm: 11; gradient/fc1/norm: 12; gradient/fc2/norm: 13; and 2 more, in 2 records from step 6 to 8."
@@ -74,7 +74,7 @@ RULES = [
 def test_alerts_go_on_where_they_were(cut: int) -> None:
     """State and values of a median, a streak and what was said: whoever goes on from it finds what it would have found."""
     values = [1.0, 2.0, 1.5, 1.5, 1.5, 1.5, *[2.0, 1.0] * 3, 30.0, 30.0, *[1.0] * 11, 0.0, 40.0, 40.0]
-    records = [Record(step, {KEY: value, "b": -value}) for step, value in enumerate(values)]
+    records = [Record.of(step, {KEY: value, "b": -value}) for step, value in enumerate(values)]
     whole, first, second = (Judge(RULES) for _ in range(3))
     expected = [whole.observe(record) for record in records]
     assert sum(map(len, expected)) >= 6
@@ -107,7 +107,7 @@ def alarms(name: str, records: Sequence[dict[str, float]], parameters: Mapping[s
     """Step and site of what a built-in watch finds."""
     alerts = Judge([DETECTORS[name].alert(("warn",))])
     facts = Facts({site: ParameterFacts(training, -1, 1) for site, training in (parameters or {}).items()})
-    found = [(step, alerts.observe(Record(step, record, facts=facts))) for step, record in enumerate(records)]
+    found = [(step, alerts.observe(Record.of(step, record), facts)) for step, record in enumerate(records)]
     return [(step, alarm.finding.site) for step, several in found for alarm in several]
 
 
@@ -126,7 +126,7 @@ def test_the_order_of_a_record_does_not_matter() -> None:
     found = []
     for record in (sizes, grouped):
         alerts = Judge([DETECTORS["vanishing"].alert(("warn",))], sites)
-        [alarm] = [alarm for step in range(3) for alarm in alerts.observe(Record(step, record))]
+        [alarm] = [alarm for step in range(3) for alarm in alerts.observe(Record.of(step, record))]
         found.append((alarm.finding.site, alarm.finding.words))
     assert found[0] == found[1]
     # q and k; those of further blocks are behind weights that learn
@@ -179,7 +179,7 @@ def test_a_rate_of_zero_needs_the_records_of_its_detector(num: int, names: list[
     judge = Judge([])
     facts = Facts({"w.weight": ParameterFacts("trained", 0, 4)})
     for step in range(num):
-        judge.observe(Record(step, {"context/loss": 1.0, "context/lr": 0.0, "gradient/w.weight/norm": 1.0}, facts=facts))
+        judge.observe(Record.of(step, {"context/loss": 1.0, "context/lr": 0.0, "gradient/w.weight/norm": 1.0}), facts)
     assert [alarm.finding.name for alarm in judge.alarms_of_whole_run()] == names
 
 
@@ -188,7 +188,7 @@ def test_only_a_loss_with_a_factor_rises(late: float, is_manual: bool, num_alarm
     """A loss that diverges is found under automatic optimization, while none was below 0; else no record is judged."""
     judge = Judge([DETECTORS["diverging"].alert()])
     losses = [*[1.0] * 6, late, *[50.0 * 2**step for step in range(6)]]
-    alarms = [judge.observe(Record(step, {"context/loss": loss}, facts=Facts(is_manual=is_manual))) for step, loss in enumerate(losses)]
+    alarms = [judge.observe(Record.of(step, {"context/loss": loss}), Facts(is_manual=is_manual)) for step, loss in enumerate(losses)]
     assert sum(map(len, alarms)) == num_alarms
     assert judge.states[0].num_records == (0 if is_manual else len(losses) if late > 0 else 6)
 
@@ -196,8 +196,8 @@ def test_only_a_loss_with_a_factor_rises(late: float, is_manual: bool, num_alarm
 def test_records_whose_facts_are_known_count_without_figures() -> None:
     """A detector of facts has looked at a record in which nothing is wrong; without facts it knows nothing."""
     judge = Judge([DETECTORS["in_eval"].alert()])
-    judge.observe(Record(0, {"context/loss": 1.0}))
+    judge.observe(Record.of(0, {"context/loss": 1.0}))
     assert judge.states[0].num_records == 0
     for step in (1, 2):
-        judge.observe(Record(step, {"context/loss": 1.0}, facts=Facts(is_classification=True)))
+        judge.observe(Record.of(step, {"context/loss": 1.0}), Facts(is_classification=True))
     assert judge.states[0].num_records == 2

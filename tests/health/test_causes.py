@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
+import numpy as np
 import pytest
 from helpers.documents import generated
 
@@ -13,7 +15,7 @@ from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.diagnoses import MAX_DIAGNOSES, diagnose
 from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts
 from lightning_module_monitor.health.judge import Judge
-from lightning_module_monitor.health.run_history import History
+from lightning_module_monitor.health.run_history import History, KeptColumns
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import RANK_DISAGREEMENT
 from lightning_module_monitor.record import Finding, Record
@@ -22,6 +24,11 @@ from lightning_module_monitor.record import Finding, Record
 def finding(name: str, step: int, steps_before: int = 0, cause: str = "") -> Finding:
     """A finding of a detector; what follows it is for how many steps it was there before, and the cause that its evidence shows."""
     return Finding(step, name, "", "", "", steps_before=steps_before, cause=cause)
+
+
+def add(history: History, step: int, values: Mapping[Key, float]) -> None:
+    """Add a record with these values, and the NaN that a judge puts behind them."""
+    history.add(step, np.array([*values.values(), math.nan]), KeptColumns(dict(enumerate(values)), history.facts))
 
 
 RISEN = History()
@@ -121,7 +128,7 @@ def test_what_gets_no_gradient_and_what_does_not_move(gradient: dict[str, float]
     history = History()
     stands_still = Finding(30, "frozen_updates", "w", "", "")
     assert [one.name for one in diagnose([stands_still], history)] == ["frozen"]
-    history.add(0, {Key("gradient", site, "norm"): norm for site, norm in ({"other": 1.0} | gradient).items()})
+    add(history, 0, {Key("gradient", site, "norm"): norm for site, norm in ({"other": 1.0} | gradient).items()})
     assert [one.name for one in diagnose([stands_still], history)] == [expected]
 
 
@@ -130,7 +137,7 @@ def test_what_moves_again_is_not_frozen() -> None:
     history, stood_still = History(), Finding(30, "frozen_updates", "w", "", "")
     names = {}
     for step, norm in ((0, 1.0), (10, 1.0), (20, 1.5)):
-        history.add(step, {Key("parameter", "w", "norm"): norm, Key("gradient", "w", "norm"): 1.0})
+        add(history, step, {Key("parameter", "w", "norm"): norm, Key("gradient", "w", "norm"): 1.0})
         names[step] = [one.name for one in diagnose([stood_still], history)]
     assert names == {0: ["frozen"], 10: ["frozen"], 20: []}
 
@@ -140,14 +147,14 @@ def test_a_gradient_has_vanished_if_it_was_larger_at_first(first: float, expecte
     """A gradient of rounding errors was never larger, and that of an adapter is 0 at first; the loss may fall all the same."""
     history = History()
     for step, (norm, loss) in enumerate(((first, 3.0), (1e-8, 2.0))):
-        history.add(step, {Key("gradient", "w.weight", "norm"): norm, Key("context", "", "loss"): loss})
+        add(history, step, {Key("gradient", "w.weight", "norm"): norm, Key("context", "", "loss"): loss})
     found = [Finding(30, "vanishing", "w.weight", "", "", steps_before=20)]
     assert [one.name for one in diagnose(found, history)] == [expected]
     resumed = History()
     resumed.load(history.state())
-    resumed.add(2, {Key("gradient", "w.weight", "norm"): 1e-8, Key("context", "", "loss"): 2.0})
+    add(resumed, 2, {Key("gradient", "w.weight", "norm"): 1e-8, Key("context", "", "loss"): 2.0})
     assert [one.name for one in diagnose(found, resumed)] == [expected]
-    resumed.add(3, {Key("gradient", "w.weight", "norm"): 1e-8, Key("context", "", "loss"): 1.0})
+    add(resumed, 3, {Key("gradient", "w.weight", "norm"): 1e-8, Key("context", "", "loss"): 1.0})
     assert diagnose(found, resumed) == []
 
 
@@ -157,14 +164,14 @@ def test_losses_that_are_not_finite_are_no_losses_of_a_run_that_does_not_learn()
     sizes = {Key("update", "w.weight", "ratio"): 1e-6, Key("parameter", "w.weight", "norm"): 1.0, Key("gradient", "w.weight", "norm"): 1.0}
     history.facts = Facts(parameters={"w.weight": ParameterFacts("trained", 0, 4)}, groups=(GroupFacts("SGD", 0.0, 0.0),))
     for step, loss in enumerate([0.9, 1.4, 1.1, 1.3, *[math.nan] * 12]):
-        history.add(step, sizes | {Key("context", "", "loss"): loss})
+        add(history, step, sizes | {Key("context", "", "loss"): loss})
     assert history.learning == "too few"
 
 
 def test_zeros_of_outputs_and_of_gradients_are_told_apart() -> None:
     """A part with gradients of zeros may have outputs; parameters that such a gradient does not move are no case of their own."""
     history = History()
-    history.add(0, {Key("gradient", "w.weight", "norm"): 0.0, Key("gradient", "other", "norm"): 1.0})
+    add(history, 0, {Key("gradient", "w.weight", "norm"): 0.0, Key("gradient", "other", "norm"): 1.0})
     found = [Finding(90, name, "w.weight", "", "", steps_before=90) for name in ("zero_gradients", "tiny_updates")]
     [shown] = diagnose(found, history)
     assert (shown.name, shown.headline) == ("zero_gradient", "A part of the model gets gradients of nothing but zeros")
@@ -176,7 +183,7 @@ def test_zeros_of_outputs_and_of_gradients_are_told_apart() -> None:
 def test_a_gain_has_its_direction_in_the_evidence(gain: float) -> None:
     """A gradient that grows on its way back does not vanish."""
     judge = Judge([DETECTORS["gradient_gain"].alert()])
-    alarms = [alarm for step in range(6) for alarm in judge.observe(Record(step, {"gradient_flow/a-b/gain": gain}))]
+    alarms = [alarm for step in range(6) for alarm in judge.observe(Record.of(step, {"gradient_flow/a-b/gain": gain}))]
     [shown] = diagnose([alarm.finding for alarm in alarms], judge.history)
     assert shown.evidence == (f"a-b: on its way back the gradient becomes {gain:.3g} times as large, since step 0.",)
     assert shown.headline == "The size of the gradient changes from block to block"

@@ -39,7 +39,7 @@ def while_training(names: Sequence[str], rows: Rows) -> list[tuple[str, str, int
     """Name, first site and step of what is found while training."""
     judge = Judge([DETECTORS[name].alert() for name in names])
     num = len(next(iter(rows.values())))
-    records = [Record(step * 10, {key: values[step] for key, values in rows.items() if values[step] != ABSENT}) for step in range(num)]
+    records = [Record.of(step * 10, {key: values[step] for key, values in rows.items() if values[step] != ABSENT}) for step in range(num)]
     return [(one.finding.name, one.finding.site, one.finding.step) for record in records for one in judge.observe(record)]
 
 

@@ -30,7 +30,7 @@ def judged(name: str, series: dict[str, list[float]], facts: Facts = FACTS) -> l
     alarms = []
     for step in range(len(next(iter(series.values())))):
         values = {key: values[step] for key, values in series.items() if not np.isnan(values[step])}
-        alarms += judge.observe(Record(step, {**values, "context/loss": 1.0}, facts=facts))
+        alarms += judge.observe(Record.of(step, {**values, "context/loss": 1.0}), facts)
     return alarms
 
 

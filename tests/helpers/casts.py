@@ -68,7 +68,7 @@ def recorded(tensors: list[Tensor], names: list[str]) -> dict[str, float]:
     stream = Stream("activation", "fc", outputs)
     for tensor in tensors:
         accumulator.observe(stream, tensor)
-    values = accumulator.collect()
+    values = accumulator.collect().values
     return {name: values[f"activation/fc/{name}"] for name in names}
 
 

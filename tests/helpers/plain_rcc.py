@@ -33,7 +33,7 @@ class PlainCoordinateCheck(Callback):
             values: dict[str, float] = {}
             for name, x in now.items():
                 values |= terms(name, module.get_submodule(name), self.reference.get_submodule(name), x, then[name])
-            self.last_record = Record(self.steps, values)
+            self.last_record = Record.of(self.steps, values)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def open_store(
     for row in range(max(map(len, [*series.values(), *histograms.values()]))):
         values = {key: value for key, values in series.items() if row < len(values) and (value := values[row]) is not None}
         counts = {key: of_key[row] for key, of_key in histograms.items() if row < len(of_key)}
-        store.write(Record(row * every, values, counts, modules=modules))
+        store.write(Record.of(row * every, values, counts, modules=modules))
     return store
 
 

@@ -14,10 +14,10 @@ from helpers.training import Classifier, loader, seed, trainer
 from torch import nn
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.record import UNDEFINED, is_undefined
+from lightning_module_monitor.record import UNDEFINED, Record, is_undefined
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import read_run
-from lightning_module_monitor.sinks.roll_ups import RollUps
+from lightning_module_monitor.sinks.roll_ups import LoggedValues
 
 
 def recorded(model: nn.Module, reference: nn.Module, update: float) -> dict[str, float]:
@@ -96,7 +96,7 @@ def test_biases_from_zero_are_healthy(tmp_path: Path) -> None:
         assert Payload(10, 0).table(table)["data"]
     verdict = run.verdict()
     assert not [finding for finding in verdict.findings if finding.site == "model.0.bias"]
-    rolled = RollUps()(records.records[-1].values)
+    rolled = LoggedValues(roll_up=True)(records.records[-1])
     assert rolled["update/_max_/ratio"] == max(
         value for key, value in records.records[-1].values.items() if key.startswith("update/") and not math.isnan(value)
     )
@@ -107,9 +107,9 @@ def test_a_roll_up_leaves_out_what_is_not_defined_and_hides_no_other_nan(others:
     """Where nothing is left it is NaN."""
     values = {f"update/layer{place}/ratio": value for place, value in enumerate([UNDEFINED, *others])}
     expected = [1.0, 2.0, 3.0] if others else [math.nan] * 3
-    found = RollUps()(values)
+    found = LoggedValues(roll_up=True)(Record.of(0, values))
     np.testing.assert_equal([found[f"update/{site}/ratio"] for site in ("_min_", "_median_", "_max_")], expected)
-    broken = RollUps()(values | {"update/other/ratio": math.nan})
+    broken = LoggedValues(roll_up=True)(Record.of(0, values | {"update/other/ratio": math.nan}))
     assert all(math.isnan(broken[f"update/{site}/ratio"]) for site in ("_min_", "_median_", "_max_"))
     assert not is_undefined(broken["update/_max_/ratio"])
     assert torch.tensor(UNDEFINED).isnan()

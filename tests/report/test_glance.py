@@ -48,7 +48,7 @@ def store_with(path: Path, series: Mapping[str, Sequence[float | None]], facts: 
     store = Store(path, **{"configuration": {}, **options})  # type: ignore[arg-type]
     for row in range(3):
         values = {key: value for key, of_key in series.items() if (value := of_key[row]) is not None}
-        store.write(Record(50 * row, values, facts=facts))
+        store.write(Record.of(50 * row, values), facts=facts)
     store.close()
     return read_run(load_store(path))
 
@@ -161,8 +161,8 @@ def test_the_duration_is_that_of_all_runs_of_a_store(tmp_path: Path, monkeypatch
     clock(monkeypatch, "00:00:00", "00:00:00", "00:00:10", "00:00:20", "05:00:00", "05:00:00", "05:00:07")
     assert length_of(store_with(path, SERIES))[1] == ("duration", "20 s")
     resumed = Store(path, configuration={}, resumed=path, resume_from=100)
-    resumed.write(Record(100, {"context/loss": 1.0}))
-    resumed.write(Record(150, {"context/loss": 1.0, "context/late": 1.0}))
+    resumed.write(Record.of(100, {"context/loss": 1.0}))
+    resumed.write(Record.of(150, {"context/loss": 1.0, "context/late": 1.0}))
     killed = tmp_path / "killed.h5"
     killed.write_bytes(path.read_bytes())
     resumed.close()

@@ -171,7 +171,7 @@ def test_findings_of_training_stand_on_the_page(tmp_path: Path, capsys: pytest.C
     store = open_store(tmp_path / "m.h5", SERIES)
     words = "NaN in block.2, from [bold] <b>inputs</b>."
     shown = Finding(30, "large", "fc", "activation/fc/rms", "It is 0.9.")
-    store.write(Record(30, {}, findings=[Finding(30, "nonfinite", "block.2", "", words, "error"), shown]))
+    store.write(Record(30), [Finding(30, "nonfinite", "block.2", "", words, "error"), shown])
     store.close()
     html = page_of(tmp_path / "m.html", tmp_path / "m.h5")
     text = " ".join(re.sub(r"<[^>]*>", " ", html.partition('<section id="verdict"')[2].partition("</section>")[0]).split())
@@ -208,7 +208,7 @@ def test_a_page_of_a_run_that_was_killed(tmp_path: Path) -> None:
     script = """
 store = Store(path, configuration={})
 for step in (0, 10):
-    store.write(Record(step, {"activation/fc/rms": 1.0}))
+    store.write(Record.of(step, {"activation/fc/rms": 1.0}))
 print(step, flush=True)
 import time; time.sleep(60)
 """

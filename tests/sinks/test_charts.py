@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.lightning_package import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -22,9 +23,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
-from lightning_module_monitor.keys import Key
+from lightning_module_monitor.keys import Columns, Key
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import loggers
-from lightning_module_monitor.sinks.roll_ups import ZeroCounts
+from lightning_module_monitor.sinks.roll_ups import LoggedValues
 
 COUNT = "activation/blink/nonfinite_count"
 
@@ -113,11 +115,10 @@ def test_a_count_that_was_asked_for_by_name_is_logged(tmp_path: Path) -> None:
 
 def test_only_counts_of_errors_and_of_elements_that_are_not_finite_are_left_out() -> None:
     """A zero of another statistic is kept; a NaN is not zero."""
-    counts = ZeroCounts()
+    logged, columns = LoggedValues(), Columns.of(["a/x/nonfinite_count", "a/y/nonfinite_count", "a/x/rms", "run/validation/monitor/errors"])
     for number in (float("nan"), 0.0):
-        values = {"a/x/nonfinite_count": 0.0, "a/y/nonfinite_count": number, "a/x/rms": 0.0, "run/validation/monitor/errors": 0.0}
-        counts.drop_from(values)
-        assert list(values) == ["a/y/nonfinite_count", "a/x/rms"]
+        record = Record(0, columns, np.array([0.0, number, 0.0, 0.0]))
+        assert list(logged(record)) == ["a/y/nonfinite_count", "a/x/rms"]
 
 
 # Charts

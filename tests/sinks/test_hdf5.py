@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from helpers.stores import digests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_module_monitor.keys import Columns
 from lightning_module_monitor.record import Finding, ModuleInfo, Record
 from lightning_module_monitor.sinks.store import lock, rows, schema
 from lightning_module_monitor.sinks.store.paths import is_numbered_path_of, tensors_path
@@ -35,12 +37,12 @@ def bits(value: float) -> bytes:
     return struct.pack("<d", value)
 
 
-def store(path: Path, *records: Record, **options: object) -> Store:
-    """A closed store with these records."""
+def store(path: Path, *records: Record, findings: Mapping[int, Sequence[Finding]] | None = None, **options: object) -> Store:
+    """A closed store with these records, and the findings that come with them, by the step of the record."""
     resumed = {"resumed": path} if "resume_from" in options else {}
     opened = Store(path, **{"configuration": {}, **resumed, **options})  # type: ignore[arg-type]
     for record in records:
-        opened.write(record)
+        opened.write(record, (findings or {}).get(record.step, ()))
     opened.close()
     return opened
 
@@ -86,7 +88,7 @@ def test_round_trip_is_bit_exact(tmp_path_factory: pytest.TempPathFactory, rows:
     """Every value is read bit for bit, also NaN, infinities and -0.0; absent values are not read; keys are planned or not."""
     path = tmp_path_factory.mktemp("store") / "monitor.h5"
     keys = sorted({key for row in rows for key in row}) if planned else []
-    store(path, *(Record(10 * i, row) for i, row in enumerate(rows)), keys=keys)
+    store(path, *(Record.of(10 * i, row) for i, row in enumerate(rows)), keys=keys)
     expected: dict[str, list[tuple[int, bytes]]] = {}
     for i, row in enumerate(rows):
         for key, value in row.items():
@@ -96,7 +98,7 @@ def test_round_trip_is_bit_exact(tmp_path_factory: pytest.TempPathFactory, rows:
 
 def test_a_recorded_nan_is_not_an_absent_value(tmp_path: Path) -> None:
     """A recorded NaN is read; a step without a value of the key is left out."""
-    store(tmp_path / "m.h5", Record(0, {RMS: math.nan, STD: 1.0}), Record(1, {STD: 2.0}), Record(2, {RMS: 3.0}))
+    store(tmp_path / "m.h5", Record.of(0, {RMS: math.nan, STD: 1.0}), Record.of(1, {STD: 2.0}), Record.of(2, {RMS: 3.0}))
     steps, values = load_store(tmp_path / "m.h5").series(RMS)
     assert steps.tolist() == [0, 2]
     np.testing.assert_array_equal(values, [math.nan, 3.0])
@@ -105,7 +107,7 @@ def test_a_recorded_nan_is_not_an_absent_value(tmp_path: Path) -> None:
 def test_layout_is_the_documented_one(tmp_path: Path) -> None:
     """Groups, columns, scales and attributes are as documented, for other tools."""
     keys = [RMS, STD, "validation/activation/model.fc/rms", "monitor/errors", "loss"]
-    store(tmp_path / "m.h5", Record(7, dict.fromkeys(keys, 1.5)), configuration={"every_n_steps": 7})
+    store(tmp_path / "m.h5", Record.of(7, dict.fromkeys(keys, 1.5)), configuration={"every_n_steps": 7})
     with h5py.File(tmp_path / "m.h5") as file:
         assert set(file) == {"activation", "validation", "monitor", "logged", "findings", "facts", "last record"}
         assert file["activation/columns"][...].tolist() == [b"model.fc/rms", b"model.fc/std"]
@@ -125,7 +127,7 @@ def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
     """A closed file is plain HDF5: xarray reads the same numbers, and opens groups with a table of modules."""
     xarray = pytest.importorskip("xarray")
     modules = [ModuleInfo("model.fc", "Linear", 3, (2, 1), "float32")]
-    store(tmp_path / "m.h5", Record(0, {RMS: 1.0, STD: -2.0}, modules=modules), Record(5, {RMS: 3.0, STD: math.inf}))
+    store(tmp_path / "m.h5", Record.of(0, {RMS: 1.0, STD: -2.0}, modules=modules), Record.of(5, {RMS: 3.0, STD: math.inf}))
     with xarray.open_dataset(tmp_path / "m.h5", engine="h5netcdf") as dataset:
         assert "module table" in dataset.variables
     with xarray.open_dataset(tmp_path / "m.h5", group="activation", engine="h5netcdf") as dataset:
@@ -136,10 +138,10 @@ def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
 
 def test_nothing_recorded_leaves_no_file(tmp_path: Path) -> None:
     """A run without records creates neither file nor folder; a run without tensors only the store, and no lock."""
-    store(tmp_path / "logs" / "m.h5", Record(0, {}), keys=[RMS])
+    store(tmp_path / "logs" / "m.h5", Record.of(0, {}), keys=[RMS])
     assert list(tmp_path.iterdir()) == []
     files = RunFiles(tmp_path / "m.h5", configuration={})
-    files.write(Record(0, {RMS: 1.0}))
+    files.write(Record.of(0, {RMS: 1.0}))
     files.close()
     assert [path.name for path in tmp_path.iterdir()] == ["m.h5"]
 
@@ -148,12 +150,12 @@ def test_close_leaves_only_the_file_and_does_no_harm_twice(tmp_path: Path) -> No
     """After close there is one plain file, no lock and no temporary file; a second close and a late record change nothing."""
     path = tmp_path / "new" / "folder" / "m.h5"
     opened = Store(path, configuration={})
-    opened.write(Record(0, {RMS: 1.0}))
+    opened.write(Record.of(0, {RMS: 1.0}))
     assert is_in_use(path)
     opened.close()
     before = digests(path)
     opened.close()
-    opened.write(Record(1, {RMS: 2.0}))
+    opened.write(Record.of(1, {RMS: 2.0}))
     assert digests(path) == before
     assert not is_in_use(path)
     assert [entry.name for entry in path.parent.iterdir()] == ["m.h5"]
@@ -163,10 +165,10 @@ def test_close_leaves_only_the_file_and_does_no_harm_twice(tmp_path: Path) -> No
 def test_an_existing_file_is_never_touched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A new run uses the next free numbered name, logs it, and changes no other file."""
     path = tmp_path / "monitor.h5"
-    store(path, Record(0, {RMS: 1.0}))
+    store(path, Record.of(0, {RMS: 1.0}))
     (tmp_path / "monitor-2.h5").write_text("notes of mine")
     before = digests(path), digests(tmp_path / "monitor-2.h5")
-    second = store(path, Record(0, {RMS: 2.0}))
+    second = store(path, Record.of(0, {RMS: 2.0}))
     assert second.path == tmp_path / "monitor-3.h5"
     assert content(second.path) == {RMS: [(0, bits(2.0))]}
     assert (digests(path), digests(tmp_path / "monitor-2.h5")) == before
@@ -179,7 +181,11 @@ def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
     """Two records of a step share a row; the later value counts; other stages have rows of their own."""
     validation = "validation/activation/model.fc/rms"
     store(
-        tmp_path / "m.h5", Record(4, {RMS: 1.0, validation: 9.0}), Record(4, {STD: 2.0}), Record(4, {RMS: math.nan}), Record(5, {RMS: 5.0})
+        tmp_path / "m.h5",
+        Record.of(4, {RMS: 1.0, validation: 9.0}),
+        Record.of(4, {STD: 2.0}),
+        Record.of(4, {RMS: math.nan}),
+        Record.of(5, {RMS: 5.0}),
     )
     assert content(tmp_path / "m.h5") == {
         RMS: [(4, bits(math.nan)), (5, bits(5.0))],
@@ -195,12 +201,12 @@ def test_late_keys_are_added_and_reported_once(tmp_path: Path, caplog: pytest.Lo
     caplog.set_level(logging.INFO)
     opened = Store(tmp_path / "m.h5", configuration={}, keys=[RMS])
     for step in range(2):
-        opened.write(Record(step, {RMS: float(step)}))
+        opened.write(Record.of(step, {RMS: float(step)}))
     reader = load_store(tmp_path / "m.h5")
     assert reader.keys() == [RMS]
     late = {STD: 8.0, "update/model.fc/ratio": 9.0}
     for step in range(2, 4):
-        opened.write(Record(step, {RMS: float(step), **late}))
+        opened.write(Record.of(step, {RMS: float(step), **late}))
     assert reader.keys() == [RMS, STD, "update/model.fc/ratio"]
     assert reader.series(RMS)[1].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert reader.series(STD)[0].tolist() == [2, 3]
@@ -212,8 +218,8 @@ def test_late_keys_are_added_and_reported_once(tmp_path: Path, caplog: pytest.Lo
 def test_resume_goes_on_in_the_same_file(tmp_path: Path) -> None:
     """Rows of repeated steps are superseded, columns are united, both configurations are kept."""
     path = tmp_path / "m.h5"
-    store(path, *(Record(step, {RMS: float(step)}) for step in range(5)), configuration={"run": 1})
-    resumed = store(path, Record(3, {STD: 30.0, RMS: 31.0}), Record(4, {RMS: 40.0}), configuration={"run": 2}, resume_from=3)
+    store(path, *(Record.of(step, {RMS: float(step)}) for step in range(5)), configuration={"run": 1})
+    resumed = store(path, Record.of(3, {STD: 30.0, RMS: 31.0}), Record.of(4, {RMS: 40.0}), configuration={"run": 2}, resume_from=3)
     assert resumed.path == path
     assert content(path) == {
         RMS: [(0, bits(0.0)), (1, bits(1.0)), (2, bits(2.0)), (3, bits(31.0)), (4, bits(40.0))],
@@ -241,10 +247,10 @@ def test_rows_that_are_run_again_are_kept(tmp_path: Path, caplog: pytest.LogCapt
     caplog.set_level(logging.INFO)
     path, norm = tmp_path / "m.h5", "gradient/fc/norm"
     found = [Finding(step, "spike", "fc", RMS, "It is high.") for step in range(5)]
-    store(path, *(Record(step, {RMS: step, norm: step + 0.5}, findings=[found[step]]) for step in range(5)))
-    store(path, *(Record(step, {RMS: 10 * step}) for step in (3, 4)), resume_from=3)
-    store(path, Record(4, {RMS: 100, STD: 100}), resume_from=4)
-    store(path, Record(5, {RMS: 5}), resume_from=5)
+    store(path, *(Record.of(step, {RMS: step, norm: step + 0.5}) for step in range(5)), findings={one.step: [one] for one in found})
+    store(path, *(Record.of(step, {RMS: 10 * step}) for step in (3, 4)), resume_from=3)
+    store(path, Record.of(4, {RMS: 100, STD: 100}), resume_from=4)
+    store(path, Record.of(5, {RMS: 5}), resume_from=5)
     assert superseded(path, 1) == {RMS: [(3, 3), (4, 4)], norm: [(3, 3.5), (4, 4.5)]}
     assert superseded(path, 2) == {RMS: [(4, 40)]}
     reader = load_store(path)
@@ -268,10 +274,10 @@ def test_rows_that_are_run_again_are_kept(tmp_path: Path, caplog: pytest.LogCapt
 def test_what_is_superseded_stays_when_the_file_is_written_anew(tmp_path: Path) -> None:
     """A late key and a repair after a kill copy the superseded rows."""
     path = tmp_path / "m.h5"
-    store(path, *(Record(step, {RMS: step}) for step in range(4)))
+    store(path, *(Record.of(step, {RMS: step}) for step in range(4)))
     opened = Store(path, configuration={}, resumed=path, resume_from=2)
     for step in range(2, 5):
-        opened.write(Record(step, {RMS: -step} | ({STD: 1.0} if step == 4 else {})))
+        opened.write(Record.of(step, {RMS: -step} | ({STD: 1.0} if step == 4 else {})))
     shutil.copy(path, tmp_path / "killed.h5")
     opened.close()
     load_store(tmp_path / "killed.h5").repair()
@@ -284,11 +290,11 @@ def test_a_resumed_run_elsewhere_begins_with_a_copy(tmp_path: Path, caplog: pyte
     """The rows before its first step are copied, the other file is unchanged, and a message and the attributes name it."""
     caplog.set_level(logging.INFO)
     path, own = tmp_path / "first.h5", tmp_path / "own" / "m.h5"
-    store(path, *(Record(step, {RMS: step}) for step in range(5)), configuration={"run": 1})
-    store(path, Record(4, {RMS: 40}), configuration={"run": 1}, resume_from=4)
+    store(path, *(Record.of(step, {RMS: step}) for step in range(5)), configuration={"run": 1})
+    store(path, Record.of(4, {RMS: 40}), configuration={"run": 1}, resume_from=4)
     before = digests(path)
     caplog.clear()
-    store(own, Record(3, {STD: 1.0}), configuration={"run": 1}, resumed=path, resume_from=3)
+    store(own, Record.of(3, {STD: 1.0}), configuration={"run": 1}, resumed=path, resume_from=3)
     assert digests(path) == before
     assert content(own) == {RMS: [(step, bits(step)) for step in range(3)], STD: [(3, bits(1.0))]}
     with h5py.File(own) as file:
@@ -305,11 +311,11 @@ def test_a_resumed_run_reads_the_file_of_a_live_run(tmp_path: Path) -> None:
     path = tmp_path / "first.h5"
     live = Store(path, configuration={})
     for step in range(4):
-        live.write(Record(step, {RMS: step}))
+        live.write(Record.of(step, {RMS: step}))
     killed = Path(shutil.copy(path, tmp_path / "killed.h5"))
     before = digests(path), digests(killed)
     for number, resumed in enumerate((path, killed)):
-        own = store(tmp_path / f"own{number}.h5", Record(2, {RMS: 20.0}), resumed=resumed, resume_from=2)
+        own = store(tmp_path / f"own{number}.h5", Record.of(2, {RMS: 20.0}), resumed=resumed, resume_from=2)
         assert content(own.path) == {RMS: [(0, bits(0)), (1, bits(1)), (2, bits(20))]}
     assert (digests(path), digests(killed)) == before
     live.close()
@@ -319,12 +325,12 @@ def test_a_resumed_run_whose_other_file_cannot_be_read(tmp_path: Path, caplog: p
     """It begins without the copy, and logs the reason; a missing file is no failure."""
     path, own = tmp_path / "first.h5", tmp_path / "own.h5"
     path.write_text("not HDF5 at all")
-    store(own, Record(3, {RMS: 1.0}), resumed=path, resume_from=3)
+    store(own, Record.of(3, {RMS: 1.0}), resumed=path, resume_from=3)
     assert content(own) == {RMS: [(3, bits(1.0))]}
     (message,) = caplog.messages
     assert "not a readable HDF5 file" in message
     caplog.clear()
-    store(tmp_path / "third.h5", Record(3, {RMS: 1.0}), resumed=tmp_path / "gone.h5", resume_from=3)
+    store(tmp_path / "third.h5", Record.of(3, {RMS: 1.0}), resumed=tmp_path / "gone.h5", resume_from=3)
     assert not caplog.messages
 
 
@@ -369,10 +375,10 @@ REASONS = {
 def test_resume_leaves_alone_what_it_cannot_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, reason: str) -> None:
     """A damaged, foreign or newer file is not changed: a numbered name, and a warning with the reason."""
     path = tmp_path / "m.h5"
-    store(path, *(Record(step, {RMS: 1.0}) for step in range(100)))
+    store(path, *(Record.of(step, {RMS: 1.0}) for step in range(100)))
     spoil(path, how)
     before = digests(path)
-    resumed = store(path, Record(3, {RMS: 2.0}), resume_from=3)
+    resumed = store(path, Record.of(3, {RMS: 2.0}), resume_from=3)
     assert digests(path) == before
     assert resumed.path == tmp_path / "m-2.h5"
     assert content(resumed.path) == {RMS: [(3, bits(2.0))]}
@@ -386,7 +392,7 @@ def test_an_empty_file_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     path = tmp_path / "m.h5"
     path.touch()
     tensors_path(path).touch()
-    opened = store(path, Record(3, {RMS: 1.0}), **({"resume_from": 3} if resumes else {}))
+    opened = store(path, Record.of(3, {RMS: 1.0}), **({"resume_from": 3} if resumes else {}))
     assert opened.path == path
     assert content(path) == {RMS: [(3, bits(1.0))]}
     assert not caplog.messages
@@ -398,21 +404,21 @@ def test_an_empty_file_whose_lock_is_held_is_not(tmp_path: Path) -> None:
     path.touch()
     held = lock.acquire(path)
     assert held is not None
-    assert store(path, Record(0, {RMS: 1.0})).path == tmp_path / "m-2.h5"
+    assert store(path, Record.of(0, {RMS: 1.0})).path == tmp_path / "m-2.h5"
     lock.release(held)
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     """The next run that tries the name removes locks and temporary files; those of a live run stay."""
     path = tmp_path / "m.h5"
-    store(path, Record(0, {RMS: 1.0}))
-    store(path, Record(0, {RMS: 1.0}))
+    store(path, Record.of(0, {RMS: 1.0}))
+    store(path, Record.of(0, {RMS: 1.0}))
     for name in ("m.h5", "m.tensors.h5"):
         (tmp_path / f".{name}.lock").touch()
         (tmp_path / f".{name}.new").write_bytes(b"half a file")
     live = Store(tmp_path / "m-2.h5", configuration={}, resumed=tmp_path / "m-2.h5")
-    live.write(Record(1, {RMS: 1.0}))
-    assert store(path, Record(0, {RMS: 1.0})).path == tmp_path / "m-3.h5"
+    live.write(Record.of(1, {RMS: 1.0}))
+    assert store(path, Record.of(0, {RMS: 1.0})).path == tmp_path / "m-3.h5"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".m-2.h5.lock", "m-2.h5", "m-3.h5", "m.h5"]
     live.close()
 
@@ -421,7 +427,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
 def test_errors_of_load_store_have_the_reason(tmp_path: Path, how: str, reason: str) -> None:
     """A file that is not a store is an error with its path and the reason."""
     path = tmp_path / "m.h5"
-    store(path, Record(0, {RMS: 1.0}))
+    store(path, Record.of(0, {RMS: 1.0}))
     spoil(path, how)
     with pytest.raises(ValueError, match=reason) as caught:
         load_store(path)
@@ -432,7 +438,7 @@ def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path) -> None:
     """After Ctrl-C between a row's values and its step, close leaves a plain file with complete rows only."""
     path = tmp_path / "m.h5"
     opened = Store(path, configuration={})
-    opened.write(Record(0, {RMS: 1.0}))
+    opened.write(Record.of(0, {RMS: 1.0}))
     assert opened._open_file is not None
     values = opened._open_file.numbers.tables[0].values
     values.resize(2, axis=0)
@@ -447,11 +453,11 @@ def test_a_row_cut_short_by_ctrl_c_is_taken_out(tmp_path: Path) -> None:
 
 
 def test_a_broken_write_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Any error of a write, also a value that is not a number, is one warning."""
+    """Any error of a write, also a number without a column, is one warning."""
     opened = Store(tmp_path / "m.h5", configuration={})
-    opened.write(Record(0, {RMS: 1.0}))
-    opened.write(Record(1, {RMS: "high"}))  # type: ignore[dict-item]
-    opened.write(Record(2, {RMS: 2.0}))
+    opened.write(Record.of(0, {RMS: 1.0}))
+    opened.write(Record(1, Columns.of([RMS]), np.zeros(2)))
+    opened.write(Record.of(2, {RMS: 2.0}))
     assert opened.failed
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert content(tmp_path / "m.h5") == {RMS: [(0, bits(1.0))]}
@@ -464,7 +470,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
     if os.access(folder, os.W_OK):  # root may write everywhere: a file in the folder's place refuses root, too
         folder.rmdir()
         folder.write_text("")
-    opened = store(folder / "m.h5", Record(0, {RMS: 1.0}))
+    opened = store(folder / "m.h5", Record.of(0, {RMS: 1.0}))
     assert opened.failed
     assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
 
@@ -476,16 +482,16 @@ def test_findings_of_an_older_version_are_read_and_resumed(tmp_path: Path, monke
     plain = [dataclasses.replace(one, steps_before=0, cause="") for one in later]
     with monkeypatch.context() as context:
         context.setitem(rows.DTYPES, rows.FINDINGS, rows.DTYPES[rows.FINDINGS][["step", "name", "site", "key", "severity", "words"]])
-        store(path, *(Record(one.step, {RMS: 1.0}, findings=[one]) for one in later))
+        store(path, *(Record.of(one.step, {RMS: 1.0}) for one in later), findings={one.step: [one] for one in later})
     assert load_store(path).findings() == plain
     shutil.copy(path, tmp_path / "added.h5")
-    store(tmp_path / "added.h5", Record(4, {RMS: 2.0}, findings=[later[2]]), resume_from=4)
+    store(tmp_path / "added.h5", Record.of(4, {RMS: 2.0}), findings={4: [later[2]]}, resume_from=4)
     assert load_store(tmp_path / "added.h5").findings() == [*plain, later[2]]
-    store(path, Record(3, {RMS: 2.0}, findings=[later[2]]), resume_from=3)
+    store(path, Record.of(3, {RMS: 2.0}), findings={3: [later[2]]}, resume_from=3)
     assert load_store(path).findings() == [*plain[:2], later[2]]
     with h5py.File(path) as file:
         assert rows.read_findings(file["superseded/1"]) == plain[2:]
-    store(tmp_path / "new.h5", Record(2, {RMS: 1.0}, findings=later[:2]))
+    store(tmp_path / "new.h5", Record.of(2, {RMS: 1.0}), findings={2: later[:2]})
     assert load_store(tmp_path / "new.h5").findings() == later[:2]
 
 

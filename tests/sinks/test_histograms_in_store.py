@@ -39,11 +39,11 @@ def test_a_round_trip(tmp_path: Path) -> None:
     """Beside numbers, alone, of several kinds and stages; a step without one has no row; counts beyond float64 are exact."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={}, keys=["activation/fc/rms"], histogram_keys=[KEY])
-    store.write(Record(0, {"activation/fc/rms": 1.0}, {KEY: made(0)}))
-    store.write(Record(1, {"activation/fc/rms": 2.0}))
-    store.write(Record(2, {}, {KEY: made(2), "validation/activation/fc/hist": made(7), "run/gradient/w/hist": made(8)}))
+    store.write(Record.of(0, {"activation/fc/rms": 1.0}, {KEY: made(0)}))
+    store.write(Record.of(1, {"activation/fc/rms": 2.0}))
+    store.write(Record.of(2, {}, {KEY: made(2), "validation/activation/fc/hist": made(7), "run/gradient/w/hist": made(8)}))
     huge = Histogram(np.full(NUM_COUNTS, 2**53 + 1, dtype=np.int64))
-    store.write(Record(3, {}, {"update/w/hist": huge}))
+    store.write(Record.of(3, {}, {"update/w/hist": huge}))
     store.close()
     assert_steps(path, [0, 2])
     reader = load_store(path)
@@ -63,7 +63,7 @@ def test_a_kind_is_read_as_a_matrix(tmp_path: Path) -> None:
     """All records, or ``max_rows`` of them, evenly spaced; zeros if a record has no histogram of a key."""
     store = Store(tmp_path / "m.h5", configuration={}, histogram_keys=[KEY, "activation/out/hist"])
     for step in range(5):
-        store.write(Record(step, {}, {KEY: made(step)} | ({"activation/out/hist": made(9)} if step == 4 else {})))
+        store.write(Record.of(step, {}, {KEY: made(step)} | ({"activation/out/hist": made(9)} if step == 4 else {})))
     store.close()
     reader = load_store(tmp_path / "m.h5")
     assert reader.histogram_kinds() == ["activation"]
@@ -84,7 +84,7 @@ def test_other_programs_read_it(tmp_path: Path) -> None:
     xarray = pytest.importorskip("xarray")
     path = tmp_path / "m.h5"
     store = Store(path, configuration={})
-    store.write(Record(5, {"activation/fc/rms": 1.0}, {KEY: made(5)}))
+    store.write(Record.of(5, {"activation/fc/rms": 1.0}, {KEY: made(5)}))
     store.close()
     with h5py.File(path) as file:
         group = file["activation/histograms"]
@@ -105,7 +105,7 @@ def test_a_key_that_looks_like_the_group(tmp_path: Path) -> None:
     store = Store(path, configuration={})
     keys = ["activation/histograms/fc/rms", "histograms/fc/rms", "histograms/values/fc/rms", "activation/histograms_/fc/rms"]
     histograms = {"activation/fc/hist": made(1), "histograms/fc/hist": made(2), "activation/histograms/fc/hist": made(3)}
-    store.write(Record(0, {key: float(i) for i, key in enumerate(keys)}, histograms))
+    store.write(Record.of(0, {key: float(i) for i, key in enumerate(keys)}, histograms))
     store.close()
     reader = load_store(path)
     assert set(reader.keys()) == set(keys)
@@ -120,8 +120,8 @@ def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
     """Keys that the second record lacks keep the value of the first."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={}, histogram_keys=[KEY, "activation/out/hist"])
-    store.write(Record(0, {}, {KEY: made(0)}))
-    store.write(Record(0, {}, {"activation/out/hist": made(9)}))
+    store.write(Record.of(0, {}, {KEY: made(0)}))
+    store.write(Record.of(0, {}, {"activation/out/hist": made(9)}))
     store.close()
     assert_steps(path, [0])
     np.testing.assert_array_equal(load_store(path).histogram("activation/out/hist")[1][0], made(9).counts)
@@ -134,7 +134,7 @@ def test_a_late_one_is_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         for step in range(3):
             late = {"activation/late/hist": made(step), "gradient/w/hist": made(step)} if step == 2 else {}
-            store.write(Record(step, {"activation/fc/rms": 1.0}, {KEY: made(step), **late}))
+            store.write(Record.of(step, {"activation/fc/rms": 1.0}, {KEY: made(step), **late}))
             assert_steps(path, list(range(step + 1)))
     store.close()
     assert_steps(path, [2], "activation/late/hist")
@@ -147,11 +147,11 @@ def test_a_resumed_run_takes_out_what_it_runs_again(tmp_path: Path) -> None:
     path = tmp_path / "m.h5"
     first = Store(path, configuration={})
     for step in range(200):
-        first.write(Record(step, {"activation/fc/rms": 1.0}, {KEY: made(step)}))
+        first.write(Record.of(step, {"activation/fc/rms": 1.0}, {KEY: made(step)}))
     first.close()
     second = Store(path, configuration={}, resumed=path, resume_from=150)
     for step in (150, 151):
-        second.write(Record(step, {"activation/fc/rms": 1.0}, {KEY: made(step), "activation/new/hist": made(step)}))
+        second.write(Record.of(step, {"activation/fc/rms": 1.0}, {KEY: made(step), "activation/new/hist": made(step)}))
     second.close()
     assert second.path == path
     assert_steps(path, list(range(152)))
@@ -171,7 +171,7 @@ from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.store.writer import Store
 store = Store(Path(sys.argv[1]), configuration={})
 for step in range(100_000):
-    store.write(Record(step, {"activation/fc/rms": 1.0}, {"activation/fc/hist": Histogram(np.arange(NUM_COUNTS) * (step + 1))}))
+    store.write(Record.of(step, {"activation/fc/rms": 1.0}, {"activation/fc/hist": Histogram(np.arange(NUM_COUNTS) * (step + 1))}))
     print(step, flush=True)
 """
 
@@ -198,7 +198,7 @@ def test_read_while_written_and_after_kill_9_and_resumed(tmp_path: Path) -> None
     h5py.File(path).close()
     assert_steps(path, list(range(written)))
     resumed = Store(path, configuration={}, resumed=path, resume_from=10)
-    resumed.write(Record(10, {"activation/fc/rms": 1.0}, {KEY: made(10)}))
+    resumed.write(Record.of(10, {"activation/fc/rms": 1.0}, {KEY: made(10)}))
     resumed.close()
     assert resumed.path == path
     assert_steps(path, list(range(11)))
@@ -207,9 +207,9 @@ def test_read_while_written_and_after_kill_9_and_resumed(tmp_path: Path) -> None
 def test_the_history_keeps_those_of_the_newest_step(tmp_path: Path) -> None:
     """Two records of a step are merged; those of a newer step replace them; they are saved with the numbers."""
     storage = StorageManager()
-    storage.add(Record(0, {"activation/fc/rms": 1.0}, {KEY: made(0)}))
-    storage.add(Record(1, {"activation/fc/rms": 2.0}, {KEY: made(1)}))
-    storage.add(Record(1, {"validation/activation/fc/rms": 3.0}, {"validation/activation/fc/hist": made(2)}))
+    storage.add(Record.of(0, {"activation/fc/rms": 1.0}, {KEY: made(0)}))
+    storage.add(Record.of(1, {"activation/fc/rms": 2.0}, {KEY: made(1)}))
+    storage.add(Record.of(1, {"validation/activation/fc/rms": 3.0}, {"validation/activation/fc/hist": made(2)}))
     assert storage.last_histograms() == {KEY: made(1), "validation/activation/fc/hist": made(2)}
     path = storage.save_hdf5(tmp_path / "m.h5")
     assert_steps(path, [1])

@@ -21,8 +21,9 @@ from helpers.tiny import KeepRecords, Tiny, fit, is_logged, loader, trainer
 from torch import nn
 
 from lightning_module_monitor import Alert, GradientFlow, ModuleMonitorCallback, Rule
+from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.loggers import LoggerSink
-from lightning_module_monitor.sinks.roll_ups import RollUps, summed
+from lightning_module_monitor.sinks.roll_ups import LoggedValues, summed
 
 Series = dict[str, dict[int, float]]
 
@@ -406,7 +407,8 @@ def test_a_nan_anywhere_makes_a_roll_up_nan(place: int) -> None:
     """For any index of the NaN: Python's min and max depend on the order."""
     members = [1.0, 2.0]
     members.insert(place, float("nan"))
-    result = RollUps()({f"activation/layer{i}/rms": value for i, value in enumerate(members)} | {"activation/layer0/mean": 3.0})
+    values = {f"activation/layer{i}/rms": value for i, value in enumerate(members)} | {"activation/layer0/mean": 3.0}
+    result = LoggedValues(roll_up=True)(Record.of(0, values))
     assert all(math.isnan(result[f"activation/{site}/rms"]) for site in ("_min_", "_median_", "_max_"))
     assert [result[f"activation/{site}/mean"] for site in ("_min_", "_median_", "_max_")] == [3.0] * 3
 

@@ -87,11 +87,11 @@ def test_a_late_shape_is_read_by_others_while_the_file_is_written(tmp_path: Path
     """In place: the file is not written anew, and a reader in another process has it with the record that brings it."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={})
-    store.write(Record(0, {"a/b/c": 0.0}, modules=FIRST))
+    store.write(Record.of(0, {"a/b/c": 0.0}, modules=FIRST))
     inode = path.stat().st_ino
     code = f"from lightning_module_monitor import load_store; print(load_store({str(path)!r}).modules())"
     for modules in (FIRST, KNOWN):
-        store.write(Record(1, {"a/b/c": 1.0}, modules=modules))
+        store.write(Record.of(1, {"a/b/c": 1.0}, modules=modules))
         out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
         assert out.strip() == repr(modules)
     assert path.stat().st_ino == inode
@@ -103,8 +103,8 @@ def test_late_keys_and_repair_keep_the_table(tmp_path: Path) -> None:
     """Every rewrite of the file copies it."""
     path, killed = tmp_path / "m.h5", tmp_path / "killed.h5"
     store = Store(path, configuration={})
-    store.write(Record(0, {"a/b/c": 0.0}, modules=KNOWN))
-    store.write(Record(1, {"a/b/late": 0.0}, modules=KNOWN))
+    store.write(Record.of(0, {"a/b/c": 0.0}, modules=KNOWN))
+    store.write(Record.of(1, {"a/b/late": 0.0}, modules=KNOWN))
     assert load_store(path).modules() == KNOWN
     shutil.copy(path, killed)
     store.close()
@@ -117,14 +117,14 @@ def test_a_resumed_run_adds_its_own_modules(place: str, tmp_path: Path) -> None:
     """A known shape stays if the resumed run has none yet."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={})
-    store.write(Record(0, {"a/b/c": 0.0}, modules=KNOWN))
+    store.write(Record.of(0, {"a/b/c": 0.0}, modules=KNOWN))
     store.close()
     own = path if place == "the same file" else tmp_path / "elsewhere" / "m.h5"
     resumed = Store(own, configuration={}, resumed=path, resume_from=1)
-    resumed.write(Record(1, {"a/b/c": 0.0}, modules=FIRST))
+    resumed.write(Record.of(1, {"a/b/c": 0.0}, modules=FIRST))
     assert load_store(own).modules() == KNOWN
     other = ModuleInfo("net.new", "ReLU", 0, (5, 3), "float32")
-    resumed.write(Record(2, {"a/b/c": 0.0}, modules=[*FIRST, other]))
+    resumed.write(Record.of(2, {"a/b/c": 0.0}, modules=[*FIRST, other]))
     resumed.close()
     assert load_store(own).modules() == [*KNOWN, other]
     assert load_store(own).series("a/b/c")[0].tolist() == [0, 1, 2]
@@ -134,13 +134,13 @@ def test_a_store_without_a_table_is_read_and_gone_on_in(tmp_path: Path) -> None:
     """As in stores of earlier versions."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={})
-    store.write(Record(0, {"a/b/c": 0.0}))
+    store.write(Record.of(0, {"a/b/c": 0.0}))
     store.close()
     with h5py.File(path) as file:
         assert "module table" not in file
     assert load_store(path).modules() == []
     resumed = Store(path, configuration={}, resumed=path, resume_from=1)
-    resumed.write(Record(1, {"a/b/c": 0.0}, modules=KNOWN))
+    resumed.write(Record.of(1, {"a/b/c": 0.0}, modules=KNOWN))
     resumed.close()
     assert load_store(path).modules() == KNOWN
 
@@ -148,7 +148,7 @@ def test_a_store_without_a_table_is_read_and_gone_on_in(tmp_path: Path) -> None:
 def test_a_shape_or_a_name_that_is_too_long(tmp_path: Path) -> None:
     """A shape that does not fit is left out, and the name of a type is cut: never a number that is wrong."""
     store = Store(tmp_path / "m.h5", configuration={})
-    store.write(Record(0, {"a/b/c": 0.0}, modules=[ModuleInfo("net", "N" * 100, 1, (10**6,) * 20, "float32")]))
+    store.write(Record.of(0, {"a/b/c": 0.0}, modules=[ModuleInfo("net", "N" * 100, 1, (10**6,) * 20, "float32")]))
     store.close()
     [found] = load_store(store.path).modules()
     assert found == ModuleInfo("net", "N" * 77 + "...", 1, None, "float32")

@@ -56,7 +56,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 def tensor_record(step: int) -> Record:
     """A record with a value and a tensor."""
-    return Record(step, {RMS: float(step)}, tensors=[RawTensor("activation", "fc", 0, torch.full((5000,), float(step)))])
+    return Record.of(step, {RMS: float(step)}, tensors=[RawTensor("activation", "fc", 0, torch.full((5000,), float(step)))])
 
 
 def steps_of(path: Path) -> list[int]:
@@ -75,10 +75,10 @@ def steps_of(path: Path) -> list[int]:
 def test_no_space_is_one_warning_and_nothing_raises(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, refusal: int) -> None:
     """For any reason; earlier records are in the file, and it is closed."""
     opened = Store(tmp_path / "m.h5", configuration={})
-    opened.write(Record(0, {RMS: 0.0}))
+    opened.write(Record.of(0, {RMS: 0.0}))
     disk.refusal = refusal
     for step in range(1, 40):
-        opened.write(Record(step, {RMS: float(step)}))
+        opened.write(Record.of(step, {RMS: float(step)}))
     opened.close()
     assert opened.failed
     (message,) = caplog.messages
@@ -92,17 +92,17 @@ def test_a_disk_that_is_freed_is_used_again(tmp_path: Path, disk: Disk, caplog: 
     """Records are tried at growing intervals, and a message has the number of missing records."""
     caplog.set_level(logging.INFO)
     opened = Store(tmp_path / "m.h5", configuration={})
-    opened.write(Record(0, {RMS: 0.0}))
+    opened.write(Record.of(0, {RMS: 0.0}))
     disk.refusal = errno.ENOSPC
     refused = []
     for step in range(1, 100):
         before = disk.num_refused
-        opened.write(Record(step, {RMS: float(step)}))
+        opened.write(Record.of(step, {RMS: float(step)}))
         refused += [step] if disk.num_refused > before else []
     assert refused == [1, 3, 6, 11, 20, 37, 70]
     disk.refusal = None
     for step in range(100, 200):
-        opened.write(Record(step, {RMS: float(step)}))
+        opened.write(Record.of(step, {RMS: float(step)}))
     opened.close()
     assert steps_of(tmp_path / "m.h5") == [0, *range(135, 200)]
     assert len(caplog.messages) == 2
@@ -125,7 +125,7 @@ def test_a_row_that_was_begun_is_written_over_or_taken_out(tmp_path: Path, disk:
     monkeypatch.setattr(space, "room", room)
     opened = Store(tmp_path / "m.h5", configuration={})
     for step in (0, 1, 2, 3, 4, 5):
-        opened.write(Record(step, {RMS: float(step)}))
+        opened.write(Record.of(step, {RMS: float(step)}))
     opened.close()
     assert steps_of(tmp_path / "m.h5") == [0, 3]
     with h5py.File(tmp_path / "m.h5") as file:
@@ -178,13 +178,13 @@ def test_late_keys_without_space(tmp_path: Path, disk: Disk) -> None:
     """The file keeps its columns until there is space for new columns."""
     path = tmp_path / "m.h5"
     opened = Store(path, configuration={})
-    opened.write(Record(0, {RMS: 0.0}))
+    opened.write(Record.of(0, {RMS: 0.0}))
     disk.refusal = errno.ENOSPC
-    opened.write(Record(1, {RMS: 1.0, "loss": 1.0}))
+    opened.write(Record.of(1, {RMS: 1.0, "loss": 1.0}))
     assert load_store(path).keys() == [RMS]
     disk.refusal = None
     for step in (2, 3):
-        opened.write(Record(step, {RMS: float(step), "loss": 1.0}))
+        opened.write(Record.of(step, {RMS: float(step), "loss": 1.0}))
     opened.close()
     assert steps_of(path) == [0, 3]
     assert load_store(path).series("loss")[0].tolist() == [3]
@@ -216,13 +216,13 @@ def test_what_is_reserved_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             )
             is_rich = step % 50 == 0
             files.write(
-                Record(
+                Record.of(
                     step,
                     values,
                     {"activation/m/hist": Histogram(rng.integers(0, 1 << 60, NUM_COUNTS))} if is_rich else {},
-                    [RawTensor("activation", f"m.{i}", 0, torch.randn(1000)) for i in range(20)] if is_rich else (),
-                    [Finding(step, "spike", "m", RMS, "It is high.")] * 3 if is_rich else (),
-                )
+                    tensors=[RawTensor("activation", f"m.{i}", 0, torch.randn(1000)) for i in range(20)] if is_rich else (),
+                ),
+                [Finding(step, "spike", "m", RMS, "It is high.")] * 3 if is_rich else (),
             )
         files.close()
     assert len(grown) > 8000
@@ -291,7 +291,7 @@ for limit in map(int, sys.argv[2:]):
         values = {f"activation/m.{index}/rms": float(step) for index in range(200)} | {"activation/fc/rms": float(step)}
         values |= {f"update/{index}.{step}/rms": step / 7 + index for index in range(10) if step % 50 == 20}
         tensors = [RawTensor("activation", "fc", 0, torch.full((5000,), float(step)))] if step % 10 == 0 else []
-        files.write(Record(step, values, tensors=tensors))
+        files.write(Record.of(step, values, tensors=tensors))
     files.close()
 print("trained to the end")
 """
@@ -332,7 +332,7 @@ hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 for step in range(60):
     if step in (5, 20):
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000 if step == 5 else resource.RLIM_INFINITY, hard))
-    store.write(Record(step, {f"activation/m.{index}/rms": float(step) for index in range(50)}))
+    store.write(Record.of(step, {f"activation/m.{index}/rms": float(step) for index in range(50)}))
 store.close()
 print("trained to the end")
 """
@@ -355,7 +355,7 @@ FILLER = """
 import random
 store = Store(path, configuration={})
 for step in range(600):
-    store.write(Record(step, {f"activation/m.{index}/rms": random.random() + step for index in range(4000)}))
+    store.write(Record.of(step, {f"activation/m.{index}/rms": random.random() + step for index in range(4000)}))
     if not store.failed:
         print(step, flush=True)
 store.close()

@@ -32,9 +32,9 @@ VALUES = {
 def path(tmp_path: Path) -> Path:
     """A closed store: all of ``VALUES`` at step 0, one value at step 10 (a NaN) and one at step 20."""
     store = Store(tmp_path / "monitor.h5", configuration={"every_n_steps": 10, "folder": Path("logs")})
-    store.write(Record(0, VALUES))
-    store.write(Record(10, {"activation/model.fc/rms": math.nan}))
-    store.write(Record(20, {"activation/model.out/rms": -1.0}))
+    store.write(Record.of(0, VALUES))
+    store.write(Record.of(10, {"activation/model.fc/rms": math.nan}))
+    store.write(Record.of(20, {"activation/model.out/rms": -1.0}))
     store.close()
     return tmp_path / "monitor.h5"
 
@@ -52,11 +52,11 @@ def test_what_never_came_is_nowhere(tmp_path: Path) -> None:
     histograms = ["activation/never/hist", "activation/seldom/hist", "gradient/never/hist"]
     row = np.arange(NUM_COUNTS)
     with closing(Store(tmp_path / "monitor.h5", configuration={}, keys=keys, histogram_keys=histograms)) as store:
-        store.write(Record(0, {"activation/nan/rms": math.nan}))
+        store.write(Record.of(0, {"activation/nan/rms": math.nan}))
         reader = load_store(tmp_path / "monitor.h5")
         assert (reader.keys(), reader.histogram_keys(), reader.histogram_kinds()) == (["activation/nan/rms"], [], [])
-        store.write(Record(10, {"activation/seldom/rms": 1.0}, {"activation/seldom/hist": Histogram(row)}))
-        store.write(Record(20, {"activation/nan/rms": 2.0}))
+        store.write(Record.of(10, {"activation/seldom/rms": 1.0}, {"activation/seldom/hist": Histogram(row)}))
+        store.write(Record.of(20, {"activation/nan/rms": 2.0}))
     assert (reader.keys(), reader.kinds()) == (["activation/seldom/rms", "activation/nan/rms"], ["activation"])
     matrix = reader.matrix("activation")
     assert [key.format() for key in matrix.keys] == reader.keys()
@@ -92,7 +92,7 @@ def test_a_pattern_gives_a_column_for_each_key(path: Path) -> None:
 def test_a_key_is_preferred_to_the_pattern_that_it_is(tmp_path: Path) -> None:
     """A dot in a name matches any character, and a key stands for itself alone."""
     with closing(Store(tmp_path / "monitor.h5", configuration={})) as store:
-        store.write(Record(0, {"gradient/a.b/norm": 1.0, "gradient/a-b/norm": 2.0}))
+        store.write(Record.of(0, {"gradient/a.b/norm": 1.0, "gradient/a-b/norm": 2.0}))
     reader = load_store(tmp_path)
     assert reader.series("gradient/a.b/norm")[1].tolist() == [1.0]
     assert reader.series("gradient/a.b/nor.")[1].tolist() == [[1.0, 2.0]]
@@ -180,11 +180,11 @@ def test_errors_name_the_path_and_the_nearest(path: Path) -> None:
 def test_repair_refuses_a_live_file_and_leaves_a_plain_one(tmp_path: Path) -> None:
     """Repair never changes the file of a live run, nor a closed file."""
     store = Store(tmp_path / "m.h5", configuration={})
-    store.write(Record(0, {"loss": 0.0}))
+    store.write(Record.of(0, {"loss": 0.0}))
     reader = load_store(tmp_path / "m.h5")
     with pytest.raises(RuntimeError, match="being written by a live run"):
         reader.repair()
-    store.write(Record(1, {"loss": 1.0}))
+    store.write(Record.of(1, {"loss": 1.0}))
     store.close()
     before = reader.path.read_bytes(), reader.path.stat().st_ino
     reader.repair()

@@ -19,7 +19,7 @@ RMS = "activation/model.fc/rms"
 
 def record_with_tensor(step: int) -> Record:
     """A value and a raw tensor, both the step."""
-    return Record(step, {RMS: float(step)}, tensors=[RawTensor("activation", "fc", 0, torch.tensor([float(step)]))])
+    return Record.of(step, {RMS: float(step)}, tensors=[RawTensor("activation", "fc", 0, torch.tensor([float(step)]))])
 
 
 def test_a_folder_that_is_removed_during_the_run_is_reported_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -43,7 +43,7 @@ def test_a_file_that_is_removed_after_the_last_record_is_reported_once(tmp_path:
     """At the end of the run, which then has no file; a file that is removed after the end is the user's own business."""
     for removed_first in (True, False):
         written = Store(tmp_path / "m.h5", configuration={})
-        written.write(Record(0, {RMS: 0.0}))
+        written.write(Record.of(0, {RMS: 0.0}))
         if removed_first:
             (tmp_path / "m.h5").unlink()
         written.close()
@@ -57,9 +57,9 @@ def test_a_file_that_is_removed_after_the_last_record_is_reported_once(tmp_path:
 def test_a_file_that_is_renamed_keeps_its_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is closed at its new path, and later records are in a new file."""
     written = Store(tmp_path / "m.h5", configuration={})
-    written.write(Record(0, {RMS: 0.0}))
+    written.write(Record.of(0, {RMS: 0.0}))
     (tmp_path / "m.h5").rename(tmp_path / "moved.h5")
-    written.write(Record(1, {RMS: 1.0}))
+    written.write(Record.of(1, {RMS: 1.0}))
     written.close()
     assert len(caplog.messages) == 1
     assert [load_store(tmp_path / name)[RMS][0].tolist() for name in ("moved.h5", "m.h5")] == [[0], [1]]
@@ -69,10 +69,10 @@ def test_a_file_that_is_renamed_keeps_its_records(tmp_path: Path, caplog: pytest
 def test_a_folder_in_the_place_of_the_file_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Later records are in a file of the next free name."""
     written = Store(tmp_path / "m.h5", configuration={})
-    written.write(Record(0, {RMS: 0.0}))
+    written.write(Record.of(0, {RMS: 0.0}))
     (tmp_path / "m.h5").unlink()
     (tmp_path / "m.h5").mkdir()
-    written.write(Record(1, {RMS: 1.0}))
+    written.write(Record.of(1, {RMS: 1.0}))
     written.close()
     assert written.path == tmp_path / "m-2.h5"
     assert load_store(written.path)[RMS][0].tolist() == [1]

@@ -25,7 +25,7 @@ WRITER = """
 store = Store(path, configuration={"by": "writer"})
 for step in range(100_000):
     late = {f"activation/late.{step // 7}/rms": 1.0} if sys.argv[2] == "widen" else {}
-    store.write(Record(step, {"activation/fc/rms": step * 0.5, "validation/activation/fc/rms": float(step), **late}))
+    store.write(Record.of(step, {"activation/fc/rms": step * 0.5, "validation/activation/fc/rms": float(step), **late}))
     print(step, flush=True)
 """
 
@@ -73,7 +73,7 @@ def test_a_killed_run_is_resumed_in_its_file(tmp_path: Path, caplog: pytest.LogC
     last_step = run_and_kill(path, "append", wait_s=0.1)
     first = last_step // 2
     store = Store(path, configuration={"by": "resumed"}, resumed=path, resume_from=first)
-    store.write(Record(first, {"activation/fc/rms": -1.0, "activation/out/rms": -2.0}))
+    store.write(Record.of(first, {"activation/fc/rms": -1.0, "activation/out/rms": -2.0}))
     store.close()
     assert store.path == path
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -100,7 +100,7 @@ def run(first, resumed):
     options = {"resumed": path, "resume_from": first} if resumed else {}
     files = RunFiles(path, configuration={}, **options, logger=logging.getLogger("test"))
     for step in range(first, first + 2):
-        files.write(Record(step, {"loss": float(step)}, tensors=[RawTensor("activation", "fc", 0, torch.tensor([step]))]))
+        files.write(Record.of(step, {"loss": float(step)}, tensors=[RawTensor("activation", "fc", 0, torch.tensor([step]))]))
     files.close()
     return files.path
 
@@ -188,7 +188,7 @@ def test_reading_while_a_run_ends(tmp_path: Path) -> None:
     script = """
 for run in range(30):
     store = Store(path, configuration={}, resumed=path, resume_from=run)
-    store.write(Record(run, {"loss": float(run)}))
+    store.write(Record.of(run, {"loss": float(run)}))
     store.close()
     print(run, flush=True)
 """
@@ -211,7 +211,7 @@ def test_two_processes_that_start_at_once_write_two_files(tmp_path: Path) -> Non
 store = Store(path, configuration={})
 sys.stdin.readline()
 for step in range(20):
-    store.write(Record(step, {"loss": float(sys.argv[2])}))
+    store.write(Record.of(step, {"loss": float(sys.argv[2])}))
 store.close()
 """
     command = [sys.executable, "-c", PROLOGUE + script, str(tmp_path / "m.h5")]
@@ -242,7 +242,7 @@ def test_a_crash_of_the_machine_does_not_hang_the_resumed_run(tmp_path: Path, ca
     with pytest.raises((ValueError, OSError, RuntimeError, KeyError)):
         StoreReader(path).repair()
     store = Store(path, configuration={}, resumed=path, resume_from=1)
-    store.write(Record(1, {"loss": 1.0}))
+    store.write(Record.of(1, {"loss": 1.0}))
     store.close()
     assert store.path == tmp_path / "m-2.h5"
     assert ["cannot be resumed" in record.getMessage() for record in caplog.records] == [True]
@@ -266,7 +266,7 @@ def test_a_store_that_is_damaged_is_an_error_in_one_line(tmp_path: Path, capsys:
     path = tmp_path / "m.h5"
     with closing(Store(path, configuration={})) as store:
         for step in range(30):
-            store.write(Record(step, {f"activation/m.{i}/rms": float(step + i) for i in range(40)}))
+            store.write(Record.of(step, {f"activation/m.{i}/rms": float(step + i) for i in range(40)}))
     content = path.read_bytes()
     statuses = []
     for part in range(12):

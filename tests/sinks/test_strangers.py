@@ -106,7 +106,7 @@ def test_a_resumed_run_copies_nothing_from_outside(
     with h5py.File(path, "r+") as file:
         change(file)
     resumed = Store(path.with_name("own.h5"), configuration={}, resumed=path, resume_from=100)
-    resumed.write(Record(100, {"activation/fc/rms": 1.0}))
+    resumed.write(Record.of(100, {"activation/fc/rms": 1.0}))
     resumed.close()
     assert load_store(path.with_name("own.h5")).series("activation/fc/rms")[0].tolist() == [100]
     assert ["has data outside of itself" in message for message in caplog.messages] == [True]

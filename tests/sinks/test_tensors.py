@@ -58,7 +58,7 @@ def run(path: Path, *records: Record, resume_from: int | None = None, resumed: P
 
 def record(step: int, *tensors: RawTensor) -> Record:
     """A step with a value, as every step has."""
-    return Record(step, {"monitor/errors": 0.0}, tensors=tensors)
+    return Record.of(step, {"monitor/errors": 0.0}, tensors=tensors)
 
 
 def content(path: Path) -> dict[tuple[str, str, int, int], list[int]]:

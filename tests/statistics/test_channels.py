@@ -88,7 +88,7 @@ def test_ranks_together_are_as_one() -> None:
             accumulator = StepAccumulator(lambda *_error: None, state)
             for tensor in tensors:
                 accumulator.observe(stream, tensor)
-            values.append(accumulator.collect(rank)["activation/fc/outlier_channels"])
+            values.append(accumulator.collect(rank).values["activation/fc/outlier_channels"])
         return values
 
     meeting: Meeting[list[float]] = Meeting(3)

@@ -43,7 +43,7 @@ def observed(rows: SeriesState | None, indices: list[int], tensors: list[Tensor]
     for index in indices:
         accumulator.observe(STREAMS[index], tensors[index])
         accumulator.measure_all([(STREAMS[index], 2 * tensors[index])], are_bases=True)
-    values = accumulator.collect()
+    values = accumulator.collect().values
     return values, {key: histogram.counts for key, histogram in accumulator.histograms.items()}
 
 
@@ -73,7 +73,7 @@ def test_an_abandoned_step_leaves_nothing_to_the_next() -> None:
     around.observe(STREAMS[0], x)
     assert observed(rows, [0, 1], [x, x]) == first
     around.observe(STREAMS[1], x)
-    assert around.collect() == around.collect() == first[0]
+    assert around.collect().values == around.collect().values == first[0]
     assert observed(rows, [1], [x, x])[0] == {"activation/b/max": 5.0}
 
 
@@ -89,7 +89,7 @@ def test_a_statistic_that_fails_is_nan_and_others_stay() -> None:
     for site in "ab":
         accumulator.observe(Stream("activation", site, statistics), torch.arange(3.0))
     expected = {"mean": 1.0, "max": 2.0, "root": pytest.approx(math.nan, nan_ok=True)}
-    assert accumulator.collect() == {f"activation/{site}/{name}": value for site in "ab" for name, value in expected.items()}
+    assert accumulator.collect().values == {f"activation/{site}/{name}": value for site in "ab" for name, value in expected.items()}
     assert errors == [("a", "root", AttributeError)]
     assert accumulator.num_errors == 1
 
@@ -101,7 +101,7 @@ def test_the_last_of_two_streams_with_the_same_key_counts() -> None:
     accumulator.observe(first, torch.arange(3.0))
     accumulator.observe(second, torch.arange(5.0))
     expected = {"activation/a/mean": 2.0, "activation/a/std": 1.0, "activation/a/max": 4.0}
-    assert dict(accumulator.collect()) == expected
+    assert dict(accumulator.collect().values) == expected
 
 
 def test_observe_all_is_observe_for_each_tensor() -> None:
@@ -116,7 +116,7 @@ def test_observe_all_is_observe_for_each_tensor() -> None:
         together.observe_all(pairs)
         for pair in pairs:
             alone.observe(*pair)
-        values, own_values = together.collect(), alone.collect()
+        values, own_values = together.collect().values, alone.collect().values
         assert values == {key: pytest.approx(value, rel=1e-9, nan_ok=True) for key, value in own_values.items()}
         assert together.histograms == alone.histograms
         assert {key.split("/")[1] for key in values} == {"abcdfgh"[index] for index in range(6) if index not in missing}
@@ -129,7 +129,7 @@ def test_an_empty_tensor_has_no_mean() -> None:
         tensors = [torch.full(shape, 2.0) for shape in shapes]
         for index, tensor in enumerate(tensors):
             accumulator.observe(stream("xy"[index], *PLAIN), tensor)
-        values = accumulator.collect()
+        values = accumulator.collect().values
         for index, tensor in enumerate(tensors):
             statistics = {name: values[f"activation/{'xy'[index]}/{name}"] for name in PLAIN}
             if not tensor.numel():

@@ -109,9 +109,10 @@ def test_parameter_groups_are_stored_with_their_names(tmp_path: Path) -> None:
             groups = [{"params": weight, "name": "decay"}, {"params": bias}, {"params": self.model[2].parameters(), "name": 3}]
             return torch.optim.SGD(groups, lr=0.1)
 
-    record = monitored(tmp_path, Named()).records[0]
-    assert record.facts is not None
-    assert [(group.optimizer, group.name) for group in record.facts.groups] == [("SGD", "decay"), ("SGD", ""), ("SGD", "")]
+    monitored(tmp_path, Named())
+    [(step, facts)] = load_store(tmp_path / "monitor.h5").facts()
+    assert step == 0
+    assert [(group.optimizer, group.name) for group in facts.groups] == [("SGD", "decay"), ("SGD", ""), ("SGD", "")]
 
 
 def test_the_learning_rate_is_the_rate_that_the_step_used(tmp_path: Path) -> None:

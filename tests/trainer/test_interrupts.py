@@ -243,7 +243,7 @@ def use_a_store(folder: Path, name: str) -> None:
     files = RunFiles(folder / name, configuration={}, resumed=folder / name, resume_from=1, logger=logging.getLogger("test"))
     for step in (1, 2):
         values = {"activation/fc/rms": 1.0, f"activation/{step}/rms": 2.0}
-        files.write(Record(step, values, tensors=[RawTensor("activation", "fc", 0, torch.ones(2))]))
+        files.write(Record.of(step, values, tensors=[RawTensor("activation", "fc", 0, torch.ones(2))]))
     files.close()
     reader = load_store(folder / name)
     reader.keys()
@@ -255,7 +255,7 @@ def use_a_store(folder: Path, name: str) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_line_of_the_store_reaches_the_user(tmp_path: Path) -> None:
     """Nothing turns it into another exception, and the store does not report it as an error of a file."""
-    steps = [Record(step, {"activation/fc/rms": 1.0}, tensors=[RawTensor("activation", "fc", 0, torch.ones(2))]) for step in (0, 1)]
+    steps = [Record.of(step, {"activation/fc/rms": 1.0}, tensors=[RawTensor("activation", "fc", 0, torch.ones(2))]) for step in (0, 1)]
     (tmp_path / "before").mkdir()
     files = RunFiles(tmp_path / "before" / "m.h5", configuration={}, logger=logging.getLogger("test"))
     for record in steps:

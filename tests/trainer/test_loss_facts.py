@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_module_monitor.trainer.facts_reader import LossFacts
+from lightning_module_monitor.trainer.facts_reader import LossReader
 
 LABELS = torch.zeros(4, dtype=torch.long)
 OF_PIXELS = torch.zeros(4, 5, dtype=torch.long)
@@ -38,7 +38,7 @@ def test_the_number_of_classes(name: str, is_scaled: bool) -> None:
     x = torch.randn(4, 10, 5, requires_grad=True)
     loss = make(x) / 1
     loss = loss * torch.tensor(8.0) if is_scaled else loss
-    facts = LossFacts().joined(loss, is_scaled=is_scaled)
+    facts = LossReader().read(loss, is_scaled=is_scaled)
     assert facts.num_classes == expected
     assert facts.softmax_twice is False
     loss.backward()

@@ -119,17 +119,18 @@ class KeptColumns:
         self.parameters = self._of("parameter")
         self.outputs = self._of("activation")
         trained = {site: parameter for site, parameter in facts.parameters.items() if parameter.training == "trained"}
-        weights = {site: parameter for site, parameter in trained.items() if is_weight(site) and parameter.group >= 0}
+        groups = {site: facts.groups[parameter.group] for site, parameter in trained.items() if 0 <= parameter.group < len(facts.groups)}
+        weights = {site: trained[site] for site in groups if is_weight(site)}
         norms = [[by_key.get(Key(*name), NO_COLUMN) for name in _norms_of(site)] for site in weights]
         self.norms = np.array(norms, np.intp).reshape(-1, 3).T
         """Columns of the norms of the trained weights and of their gradients, and of the ratios of their updates."""
         self.rates = np.array([self.context.get(name_of_rate(parameter.group), NO_COLUMN) for parameter in weights.values()], np.intp)
-        groups = [facts.groups[parameter.group] for parameter in weights.values()]
-        self.divisors = np.array([1 - min(group.momentum, 0.99) for group in groups])
-        self.eps = np.array([group.eps for group in groups])
+        optimizers = [groups[site] for site in weights]
+        self.divisors = np.array([1 - min(group.momentum, 0.99) for group in optimizers])
+        self.eps = np.array([group.eps for group in optimizers])
         self.sizes = np.sqrt([float(parameter.numel) for parameter in weights.values()])
-        self.is_sgd = np.array([group.optimizer == "SGD" for group in groups], bool)
-        self.is_adam = np.array([any(name in group.optimizer for name in _ADAM_LIKE) for group in groups], bool)
+        self.is_sgd = np.array([group.optimizer == "SGD" for group in optimizers], bool)
+        self.is_adam = np.array([any(name in group.optimizer for name in _ADAM_LIKE) for group in optimizers], bool)
         num = sum(parameter.numel for parameter in trained.values())
         self.least_clipped = facts.clip * (0.5 * math.sqrt(num) if facts.clips_values else 0.99)
         """The norm at which gradients of trained parameters have the largest size that clipping allows; 0 without clipping."""

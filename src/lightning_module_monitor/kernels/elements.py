@@ -40,7 +40,7 @@ def in_memory(tensor: Tensor) -> Tensor:
     if type(tensor) not in PLAIN:
         tensor = plain(tensor)
     is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-    if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not has_memory(tensor):
+    if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not has_memory(tensor, tensor.untyped_storage()):
         raise ValueError("its memory was given back")
     return tensor
 
@@ -70,13 +70,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._is_functional_tensor(tensor)
 
 
-def has_memory(tensor: Tensor) -> bool:
+def has_memory(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether all elements of a plain tensor lie in its storage, which a program that streams weights may have shrunk."""
     if tensor.is_contiguous():
         last = tensor.numel()
     else:
         last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last) * tensor.itemsize <= tensor.untyped_storage().nbytes() or not tensor.numel()
+    return (tensor.storage_offset() + last) * tensor.itemsize <= storage.nbytes() or not tensor.numel()
 
 
 def strided(tensor: Tensor) -> Tensor:

@@ -77,11 +77,12 @@ def takes(tensor: Tensor) -> bool:
     if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.dtype not in DTYPES or loops() is None:
         return False
     try:
-        has_address = tensor.untyped_storage().data_ptr() != 0
+        storage = tensor.untyped_storage()
+        has_address = storage.data_ptr() != 0
     except RuntimeError:  # it is sparse, or a transform of torch.func wraps it
         return False
     # Functional tensors and zero tensors have no address; the memory of nested and lazily negated tensors holds other elements.
-    return has_address and not (tensor.is_nested or tensor.is_neg()) and has_memory(tensor)
+    return has_address and not (tensor.is_nested or tensor.is_neg()) and has_memory(tensor, storage)
 
 
 class _Exported:
@@ -131,9 +132,10 @@ class NumbaKernel:
         is_float32 = array.dtype == np.float32
         if needs & Need.EVERYTHING:
             features = num_features(tensor) if needs & Need.TOKENS else 1
-            target = self._row(rows[0]) if len(rows) == 1 else _EMPTY_ROW.copy()
+            first, *further = rows
+            target = _EMPTY_ROW.copy() if further else self._row(first)
             (loops().add if is_float32 else loops().add_bfloat16)(array, features, needs, target)
-            for row in rows if len(rows) > 1 else ():
+            for row in rows if further else ():
                 loops().merge(target, self._row(row))
         if needs & Need.COUNTS:
             # A bfloat16 is the upper half of a float32.
@@ -159,9 +161,11 @@ class NumbaKernel:
         return torch.from_numpy(np.array([self._counts.get((bins, row), nothing) for row in rows], np.float64))
 
     def _row(self, row: int) -> NDArray[np.float64]:
-        if row >= len(self._table):
+        try:
+            moments: NDArray[np.float64] = self._table[row]
+        except IndexError:
             self._grow(2 * row)
-        moments: NDArray[np.float64] = self._table[row]
+            moments = self._table[row]
         return moments
 
     def _grow(self, num_rows: int) -> None:

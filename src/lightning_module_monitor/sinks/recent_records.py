@@ -55,8 +55,9 @@ class StorageManager:
         """Keep a record, merged with an earlier record of the same step. Histograms are kept for the newest step."""
         is_same_step = record.step == self.last_step()
         self._histograms = {**(self._histograms if is_same_step else {}), **record.histograms}
-        earlier = self._rows.pop(record.step, None)
+        earlier = self._rows.get(record.step)
         self._rows[record.step] = _Row(record.columns, record.numbers) if earlier is None else earlier.updated(record)
+        self._rows.move_to_end(record.step)
         while len(self._rows) > self._max_records:
             self._rows.popitem(last=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,9 +61,9 @@ class Observed:
         return Numbers(
             moments=self.moments[:, rows],
             observed=observed,
-            failed=_flags(stream.identity in self.failed_streams for stream in layout.streams),
-            called=_flags(key in self.results or key in self.whole_results or key in self.metrics for key in keys),
-            raised=_flags(key in self.failed for key in keys),
+            failed=_flags([stream.identity in self.failed_streams for stream in layout.streams]),
+            called=_flags([key in self.results or key in self.whole_results or key in self.metrics for key in keys]),
+            raised=_flags([key in self.failed for key in keys]),
             is_lost=_flags([self.is_lost]),
             has_more=_flags([has_more]),
             counts=np.concatenate(summed) if summed else np.zeros(0),
@@ -85,5 +85,5 @@ class Observed:
         return {"extremes": extremes, "has_nan": has_nan, "totals": totals, "weights": all_weights, "num_results": num_results}
 
 
-def _flags(values: Iterable[float]) -> Flags:
-    return np.array([*values], dtype=np.float64)
+def _flags(values: Sequence[float]) -> Flags:
+    return np.array(values, dtype=np.float64)

@@ -251,7 +251,9 @@ class StepAccumulator:
     def drop_overwriting(self, logged: Collection[Stream]) -> list[str]:
         """Discard logged values whose keys are measured as well; returns the keys."""
         results = [key for key, (stream, *_rest) in self._results.items() if stream in logged]
-        measured = set(itertools.chain.from_iterable(stream.number_keys for stream in self._rows if results))
+        if not results:
+            return []
+        measured = set(itertools.chain.from_iterable(stream.number_keys for stream in self._rows))
         dropped = [key for key in results if key in measured]
         for key in dropped:
             del self._results[key]

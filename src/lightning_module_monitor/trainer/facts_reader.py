@@ -40,6 +40,26 @@ class LossFacts(NamedTuple):
     num_classes: int = 0
 
 
+class LossReader:
+    """Reads the graphs of losses: the first nodes of each loss, and the rest once for each kind of loss."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ...], LossFacts] = {}
+        """Facts by the names of the first nodes."""
+
+    def read(self, loss: Tensor, *, is_scaled: bool) -> LossFacts:
+        """The facts of a loss, which may be scaled by a ``GradScaler``."""
+        nodes = _nodes(loss)
+        first = [*itertools.islice(nodes, NUM_FIRST_NODES)]
+        names = tuple([_name(node) for node, _before in first])
+        facts = self._known.get(names)
+        if facts is None:
+            facts = _facts_of_graph([*first, *nodes])
+            if len(self._known) < MAX_LOSSES:
+                self._known[names] = facts
+        return facts._replace(num_classes=_num_classes_of(first, is_scaled=is_scaled))
+
+
 class FactsReader:
     """Reads the facts of a run. They are read anew where something changes, and are the same object otherwise."""
 
@@ -51,8 +71,7 @@ class FactsReader:
         self._parameters: Sequence[Tensor] = ()
         """The parameters that the model had then."""
         self._normalizations = [site.module for site in run.planner.index.modules if getattr(site.module, "running_mean", None) is not None]
-        self._losses: dict[tuple[str, ...], LossFacts] = {}
-        """Facts by the names of the first nodes of a loss's graph: the rest is read once for each kind of loss."""
+        self._losses = LossReader()
         self._loss = LossFacts()
 
     def begin_step(self) -> None:
@@ -61,14 +80,7 @@ class FactsReader:
 
     def note_loss(self, loss: Tensor, *, is_scaled: bool) -> None:
         """Note one of the losses of the step, which may be scaled by a ``GradScaler``."""
-        nodes = _nodes(loss)
-        first = [*itertools.islice(nodes, NUM_FIRST_NODES)]
-        names = tuple(_name(node) for node, _before in first)
-        if names not in self._losses and len(self._losses) < MAX_LOSSES:
-            self._losses[names] = facts_of_graph([*first, *nodes])
-        is_classification, softmax_twice, _num = self._losses.get(names) or facts_of_graph([*first, *nodes])
-        # Of a step with several losses, the last one.
-        num_classes = num_classes_of(first, is_scaled=is_scaled)
+        is_classification, softmax_twice, num_classes = self._losses.read(loss, is_scaled=is_scaled)
         self._loss = LossFacts(self._loss.is_classification or is_classification, self._loss.softmax_twice or softmax_twice, num_classes)
 
     def read(self, optimizers: Sequence[Optimizer]) -> Facts:
@@ -95,14 +107,14 @@ class FactsReader:
         )
 
 
-def facts_of_graph(nodes: Sequence[tuple[Any, Any]]) -> LossFacts:
+def _facts_of_graph(nodes: Sequence[tuple[Any, Any]]) -> LossFacts:
     """Facts that the nodes of a loss's graph show, each with the nearest earlier node that does not only reshape."""
     names = [(_name(node), _name(before)) for node, before in nodes]
     is_classification = any(name in _CLASSIFICATION_LOSSES or name.startswith("NllLoss") for name, _before in names)
     return LossFacts(is_classification, any(before in _CROSS_ENTROPIES.get(name, ()) for name, before in names))
 
 
-def num_classes_of(nodes: Sequence[tuple[Any, Any]], *, is_scaled: bool) -> int:
+def _num_classes_of(nodes: Sequence[tuple[Any, Any]], *, is_scaled: bool) -> int:
     """The number of classes of a loss that is the mean of cross-entropies, given the first nodes of its graph; else 0."""
     # Lightning divides the loss by the number of micro-batches, also by 1.
     factors = ["Mul", "Div"] if is_scaled else ["Div"]

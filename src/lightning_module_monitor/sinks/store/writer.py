@@ -79,11 +79,9 @@ class Writer(ABC):
 
         Never raises; nothing is written after :meth:`close`.
         """
-        self._write(Entry(record.step, record.values, record.histograms, record.tensors, record.modules, findings, facts))
-
-    def _write(self, record: Entry) -> None:
         try:
-            if self._is_closed or not self._concerns(record):
+            entry = Entry(record.step, record.values, record.histograms, record.tensors, record.modules, findings, facts)
+            if self._is_closed or not self._concerns(entry):
                 return
             if self._num_to_skip:
                 self._num_to_skip -= 1
@@ -94,8 +92,8 @@ class Writer(ABC):
                 self._release()
                 self._resumed = None
             if self._lock is None:
-                self._begin(record)
-            self._append(record)
+                self._begin(entry)
+            self._append(entry)
         except Exception as error:  # no error may end the training
             # Before the beginning no file is open; without space nothing was written since the last flush.
             if isinstance(error, space.NoSpaceError) or (self._lock is None and isinstance(error, OSError)):
