@@ -174,6 +174,7 @@ class RuleState:
         """The figures that with this record have met the condition for long enough.
 
         ``bound`` are the rule's series in the record, with ``values`` of shape ``(series,)``. A NaN meets no condition and ends a streak.
+        Within ``np.errstate(invalid="ignore")``: an infinite base may be multiplied by 0.
         """
         is_defined = values.view(np.uint64) != UNDEFINED_BITS
         if False in is_defined:  # a store does not show them either
@@ -212,7 +213,8 @@ class RuleState:
             return []
         fired = np.flatnonzero(fires).tolist()
         keys = [figures.keys[index if judged is None else judged[index]] for index in fired]
-        return [Fired(key, float(value[i]), float(base[i]), int(self._since[rows[i]])) for key, i in zip(keys, fired, strict=True)]
+        bases = [1.0] * len(value) if base is None else base.tolist()
+        return [Fired(key, float(value[i]), bases[i], int(self._since[rows[i]])) for key, i in zip(keys, fired, strict=True)]
 
     def num_met(self) -> dict[str, int]:
         """Number of consecutive records, up to the last, in which each figure met the condition."""
@@ -263,8 +265,8 @@ class RuleState:
             begins = np.flatnonzero(num_first < FIRST_RECORDS)
             self._first[rows[begins], num_first[begins]] = first[begins]
 
-    def _base(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """The base of which limits are multiples; NaN while it is not known."""
+    def _base(self, rows: NDArray[np.intp]) -> NDArray[np.float64] | None:
+        """The base of which limits are multiples, NaN while it is not known; ``None`` where they are limits themselves."""
         if self.rule.relative_to == "median":
             recent = self._recent[rows]
             is_known = (~np.isnan(recent)).sum(axis=1) >= self.rule.base_records
@@ -273,19 +275,15 @@ class RuleState:
             return base
         if self.rule.relative_to == "first":
             return np.asarray(np.fmax.reduce(np.abs(self._first[rows, : self.rule.base_records]), axis=1))
-        return np.ones(len(rows))
+        return None
 
-    def _is_met(self, value: NDArray[np.float64], rows: NDArray[np.intp], base: NDArray[np.float64]) -> NDArray[np.bool_]:
+    def _is_met(self, value: NDArray[np.float64], rows: NDArray[np.intp], base: NDArray[np.float64] | None) -> NDArray[np.bool_]:
         if self.rule.is_unchanged:
             return np.asarray(value == self._recent[rows, -1])
-        size = np.abs(value) if self.rule.relative_to else value
-        is_met = np.zeros(len(value), bool)
-        with np.errstate(invalid="ignore"):  # an infinite base times 0
-            if self.rule.above is not None:
-                is_met |= size > self.rule.above * base
-            if self.rule.below is not None:
-                is_met |= size < self.rule.below * base
-        return is_met
+        size, unit = (value, 1.0) if base is None else (np.abs(value), base)
+        # A limit that is not given is a comparison that is never true.
+        above, below = (math.nan if limit is None else limit for limit in (self.rule.above, self.rule.below))
+        return np.asarray((size > above * unit) | (size < below * unit))
 
 
 _CONDITIONS = ("name", "above", "below", "relative_to", "num_base", "until_step", "is_unchanged", "for_steps")

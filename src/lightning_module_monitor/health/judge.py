@@ -63,6 +63,19 @@ class _Series(NamedTuple):
     """Whether any record had a value that is not NaN, of the same shape."""
 
 
+class _Judged(NamedTuple):
+    """What all rules judge in a record."""
+
+    step: int
+    numbers: NDArray[np.float64]
+    """The record's numbers, the values of the facts, and a NaN."""
+    is_there: NDArray[np.bool_]
+    """Which of them have a value."""
+    first_loss: float
+    loss: float
+    has_facts: bool
+
+
 class Judge:
     """Judges the records of a run, one after the other, by rules; and the whole run at its end.
 
@@ -102,28 +115,28 @@ class Judge:
         series.is_recorded[:] |= is_there[:-1]
         series.has_value[:] |= numbers[:-1] == numbers[:-1]
         self.history.add(record.step, numbers, series.kept)
-        judged = zip(self.states, series.by_rule, strict=True)
-        alarms = [self._judge(state, bound, record.step, numbers, is_there, has_facts=facts is not None) for state, bound in judged]
+        judged = _Judged(record.step, numbers, is_there, self.history.first_loss, self.history.loss, has_facts=facts is not None)
+        with np.errstate(invalid="ignore"):
+            alarms = [self._judge(state, bound, judged) for state, bound in zip(self.states, series.by_rule, strict=True)]
         return [alarm for alarm in alarms if alarm is not None]
 
-    def _judge(
-        self, state: RuleState, bound: Bound, step: int, numbers: NDArray[np.float64], is_there: NDArray[np.bool_], *, has_facts: bool
-    ) -> Alarm | None:
-        rule, history = state.rule, self.history
+    def _judge(self, state: RuleState, bound: Bound, judged: _Judged) -> Alarm | None:
+        rule, history, step = state.rule, self.history, judged.step
+        numbers, is_there = judged.numbers, judged.is_there
         values, is_judged = numbers[bound.columns], is_there[bound.columns]
         if rule.needs_rate:
             is_judged &= numbers[bound.rates] != 0
         if False in is_judged:
             bound, values = bound.where(is_judged), values[is_judged]
         if not len(values):
-            if rule.is_of_facts and has_facts:  # of training: a record of validation has none
+            if rule.is_of_facts and judged.has_facts:  # of training: a record of validation has none
                 state.count_unjudged()
             return None
         if rule.judges_rise:
             values = np.full(len(values), history.rise)
         if rule.needs_step and history.was_skipped:
             return None
-        has_loss_fallen = has_fallen(history.first_loss, history.loss, rule.unless_loss_falls)
+        has_loss_fallen = rule.unless_loss_falls < math.inf and has_fallen(judged.first_loss, judged.loss, rule.unless_loss_falls)
         if step > rule.until_step or has_loss_fallen:
             state.count_unjudged(has_loss_fallen=has_loss_fallen)
             return None
