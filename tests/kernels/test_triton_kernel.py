@@ -94,7 +94,7 @@ def test_a_first_element_far_from_the_others() -> None:
     """The center of a span may be any element."""
     x = random(20_000)
     x[0] = 1e3
-    assert_added(x, rel=1e-11)
+    assert_added(x, rel=1e-10)  # all powers are about 1e3; the fourth is 2e16 there, and 1e12 about the mean
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

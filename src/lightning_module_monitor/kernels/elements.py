@@ -144,6 +144,11 @@ def transfer(tensor: Tensor) -> Tensor:
     return tensor if is_on_host(tensor) else tensor.to("cpu")
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the host to a device. The host does not wait; torch keeps the pinned memory until it has been read."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def is_on_host(tensor: Tensor) -> bool:
     """Whether a tensor is read without a transfer."""
     return tensor.is_cpu

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins, counts_of, needed_bins
-from lightning_module_monitor.kernels.elements import widened, without_transforms
+from lightning_module_monitor.kernels.elements import to_device, widened, without_transforms
 from lightning_module_monitor.kernels.moments import Moments, Need, num_features
 
 CPU_PORTION = 1 << 17
@@ -131,11 +131,11 @@ class TorchKernel:
                     index += [*rows] * (len(pieces) // len(rows))
                 start += len(pieces)
             if len(order) > start:  # some pieces are for several rows
-                repeated = torch.tensor(order, device=device)
+                repeated = to_device(torch.tensor(order, device="cpu"), device)
                 moments = Moments(*(field[repeated] for field in moments))
             groups.append(moments)
         moments = Moments(*(torch.cat(fields) for fields in zip(*groups, strict=True)))
-        return torch.stack(moments.merge(torch.tensor(index, device=device), num_rows))
+        return torch.stack(moments.merge(to_device(torch.tensor(index, device="cpu"), device), num_rows))
 
     def counts(self, bins: Bins, rows: Sequence[int]) -> Tensor:
         """Counts of some rows, float64, shape ``(len(rows), bins.num_counts)``."""
@@ -176,7 +176,7 @@ def _moments(names: Sequence[str], matrices: Sequence[_Pieces], device: torch.de
     sizes: list[tuple[int, int]] = []
     for matrix in matrices:
         sizes += [(matrix.elements, matrix.features)] * matrix.figures.shape[1]
-    elements, features = torch.tensor(sizes, dtype=torch.float64).to(device).T
+    elements, features = to_device(torch.tensor(sizes, dtype=torch.float64, device="cpu"), device).T
     fields = dict.fromkeys(("center", *Moments._fields), torch.zeros_like(elements)) | {"elements": elements}
     fields |= {"maximum": torch.full_like(elements, -torch.inf), "minimum": torch.full_like(elements, torch.inf)}
     fields |= dict(zip(names, figures, strict=True))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins, needed_bins
+from lightning_module_monitor.kernels.elements import to_device
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need, num_features
 
 TILE = 1024
@@ -289,10 +290,9 @@ def _layout(
 
 
 def _copied(device: torch.device, numbers: NDArray[np.int64]) -> Tensor:
-    """Copy numbers to the device; the host does not wait. Torch keeps the pinned memory until it has been read."""
+    """Copy numbers to the device; the host does not wait."""
     with torch.inference_mode(mode=False):
-        on_host = torch.from_numpy(numbers)
-        return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+        return to_device(torch.from_numpy(numbers), device)
 
 
 def _readable(tensor: Tensor, in_order: bool) -> Tensor:

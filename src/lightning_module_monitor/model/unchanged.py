@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.model.compiled import MODULE_ATTRIBUTES
 from lightning_module_monitor.model.copies import overwrite, same_layout
@@ -45,12 +46,83 @@ class RandomStates:
 
 @contextmanager
 def unchanged_random_states(device: torch.device) -> Iterator[None]:
-    """Restore the states of all random generators after the block."""
-    states = RandomStates(device)
+    """Restore the states of all random generators after the block.
+
+    On CUDA the block draws from a copy of the generator's state. Setting a state would make cuDNN draw a new seed for the dropout of
+    recurrent layers, so that training would differ.
+    """
+    is_cuda = device.type == "cuda"
+    states = RandomStates(torch.device("cpu") if is_cuda else device)
+    try:
+        with _generator_of_cuda_replaced(device) if is_cuda else nullcontext():
+            yield
+    finally:
+        states.restore()
+
+
+@contextmanager
+def _generator_of_cuda_replaced(device: torch.device) -> Iterator[None]:
+    """Within the block the generator of a CUDA device has a copy of its state."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
     try:
         yield
     finally:
-        states.restore()
+        generator.graphsafe_set_state(state)
+
+
+@contextmanager
+def unchanged_dropout_of_cudnn(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore cuDNN's random state after the block, in which a module with recurrent layers runs.
+
+    cuDNN draws the dropout of :class:`torch.nn.RNNBase` from a state of its own, one for each device. Torch seeds it from the device's
+    generator in the first such call after a seed or a state of the generator was set.
+    """
+    layers = [part for part in module.modules() if isinstance(part, nn.RNNBase) and part.dropout > 0] if device.type == "cuda" else []
+    if not layers:
+        yield
+        return
+    dropout, before = _CudnnDropout(), [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = dropout.restored_after(layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+        if dropout.was_seeded:  # the model draws the same seed in its next call
+            torch.cuda.set_rng_state(torch.cuda.get_rng_state(device), device)
+
+
+class _CudnnDropout(TorchDispatchMode):
+    """Within the mode, cuDNN's recurrent layers leave their random state as it was. No function of torch gives access to the state."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.was_seeded = False
+        """Whether a call drew a seed for the state."""
+
+    def restored_after(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a layer, in which the mode is active, and not in the hooks of the layer."""
+
+        def restored(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as forward
+            with self:
+                return forward(*args, **kwargs)
+
+        return restored
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401  # as torch's
+        self.was_seeded |= function is torch.ops.aten._cudnn_init_dropout_state.default
+        if function is not torch.ops.aten._cudnn_rnn.default or args[-1] is None:
+            return function(*args, **(kwargs or {}))
+        before = args[-1].clone()
+        result = function(*args, **(kwargs or {}))
+        args[-1].copy_(before)
+        return result
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_module_monitor.kernels.elements import to_device
 from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.statistics.precision import Difference
 
@@ -87,7 +88,7 @@ def _bidiagonal(matrices: Tensor, factor: Tensor) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)  # leaves the program's random state unchanged
     start = torch.randn(columns, generator=generator, dtype=matrices.dtype, device="cpu")
     start /= torch.linalg.vector_norm(start)
-    right = start.to(matrices.device).view(1, columns, 1).expand(groups, -1, -1)
+    right = to_device(start, matrices.device).view(1, columns, 1).expand(groups, -1, -1)
     left, alpha = _split(torch.bmm(matrices, right * factor), zero)
     least = alpha * ROUNDING
     basis, alphas, betas = right, [alpha], []

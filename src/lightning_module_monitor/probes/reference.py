@@ -31,6 +31,7 @@ from lightning_module_monitor.model.unchanged import (
     saving_nothing,
     uncached_autocast,
     unchanged_buffers,
+    unchanged_dropout_of_cudnn,
     unchanged_random_states,
 )
 from lightning_module_monitor.probes.base import Probe, StepTools
@@ -131,6 +132,7 @@ class Reference:
         self.is_running = True
         try:
             with (
+                unchanged_dropout_of_cudnn(self.module, self.device()),
                 unchanged_random_states(self.device()),
                 unchanged_buffers(self.module),
                 nullcontext() if self._units else self._parameters.restored(),  # FSDP1 moves parameters itself
