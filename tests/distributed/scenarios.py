@@ -827,7 +827,7 @@ def local_steps(folder: Path) -> dict[str, Any]:
             states.append({name: (parameter.detach().clone(), parameter.grad) for name, parameter in model.named_parameters()})
             optimizer.step()
             records.append(monitor.end_step())
-    return {"records": records, "states": states, "findings": monitor.engine.findings}
+        return {"records": records, "states": states, "findings": monitor.engine.findings}
 
 
 @contextmanager

@@ -211,7 +211,7 @@ def test_a_histogram_that_misses_elements_is_not_there() -> None:
     accumulator.fail(bad, torch.ones(3), ValueError("on purpose"))
     accumulator.observe_all([(bad_too, torch.ones(3, device="meta"))])
     assert accumulator.num_errors == 2
-    values, actual = accumulator.collect(), accumulator.histograms
+    values, actual = accumulator.collect().values, accumulator.histograms
     assert actual == {"activation/good/hist": histogram(torch.ones(3))}
     assert values["activation/good/mean"] == 1.0
     assert math.isnan(values["activation/bad/mean"])
@@ -223,7 +223,7 @@ def test_only_histograms_are_asked_for() -> None:
     accumulator = StepAccumulator(lambda *_error: None)
     accumulator.observe(Stream("activation", "fc", {"hist": HistogramStatistic()}), torch.tensor([1.0, 2.0]))
     accumulator.observe(Stream("activation", "empty", {"hist": HistogramStatistic()}), torch.empty(0))
-    values, actual = accumulator.collect(), accumulator.histograms
+    values, actual = accumulator.collect().values, accumulator.histograms
     assert values == {}
     assert actual["activation/fc/hist"] == histogram(torch.tensor([1.0, 2.0]))
     assert actual["activation/empty/hist"].row.sum() == 0

@@ -59,7 +59,7 @@ def test_every_form_is_the_textbooks(form: str, dtype: torch.dtype, has_numba: b
     squares, everything = stream("squares", "rms"), stream("everything", *NAMES)
     for _micro_batch in range(2):
         accumulator.observe_for([(difference, [(squares, OWN)]), (difference, [(everything, OWN)])])
-    values = accumulator.collect()
+    values = accumulator.collect().values
     twice = torch.cat([expected, expected])
     for key, value in values.items():
         name = key.rpartition("/")[2]
@@ -79,7 +79,7 @@ def test_rows_that_need_no_more_than_the_first_share_its_measurement(monkeypatch
     first, same, relative = stream("a", "rms"), stream("b", "norm"), stream("c", "ratio")
     more = Stream("activation_difference", "d", {**stream("d", "mean").outputs, "total": Function("sum", function=torch.sum)})
     accumulator.observe_for([(difference, [(first, OWN), (same, OWN), (relative, OWN), (relative, BASE), (more, OWN)])])
-    values = accumulator.collect()
+    values = accumulator.collect().values
     assert len(added) == 2
     computed = difference.computed()
     assert values["activation_difference/b/norm"] == pytest.approx(textbook("norm", computed), rel=1e-6)
@@ -103,7 +103,7 @@ def test_squares_that_leave_float32_are_taken_in_float64_chunk_by_chunk() -> Non
         chunks = [Difference(difference.tensor[i], -difference.tensor[i]) for i in range(8)]
         accumulator.observe_for((chunk, [(stream(f"chunk_{i}", "norm"), OWN)]) for i, chunk in enumerate(chunks))
         accumulator.observe_for([(difference, [(stream("all", "norm"), OWN)])])
-        values = accumulator.collect()
+        values = accumulator.collect().values
         for i, chunk in enumerate(chunks):
             assert values[f"activation_difference/chunk_{i}/norm"] == pytest.approx(textbook("norm", chunk.computed()), rel=1e-6, abs=0)
         assert values["activation_difference/all/norm"] == pytest.approx(textbook("norm", difference.computed()), rel=1e-6, abs=0)

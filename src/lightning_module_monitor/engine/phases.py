@@ -335,7 +335,7 @@ class StepEngine:
             self._reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
         with self._reporter.guard("values", context.accumulator):
             numbers = context.accumulator.collect(model.ranks)
-            for probe in context.probes:
+            for probe in context.deriving:
                 probe.derive(numbers)
         return numbers
 

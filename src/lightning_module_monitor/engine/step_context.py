@@ -83,6 +83,8 @@ class StepContext:
         probes = (self.parameters, self.modules, *consumers, check, self.reference, self.noise, self.attention)
         self.probes: list[Probe] = [probe for probe in probes if probe is not None]
         """All probes, in the order in which they register their hooks. A probe that the plan does not need is not made."""
+        self.deriving = [probe for probe in (flow, check, self.noise) if probe is not None]
+        """The probes that replace intermediate numbers of the step by derived ones, on the host."""
 
     @property
     def accumulator(self) -> StepAccumulator:

@@ -16,7 +16,6 @@ from torch import nn
 from lightning_module_monitor.errors import Log, MonitorError, shortened
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import Path, is_first
-from lightning_module_monitor.record import NumbersOfStep
 from lightning_module_monitor.statistics.stream import Stream
 from lightning_module_monitor.step.accumulator import StepAccumulator
 
@@ -252,6 +251,3 @@ class Probe:
 
     def close(self) -> None:
         """Remove every hook and release every tensor; a second call does nothing."""
-
-    def derive(self, numbers: NumbersOfStep) -> None:
-        """After the step, on the host: replace intermediate numbers by derived ones."""

@@ -231,7 +231,7 @@ class StepController:
         except Exception as error:
             self.fail("on_train_batch_end", error)
         # Reached after any error: other ranks wait for this rank.
-        record = self._monitor.end_step()
+        record = self._engine.end_step()
         if record is not None and self._overhead is not None:
             self._overhead.decide(record.get(self._run.recipe.figure_key(OVERHEAD_FRACTION)))
         self.health.note(self._nonfinite.end_step(step_of(self._trainer), record))
@@ -242,7 +242,8 @@ class StepController:
         run, step = self._run, step_of(self._trainer)
         findings = self.health.examined(step, record, facts)
         if record is not None:
-            check_awaited(run.results.awaited, record)
+            if run.results.awaited:
+                check_awaited(run.results.awaited, record)
             if not self._has_record and run.is_fit and self._trainer.is_global_zero:
                 self._check_first(record)
             # Raw tensors are for the file, and may be large.
