@@ -137,7 +137,7 @@ def counting_collectives() -> Iterator[list[str]]:
 def collectives_of_steps(callback: ModuleMonitorCallback) -> list[list[str]]:
     """The collectives that end each of the steps to come."""
     counts: list[list[str]] = []
-    end_step = callback.monitor.end_step
+    end_step = callback.monitor.engine.end_step
 
     def counted() -> Record | None:
         with counting_collectives() as calls:
@@ -145,7 +145,7 @@ def collectives_of_steps(callback: ModuleMonitorCallback) -> list[list[str]]:
         counts.append(calls)
         return record
 
-    callback.monitor.end_step = counted  # type: ignore[method-assign]
+    callback.monitor.engine.end_step = counted  # type: ignore[method-assign]
     return counts
 
 

@@ -321,7 +321,7 @@ def test_the_context_is_not_read_on_the_host_and_needs_no_further_transfer(tmp_p
                 super().on_before_backward(*args)
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            end = self.monitor.end_step
+            end = self.monitor.engine.end_step
             reads = no_host_reads()
             reads.__enter__()
 
@@ -329,9 +329,9 @@ def test_the_context_is_not_read_on_the_host_and_needs_no_further_transfer(tmp_p
                 reads.__exit__(None, None, None)
                 return end()
 
-            monkeypatch.setattr(self.monitor, "end_step", ended)
+            monkeypatch.setattr(self.monitor.engine, "end_step", ended)
             super().on_train_batch_end(trainer, *args)
-            monkeypatch.setattr(self.monitor, "end_step", end)
+            monkeypatch.setattr(self.monitor.engine, "end_step", end)
 
     monkeypatch.setattr(elements, "transfer", counted)
     callback = Watched(every_n_steps=1, rules=NORMS)
