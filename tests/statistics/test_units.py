@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 
 from lightning_module_monitor import ModuleMonitor, Rule
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.kinds import DEAD_AFTER
 from lightning_module_monitor.statistics.registry import saturated_sigmoid, saturated_softmax, saturated_tanh
+from lightning_module_monitor.statistics.units import MAX_UNITS, RecentUnits
 
 
 def fractions(steps: list[list[Tensor]], rule: Rule | None = None) -> list[float]:
@@ -62,6 +71,42 @@ def test_nan_is_no_zero_and_nothing_is_nothing() -> None:
     """NaN is alive; an empty output counts for nothing."""
     assert fractions([[torch.tensor([[float("nan"), 0.0]])]]) == [0.5]
     assert fractions([[torch.ones(2, 4), torch.empty(0, 4)]]) == [0.0]
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=25))
+def test_the_memory_is_that_of_the_last_ten_records(steps: list[list[bool]]) -> None:
+    """Also of a layer whose number of units changes: units that no record of the last ten had are none."""
+    memory, last = RecentUnits(), deque[list[bool]](maxlen=DEAD_AFTER)
+    for is_alive in steps:
+        last.append(is_alive)
+        alive = np.logical_or.reduce([np.pad(units, (0, 6 - len(units))) for units in last])
+        counts = np.zeros((2, MAX_UNITS))
+        counts[:, : len(is_alive)] = is_alive, [True] * len(is_alive)
+        num_units = max(map(len, last))
+        [other, fraction] = memory.fractions(["other", "layer"], np.stack([np.ones(2 * MAX_UNITS), counts.reshape(-1)]))
+        assert (other, fraction) == (0.0, np.count_nonzero(~alive[:num_units]) / num_units)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.GELU()], ids=lambda module: type(module).__name__)
+def test_a_layer_takes_few_operations(activation: nn.Module) -> None:
+    """One reduction a call where outputs are not negative, two else; and of a step with 20 layers as many more as of one with 2."""
+
+    def operations(num_layers: int) -> int:
+        model = nn.Sequential(*(copy.deepcopy(activation) for _layer in range(num_layers)))
+        with ModuleMonitor(rules=[Rule(kinds="activation", leaf_modules=True, statistics="dead_fraction")]) as monitor:
+            monitor.set_module(model)
+            for step in range(2):
+                monitor.begin_step(step)
+                with profile() as profiled:
+                    model(torch.randn(4, 8))
+                    monitor.end_step()
+        return sum(event.name.startswith("aten::") for event in profiled.function_events)
+
+    of_module = {nn.ReLU: 4, nn.ReLU6: 4, nn.GELU: 9}[type(activation)]  # detach, and three for each reduction
+    with profile() as alone:
+        activation(torch.randn(4, 8))
+    of_forward = sum(event.name.startswith("aten::") for event in alone.function_events) - 3  # without those of randn
+    assert (operations(20) - operations(2)) / 18 - of_forward <= of_module
 
 
 def test_it_is_of_activations() -> None:

@@ -22,6 +22,7 @@ from lightning_module_monitor.statistics.channels import ChannelStatistic
 from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.statistics.stream import Output
+from lightning_module_monitor.statistics.units import UnitStatistic
 from lightning_module_monitor.suggestions import glob_as_pattern, nearest
 
 
@@ -292,7 +293,7 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
 
 def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str) -> None:
     """Check that a statistic exists for all kinds of a rule."""
-    if isinstance(statistic, ChannelStatistic):
+    if isinstance(statistic, ChannelStatistic | UnitStatistic):
         why, fit = "is of the units of a layer, and {!r} has none", [name for name, kind in KINDS.items() if kind.has_units]
     elif isinstance(statistic, Statistic) and statistic.compared_with:
         compared_with = statistic.compared_with
@@ -315,7 +316,7 @@ def _parse_per_module(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[r
     unfit = [f"kind {kind!r} is of modules" for kind in kinds if KINDS[kind].site != "parameter"]
     known = [(name, STATISTICS.get(str(name))) for name in as_tuple(rule.statistics)]
     unfit += [f"{name!r} is of tokens" for name, output in known if isinstance(output, Statistic) and output.needs & Need.TOKENS]
-    unfit += [f"{name!r} is of units" for name, output in known if isinstance(output, ChannelStatistic)]
+    unfit += [f"{name!r} is of units" for name, output in known if isinstance(output, ChannelStatistic | UnitStatistic)]
     unfit += [f"{name!r} is a function" for name, output in known if callable(output)]
     unfit += ["functions get one parameter at a time"] if rule.functions else []
     if unfit:

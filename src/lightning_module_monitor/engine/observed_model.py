@@ -28,9 +28,9 @@ from lightning_module_monitor.probes.gradient_noise import NoiseState
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.probes.rcc_terms import intermediate_streams
 from lightning_module_monitor.probes.reference import Reference, structural_differences
-from lightning_module_monitor.statistics.channels import Recent, recent_units
 from lightning_module_monitor.statistics.functions import Aggregate, Value
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.statistics.units import RecentUnits
 from lightning_module_monitor.step.state import SeriesState
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class ObservedModel:
         """The columns of records, by stage."""
         self._states: dict[tuple[str, ActiveRules], SeriesState] = {}
         """State kept between steps, by stage and active rules."""
-        self._units: defaultdict[str, Recent] = defaultdict(recent_units)
+        self._units = RecentUnits()
         """What units did in the last monitored steps, by key, whatever else was due in them."""
         self.previous_updates = PreviousUpdates()
 

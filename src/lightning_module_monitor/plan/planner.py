@@ -27,6 +27,7 @@ from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.gradient_noise import NoiseSites
 from lightning_module_monitor.probes.optimizer_states import STATE
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.statistics.units import NONNEGATIVE
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +170,7 @@ class Planner:
                     self.recipe.prefix,
                     is_compared=self.shares_input and is_module,
                     is_replicated=self.has_ranks and not is_module,
+                    is_nonnegative=isinstance(site, ModuleSite) and kind == "activation" and type(site.module) in NONNEGATIVE,
                     shared=of_totals.get(kind, {}),
                 )
                 within = layer_sites(site, kind)

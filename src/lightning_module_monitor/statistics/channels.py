@@ -1,34 +1,27 @@
-"""The channels (units) of a layer's output: the number of outliers, by root mean square, and the fraction of dead ones."""
+"""The channels of a layer's output: the number of outliers, by root mean square."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_module_monitor.kernels.moments import Array
 from lightning_module_monitor.kernels.torch_kernel import CPU_PORTION, PORTION, widest
-from lightning_module_monitor.kinds import DEAD_AFTER
 
 MAX_CHANNELS = 4096
 """Limit of channels whose sums of squares are taken. In larger layers evenly spaced channels are observed."""
-
-MAX_UNITS = 1024
-"""Limit of units for which it is observed whether they are alive, likewise."""
 
 OUTLYING = 6.0
 """A channel whose rms is more than so many times the median of all is an outlier."""
 
 
-def _with_channels(tensor: Tensor) -> tuple[Tensor, list[int]]:
+def with_channels(tensor: Tensor) -> tuple[Tensor, list[int]]:
     """The tensor with at least two dimensions, and all dimensions but that of channels: the second of four or five, else the last."""
     tensor = tensor if tensor.dim() > 1 else tensor.reshape(1, -1)
     dimension = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
@@ -44,7 +37,7 @@ def channel_sums(tensor: Tensor) -> Tensor:
     Returns:
         Shape ``(2, channels)``, at most ``MAX_CHANNELS``, float64, float32 on a device without it.
     """
-    tensor, others = _with_channels(tensor)
+    tensor, others = with_channels(tensor)
     # In portions, each of which is widened: norms of columns are eight times slower on a CPU.
     portion = CPU_PORTION if tensor.is_cpu else PORTION
     portions = tensor.split(max(1, portion * len(tensor) // tensor.numel()))
@@ -58,25 +51,6 @@ def merged_sums(sums: Tensor, other: Tensor) -> Tensor:
     """The sums of two tensors together, whose numbers of channels may differ; shape ``(2, most channels)``."""
     longer, shorter = (sums, other) if sums.shape[1] >= other.shape[1] else (other, sums)
     return longer + nn.functional.pad(shorter, (0, longer.shape[1] - shorter.shape[1]))
-
-
-def unit_sums(tensor: Tensor) -> Tensor:
-    """For each unit, whether it is alive, 0 or 1: whether it has an element that is not zero, or is NaN; then for each unit 1.
-
-    Args:
-        tensor: Any shape, with at least one element. A unit is a channel (dimension 1) of four or five dimensions, else an index along
-            the last dimension.
-
-    Returns:
-        Shape ``(2, units)``, at most ``MAX_UNITS``, float32.
-    """
-    tensor, others = _with_channels(tensor)
-    # Two reductions of numbers take a tenth of the time of one reduction of booleans.
-    alive = torch.logical_or(tensor.amax(others), tensor.amin(others))
-    alive = alive[:: -(-len(alive) // MAX_UNITS)]
-    sums = torch.ones((2, len(alive)), device=alive.device)
-    sums[0] = alive
-    return sums
 
 
 @dataclass(frozen=True)
@@ -97,16 +71,7 @@ class ChannelSums:
         return np.pad(sums, ((0, 0), (0, self.max_channels - sums.shape[1]))).reshape(-1)
 
 
-CHANNEL_SUMS, UNIT_SUMS = ChannelSums(channel_sums, MAX_CHANNELS), ChannelSums(unit_sums, MAX_UNITS)
-
-
-Recent: TypeAlias = deque[NDArray[np.bool_]]
-"""For each of the last steps, whether each unit was alive: had an element that was not zero, or NaN."""
-
-
-def recent_units() -> Recent:
-    """A memory for the last steps."""
-    return deque(maxlen=DEAD_AFTER)
+CHANNEL_SUMS = ChannelSums(channel_sums, MAX_CHANNELS)
 
 
 @dataclass(frozen=True)
@@ -115,14 +80,14 @@ class ChannelStatistic:
 
     Attributes:
         sums: The sums.
-        finish: Takes a row of the sums of at least one channel, and the memory of the last steps, and returns the statistic.
+        finish: Takes a row of the sums of at least one channel, and returns the statistic.
     """
 
     sums: ChannelSums
-    finish: Callable[[Array, Recent], float]
+    finish: Callable[[Array], float]
 
 
-def outlier_channels(row: Array, _recent: Recent) -> float:
+def outlier_channels(row: Array) -> float:
     """The number of channels (units, as above) whose root mean square is more than six times the median of all.
 
     Of up to 4096 evenly spaced channels. Six times is the limit of LLM.int8() (arXiv 2208.07339), relative to the median channel. NaN if an
@@ -131,13 +96,3 @@ def outlier_channels(row: Array, _recent: Recent) -> float:
     squares, elements = row.reshape(2, -1)
     rms = np.sqrt(squares[elements > 0] / elements[elements > 0])
     return float(np.count_nonzero(rms > OUTLYING * np.median(rms))) if np.isfinite(rms).all() else math.nan
-
-
-def dead_fraction(row: Array, recent: Recent) -> float:
-    """The fraction of units (channels, features) that were zero throughout the last monitored steps, up to ten, from 0 to 1."""
-    num_alive, is_unit = row.reshape(2, -1)
-    recent.append(num_alive[is_unit > 0] > 0)
-    alive = np.zeros(max(map(len, recent)), bool)
-    for alive_in_step in recent:
-        alive[: len(alive_in_step)] |= alive_in_step
-    return np.count_nonzero(~alive) / len(alive)

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from lightning_module_monitor.kernels.bins_of_floats import Bins
 from lightning_module_monitor.kernels.moments import Array, merged_groups
 from lightning_module_monitor.keys import Key
-from lightning_module_monitor.statistics.channels import ChannelStatistic, ChannelSums
+from lightning_module_monitor.statistics.channels import ChannelStatistic
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.numbers import Flags, Numbers
-from lightning_module_monitor.statistics.stream import Identity, Stream
+from lightning_module_monitor.statistics.stream import Identity, Stream, Sums
+from lightning_module_monitor.statistics.units import UNITS
 
 Rows: TypeAlias = NDArray[np.int64]
 """Indices of rows or of streams in a layout."""
@@ -35,6 +36,7 @@ class Layout:
         replicated: Streams whose tensors are expected to be equal on every rank.
         values: Functions and values, each with its stream and name.
         channels: Statistics of channels, likewise.
+        units: Statistics of units, each with its stream and name.
         totals: Streams with members; they are merged after the reduction over ranks.
     """
 
@@ -43,12 +45,14 @@ class Layout:
         self.positions: dict[Identity, int] = {}
         self.first_rows: list[int] = []
         self.num_rows = 0
-        self.summed: list[tuple[Stream, Bins | ChannelSums]] = []
-        self.slices: dict[tuple[Identity, Bins | ChannelSums], slice] = {}
+        self.summed: list[tuple[Stream, Sums]] = []
+        self.slices: dict[tuple[Identity, Sums], slice] = {}
         self.num_counts = 0
         self.replicated: list[Stream] = []
         self.values: list[tuple[Stream, str, Value]] = []
         self.channels: list[tuple[Stream, str, ChannelStatistic]] = []
+        self.units: list[tuple[Stream, str]] = []
+        self._columns_of_units: tuple[Sequence[tuple[Stream, int]], NDArray[np.intp]] = (), np.empty(0, np.intp)
         self.totals: list[Stream] = []
         self._order: tuple[Mapping[Stream, int], Flags, NDArray[np.int64]] = {}, np.zeros(0), np.full(0, -1)
         self.add(streams)
@@ -71,6 +75,7 @@ class Layout:
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
             self.channels += [(stream, name, statistic) for name, statistic in stream.channels.items()]
+            self.units += [(stream, name) for name in stream.units]
 
     def keys_of_failed(self, raised: Flags) -> list[Key]:
         """The keys of the values that could not be computed, and of the parts of those that are dicts."""
@@ -87,6 +92,22 @@ class Layout:
     def rows_of_counts(self, bins: Bins, numbers: Numbers) -> dict[Stream, Array]:
         """The rows of counts in a set of bins, by stream."""
         return {stream: numbers.counts[self.slices[stream.identity, bins]] for stream, sort in self.summed if sort == bins}
+
+    def columns_of_units(self, num_units: Sequence[tuple[Stream, int]]) -> NDArray[np.intp]:
+        """Where the units of some streams are in ``Numbers.counts``, one stream after the other; -1 for a stream that is not known.
+
+        They are looked up again only if streams or numbers of units have changed since the last step.
+        """
+        if self._columns_of_units[0] != num_units or -1 in self._columns_of_units[1]:
+            slices = [(self.slices.get((stream.identity, UNITS)), num) for stream, num in num_units]
+            columns = [np.full(num, -1) if where is None else np.arange(where.start, where.start + num) for where, num in slices]
+            self._columns_of_units = num_units, np.concatenate(columns).astype(np.intp)
+        return self._columns_of_units[1]
+
+    def rows_of_units(self, counts: Array) -> Array:
+        """The rows of :attr:`units` in the counts of a step, shape ``(units, num_counts)``."""
+        starts = [self.slices[stream.identity, UNITS].start for stream, _name in self.units]
+        return counts[np.add.outer(np.array(starts, np.intp), np.arange(UNITS.num_counts))]
 
     def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
         """Which streams were observed, and for each row of the layout its row in the table; -1 where there is none.

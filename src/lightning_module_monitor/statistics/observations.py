@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_module_monitor.kernels.bins_of_floats import Bins
 from lightning_module_monitor.kernels.moments import Array, Moments
 from lightning_module_monitor.keys import Key
-from lightning_module_monitor.statistics.channels import ChannelSums
 from lightning_module_monitor.statistics.functions import Aggregate
 from lightning_module_monitor.statistics.layout import Layout
 from lightning_module_monitor.statistics.numbers import Flags, Numbers
-from lightning_module_monitor.statistics.stream import Identity, Stream
+from lightning_module_monitor.statistics.stream import Identity, Stream, Sums
+from lightning_module_monitor.statistics.units import MAX_UNITS
 
 NO_MOMENTS: Array = torch.stack(tuple(Moments.empty(1))).numpy()
 """The moments of an empty tensor, shape ``(fields, 1)``."""
@@ -34,8 +33,12 @@ class Observed:
     """First row of each stream that has moments."""
     moments: Array = field(default_factory=lambda: NO_MOMENTS)
     """Shape ``(fields, rows + 1)``; the last row is that of an empty tensor."""
-    counts: Mapping[tuple[Identity, Bins | ChannelSums], Array] = field(default_factory=dict)
+    counts: Mapping[tuple[Identity, Sums], Array] = field(default_factory=dict)
     """Rows of counts, by stream and set of bins, and of sums of channels."""
+    num_units: Sequence[tuple[Stream, int]] = ()
+    """Streams with units, and their numbers of units."""
+    is_alive: Array = field(default_factory=lambda: np.empty(0))
+    """Whether each unit of these streams was alive, 0 or 1."""
     results: Mapping[str, tuple[str, Sequence[float], Sequence[float]]] = field(default_factory=dict)
     """Aggregate, results, and their weights, by key, where the aggregate has a name."""
     whole_results: Mapping[str, tuple[Aggregate, Tensor]] = field(default_factory=dict)
@@ -56,7 +59,6 @@ class Observed:
     def numbers(self, layout: Layout, *, has_more: bool = False) -> Numbers:
         """All numbers in the order of a layout; what the layout lacks is left out."""
         observed, rows = layout.order_of(self.rows)
-        summed = [self.counts.get((stream.identity, sort), np.zeros(sort.num_counts)) for stream, sort in layout.summed]
         keys = [stream.keys[name] for stream, name, _value in layout.values]
         return Numbers(
             moments=self.moments[:, rows],
@@ -66,10 +68,22 @@ class Observed:
             raised=_flags([key in self.failed for key in keys]),
             is_lost=_flags([self.is_lost]),
             has_more=_flags([has_more]),
-            counts=np.concatenate(summed) if summed else np.zeros(0),
+            counts=self._counts(layout),
             num_errors=_flags([self.num_errors]),
             **self._numbers_of_results(keys),
         )
+
+    def _counts(self, layout: Layout) -> Array:
+        """All rows of counts, sums and units, one after the other, shape ``(layout.num_counts,)``."""
+        counts = np.zeros(layout.num_counts)
+        for name, row in self.counts.items():
+            if name in layout.slices:
+                counts[layout.slices[name]] = row
+        if self.num_units:
+            columns = layout.columns_of_units(self.num_units)
+            is_known = columns >= 0
+            counts[columns[is_known]], counts[columns[is_known] + MAX_UNITS] = self.is_alive[is_known], 1.0
+        return counts
 
     def _numbers_of_results(self, keys: Sequence[str]) -> dict[str, Array]:
         """The fields of :class:`Numbers` that named aggregates are merged from, each of shape ``(keys,)``."""

@@ -19,8 +19,9 @@ from lightning_module_monitor.kernels.number_formats import NUMBER_FORMATS
 from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.statistics import casts
-from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, UNIT_SUMS, ChannelStatistic, dead_fraction, outlier_channels
+from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelStatistic, outlier_channels
 from lightning_module_monitor.statistics.fine_counts import FineCounts
+from lightning_module_monitor.statistics.units import UnitStatistic
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _over(numerator: Array, denominator: Array) -> Array:
 QUANTILES = {"p01": 1, "p05": 5, "p25": 25, "median": 50, "p75": 75, "p95": 95, "p99": 99}
 """Percent by name."""
 
-STATISTICS: dict[str, Statistic | HistogramStatistic | ChannelStatistic | TensorFunction] = {
+STATISTICS: dict[str, Statistic | HistogramStatistic | ChannelStatistic | UnitStatistic | TensorFunction] = {
     "mean": Statistic(Need.MEAN, _mean),
     "std": Statistic(Need.DEVIATIONS, _std),
     "var": Statistic(Need.DEVIATIONS, _var),
@@ -225,7 +226,7 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | ChannelStatistic | Tensor
     "cosine_to_gradient": Statistic(Need.SQUARES, _cosine_to_gradient, compared_with="gradient"),
     "cosine_to_previous": Statistic(Need.SQUARES, _cosine_to_previous, compared_with="previous"),
     "hist": HistogramStatistic(),
-    "dead_fraction": ChannelStatistic(UNIT_SUMS, dead_fraction),
+    "dead_fraction": UnitStatistic(),
     "outlier_channels": ChannelStatistic(CHANNEL_SUMS, outlier_channels),
 }
 """Statistic by name; their functions have the formulas. ``hist`` is a histogram over the bins of ``Histogram``. To name a statistic of your

@@ -15,6 +15,7 @@ from lightning_module_monitor.kinds import TRAIN
 from lightning_module_monitor.statistics.channels import ChannelStatistic, ChannelSums
 from lightning_module_monitor.statistics.functions import Function, Value
 from lightning_module_monitor.statistics.registry import HistogramStatistic, Statistic
+from lightning_module_monitor.statistics.units import UNITS, UnitCounts, UnitStatistic
 
 OWN, BASE, OTHER, PRODUCT, PREVIOUS, PREVIOUS_PRODUCT = range(6)
 """Row offsets of a stream in the table: the tensor; the tensor that it is relative to (of a difference the reference); the tensor that it
@@ -24,8 +25,12 @@ the product with that."""
 COMPARED_ROWS = {"reference": (OTHER, BASE, PRODUCT), "gradient": (OWN, OTHER, PRODUCT), "previous": (OWN, PREVIOUS, PREVIOUS_PRODUCT)}
 """The rows of two tensors and of their product, by what a statistic compares with."""
 
-Output: TypeAlias = Statistic | HistogramStatistic | ChannelStatistic | Value
-"""What a stream records: a number made of moments, counts of bins; sums of channels; the result of a function, or a value."""
+Output: TypeAlias = Statistic | HistogramStatistic | ChannelStatistic | UnitStatistic | Value
+"""What a stream records: a number made of moments, counts of bins; sums of channels; units; the result of a function, or a value."""
+
+
+Sums: TypeAlias = Bins | ChannelSums | UnitCounts
+"""What a row of numbers that are added over ranks is of."""
 
 
 class Identity(NamedTuple):
@@ -51,6 +56,7 @@ class Stream:
         prefix: Put before every key.
         is_compared: Whether ranks that share their input compare their tensors; equal ones count once.
         is_replicated: Whether the tensor is expected to be equal on every rank; it then counts once.
+        is_nonnegative: Whether no element of the tensor is negative, as of a ReLU.
         origin: The stream of the module, if this one is for a further site of it; that of the output, if this one is of a part of it.
         members: For a total, the streams whose moments are merged into its own; no probe observes a total.
         shared: The outputs of totals that this stream is a member of. They need its moments, and have no keys here.
@@ -63,6 +69,7 @@ class Stream:
     prefix: str = ""
     is_compared: bool = False
     is_replicated: bool = False
+    is_nonnegative: bool = False
     origin: Stream | None = None
     members: tuple[Stream, ...] = ()
     shared: Mapping[str, Output] = field(default_factory=dict)
@@ -82,6 +89,11 @@ class Stream:
     def channels(self) -> dict[str, ChannelStatistic]:
         """The outputs that are made of sums over channels."""
         return {name: output for name, output in self.outputs.items() if isinstance(output, ChannelStatistic)}
+
+    @functools.cached_property
+    def units(self) -> dict[str, UnitStatistic]:
+        """The outputs that are of units which are alive or not."""
+        return {name: output for name, output in self.outputs.items() if isinstance(output, UnitStatistic)}
 
     @functools.cached_property
     def values(self) -> dict[str, Value]:
@@ -113,9 +125,9 @@ class Stream:
         return tuple(dict.fromkeys(statistic.sums for statistic in self.channels.values()))
 
     @functools.cached_property
-    def rows_of_sums(self) -> tuple[Bins | ChannelSums, ...]:
-        """The rows of its numbers that are added over calls, devices and ranks: counts, and sums of channels."""
-        return (*self.counted_bins, *self.channel_sums)
+    def rows_of_sums(self) -> tuple[Sums, ...]:
+        """The rows of its numbers that are added over ranks: counts, sums of channels, and units."""
+        return (*self.counted_bins, *self.channel_sums, *([UNITS] if self.units else []))
 
     @functools.cached_property
     def base_needs(self) -> int:
@@ -135,7 +147,7 @@ class Stream:
     @functools.cached_property
     def looks_at_features(self) -> bool:
         """Whether an output depends on the dimension of the features: norms of tokens, units, channels, the user's functions."""
-        return bool(self.needs & Need.TOKENS or self.functions or self.channel_sums)
+        return bool(self.needs & Need.TOKENS or self.functions or self.channel_sums or self.units)
 
     @functools.cached_property
     def num_rows(self) -> int:
@@ -161,8 +173,8 @@ class Stream:
 
     @functools.cached_property
     def numbers(self) -> list[Key]:
-        """Keys of the numbers: of statistics, functions, values and channels, in this order."""
-        return [self.series[name] for name in (*self.statistics, *self.values, *self.channels)]
+        """Keys of the numbers: of statistics, functions, values, channels and units, in this order."""
+        return [self.series[name] for name in (*self.statistics, *self.values, *self.channels, *self.units)]
 
     @functools.cached_property
     def number_keys(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,7 +18,7 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.distributed.reduce import Reduced, compute_over_ranks, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins
+from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM
 from lightning_module_monitor.kernels.elements import in_words, plain, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
@@ -39,7 +40,8 @@ from lightning_module_monitor.statistics.functions import (
 from lightning_module_monitor.statistics.numbers import Numbers
 from lightning_module_monitor.statistics.observations import NO_MOMENTS, Observed
 from lightning_module_monitor.statistics.precision import Difference
-from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream
+from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream, Sums
+from lightning_module_monitor.statistics.units import largest_of_units, merged_units
 from lightning_module_monitor.step.state import SeriesState
 
 OnError = Callable[[Stream, str, str, Exception], None]
@@ -72,6 +74,8 @@ class StepAccumulator:
         self._metrics: dict[str, tuple[Stream, str, Metric]] = {}
         self._sums: dict[tuple[Stream, ChannelSums], Tensor] = {}
         """Sums of a site's channels, on their device."""
+        self._units: dict[Stream, Tensor] = {}
+        """The largest magnitude of each unit, on its device."""
         self.parts: set[Stream] = set()
         """Streams of which this rank holds its own shard."""
         self.totals: Iterable[Stream] = ()
@@ -101,6 +105,9 @@ class StepAccumulator:
                 for sort in stream.channel_sums:
                     sums = sort.measure(strided(tensor).detach())
                     self._sums[stream, sort] = merged_sums(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
+            if stream.units and tensor.numel():
+                largest = largest_of_units(strided(tensor).detach(), is_nonnegative=stream.is_nonnegative)
+                self._units[stream] = merged_units(self._units[stream], largest) if stream in self._units else largest
             if stream.functions:
                 self.call_functions(stream, tensor)
         except MonitorError:
@@ -294,7 +301,7 @@ class StepAccumulator:
             return written
         layout.merge_totals(numbers)
         for stream in itertools.compress(layout.streams, numbers.failed):
-            self._note_failed(stream.series[name] for name in (*stream.statistics, *stream.channels))
+            self._note_failed(stream.series[name] for name in (*stream.statistics, *stream.channels, *stream.units))
         self._note_failed(layout.keys_of_failed(numbers.raised))
         # Further collectives come before everything that may fail: an error must not keep this rank from a collective.
         results = self._finished_once(observed, numbers, copied, ranks)
@@ -306,7 +313,8 @@ class StepAccumulator:
         for stream, name, statistic in layout.channels:
             row = numbers.counts[layout.slices[stream.identity, statistic.sums]]
             if row.any():
-                written.put(stream.series[name], statistic.finish(row, self._state.units[stream.keys[name]]))
+                written.put(stream.series[name], statistic.finish(row))
+        self._finish_units(numbers, written)
         self.histograms = {
             key: Histogram(row.astype(np.int64))
             for stream, row in layout.rows_of_counts(HISTOGRAM, numbers).items()
@@ -315,6 +323,16 @@ class StepAccumulator:
         }
         written.write(self._state.columns.add(self._failed.values()), math.nan)
         return written
+
+    def _finish_units(self, numbers: Numbers, written: NumbersOfStep) -> None:
+        """Write the fractions of dead units of all layers."""
+        layout = self._state.layout
+        rows = layout.rows_of_units(numbers.counts)
+        observed = np.flatnonzero(rows.any(axis=1)).tolist()
+        if observed:
+            outputs = [layout.units[index] for index in observed]
+            fractions = self._state.units.fractions([stream.keys[name] for stream, name in outputs], rows[observed])
+            written.write(written.columns.add([stream.series[name] for stream, name in outputs]), fractions)
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
@@ -336,26 +354,32 @@ class StepAccumulator:
             for share in self._table.collect_counts(bins, [self._rows[stream] for stream in streams])
         ]
         scalars = [value for results in named.values() for value in results.values]
-        measured = [*(share for _bins, _streams, share in counted_shares), *self._sums.values()]
+        units = self._units_by_device()
+        alive = [torch.cat([self._units[stream] for stream in streams]) != 0 for streams in units]
+        measured = [*(share for _bins, _streams, share in counted_shares), *self._sums.values(), *alive]
         others = [*measured, *scalars, *final.values(), *(values.to(widest(values.device)) for _aggregate, values in whole.values())]
         shares = self._table.collect(self._num_rows)
         arrived = iter(to_host([*shares, *others]))
         moments = merged([next(arrived) for _share in shares], self._num_rows)
-        counts: dict[tuple[Identity, Bins | ChannelSums], Array] = {}
+        counts: dict[tuple[Identity, Sums], Array] = {}
         for bins, streams, _share in counted_shares:
             for stream, row in zip(streams, next(arrived), strict=True):
                 counts[stream.identity, bins] = counts.get((stream.identity, bins), 0.0) + row
         counts |= {(stream.identity, sort): sort.row(next(arrived)) for stream, sort in self._sums}
+        is_alive = [next(arrived) for _streams in units]
         return Observed(
             streams=[
                 *self._rows,
                 *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())),
                 *(stream for stream, _sort in self._sums),
+                *self._units,
                 *self.totals,
             ],
             rows=self._rows,
             moments=np.concatenate([moments, NO_MOMENTS], 1),
             counts=counts,
+            num_units=[(stream, self._units[stream].shape[0]) for streams in units for stream in streams],
+            is_alive=np.concatenate([np.empty(0), *is_alive]),
             results={
                 key: (str(result.aggregate), [float(next(arrived)) for _value in result.values], result.weights)
                 for key, result in named.items()
@@ -369,6 +393,13 @@ class StepAccumulator:
             num_errors=self.num_errors,
             is_lost=self.is_lost,
         )
+
+    def _units_by_device(self) -> list[list[Stream]]:
+        """The streams with units, device by device."""
+        by_device: defaultdict[torch.device, list[Stream]] = defaultdict(list)
+        for stream, largest in self._units.items():
+            by_device[largest.device].append(stream)
+        return [*by_device.values()]
 
     def _finished_once(self, observed: Observed, numbers: Numbers, copied: Collection[Identity], ranks: Ranks | None) -> dict[Key, float]:
         """The results of the user's own aggregates and of torchmetrics objects, by key.

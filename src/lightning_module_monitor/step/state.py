@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,11 +10,11 @@ from numpy.typing import NDArray
 from torchmetrics import Metric
 
 from lightning_module_monitor.keys import Columns
-from lightning_module_monitor.statistics.channels import Recent, recent_units
 from lightning_module_monitor.statistics.finisher import Finisher
 from lightning_module_monitor.statistics.layout import Layout
 from lightning_module_monitor.statistics.numbers import Flags
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.statistics.units import RecentUnits
 
 
 class SeriesState:
@@ -27,14 +26,12 @@ class SeriesState:
         units: Which units were alive in the last monitored steps, by key; several states may share them.
     """
 
-    def __init__(
-        self, streams: Iterable[Stream] = (), columns: Columns | None = None, units: defaultdict[str, Recent] | None = None
-    ) -> None:
+    def __init__(self, streams: Iterable[Stream] = (), columns: Columns | None = None, units: RecentUnits | None = None) -> None:
         self.layout = Layout(streams)
         self.columns = Columns() if columns is None else columns
         self.metrics: dict[str, Metric] = {}
         """The copy of the user's torchmetrics object by key."""
-        self.units: defaultdict[str, Recent] = defaultdict(recent_units) if units is None else units
+        self.units = RecentUnits() if units is None else units
         self._finisher = Finisher((), self.columns)
         self._columns_of_values = np.empty(0, np.intp)
 
