@@ -120,8 +120,6 @@ def test_an_activation_passes_few_files_and_contributing_names_them(tmp_path: Pa
         sys.setprofile(None)
     assert callback.store_path is not None
     assert load_store(callback.store_path).series("activation/layer/rms")[1][STEP] == callback.last_record.values["activation/layer/rms"]  # type: ignore[union-attr]
-    print(*walk.files, sep="\n")
-    print(len(walk.files))
     assert set(walk.files) == listed
     assert len(walk.files) <= MAX_FILES
     assert all(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) <= MAX_LINES for name in walk.files)

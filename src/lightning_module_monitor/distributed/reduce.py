@@ -21,8 +21,7 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Array, Moments
 from lightning_module_monitor.statistics.functions import Aggregate, Function, Value, compute_and_reset
 from lightning_module_monitor.statistics.layout import Layout
-from lightning_module_monitor.statistics.numbers import LARGEST, SUMMED, Numbers
-from lightning_module_monitor.statistics.observations import Observed
+from lightning_module_monitor.statistics.numbers import LARGEST, SUMMED, Numbers, Observed
 from lightning_module_monitor.statistics.registry import STATISTICS
 from lightning_module_monitor.statistics.stream import Identity, Output, Stream
 

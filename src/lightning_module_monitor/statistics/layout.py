@@ -11,13 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins
-from lightning_module_monitor.kernels.moments import Array, merged_groups
+from lightning_module_monitor.kernels.moments import Array
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.statistics.channels import ChannelStatistic
 from lightning_module_monitor.statistics.functions import Value
-from lightning_module_monitor.statistics.numbers import Flags, Numbers
 from lightning_module_monitor.statistics.stream import Identity, Stream, Sums
 from lightning_module_monitor.statistics.units import UNITS
+
+Flags: TypeAlias = NDArray[np.float64]
+"""0 or 1 for each item."""
 
 Rows: TypeAlias = NDArray[np.int64]
 """Indices of rows or of streams in a layout."""
@@ -71,7 +73,7 @@ class Layout:
                 self.slices[stream.identity, sort] = slice(self.num_counts, self.num_counts + sort.num_counts)
                 self.num_counts += sort.num_counts
             self.totals += [stream] if stream.members else []
-            self.__dict__.pop("_merged", None)  # computed again
+            self.__dict__.pop("merged", None)  # computed again
             self.replicated += [stream] if stream.is_replicated else []
             self.values += [(stream, name, value) for name, value in stream.values.items()]
             self.channels += [(stream, name, statistic) for name, statistic in stream.channels.items()]
@@ -89,9 +91,9 @@ class Layout:
         ]
         return [*parts, *(stream.series[name] for stream, name in failed)]
 
-    def rows_of_counts(self, bins: Bins, numbers: Numbers) -> dict[Stream, Array]:
-        """The rows of counts in a set of bins, by stream."""
-        return {stream: numbers.counts[self.slices[stream.identity, bins]] for stream, sort in self.summed if sort == bins}
+    def slices_of(self, bins: Bins) -> dict[Stream, slice]:
+        """Where the counts in a set of bins are in ``Numbers.counts``, by stream."""
+        return {stream: self.slices[stream.identity, bins] for stream, sort in self.summed if sort == bins}
 
     def columns_of_units(self, num_units: Sequence[tuple[Stream, int]]) -> NDArray[np.intp]:
         """Where the units of some streams are in ``Numbers.counts``, one stream after the other; -1 for a stream that is not known.
@@ -125,20 +127,9 @@ class Layout:
             self._order = dict(rows), observed, order
         return self._order[1], self._order[2]
 
-    def merge_totals(self, numbers: Numbers) -> None:
-        """Fill in the numbers of streams with members, from those of their members, which all ranks have reduced before."""
-        if not self.totals:
-            return
-        merged = self._merged
-        numbers.moments[:, merged.rows] = merged_groups(numbers.moments[:, merged.sources], merged.first)
-        flags = np.stack([numbers.observed, numbers.failed])
-        flags[:, merged.positions] = np.maximum.reduceat(flags[:, merged.members], merged.first, axis=1)
-        numbers.observed, numbers.failed = flags
-        for total, members in merged.counted:
-            numbers.counts[total] = sum(numbers.counts[member] for member in members)
-
     @functools.cached_property
-    def _merged(self) -> _Merged:
+    def merged(self) -> MergedTotals:
+        """The indices that the numbers of totals are merged by."""
         # The layout lacks states of optimizers that no rank has observed.
         present = [(total, [member for member in total.members if member.identity in self.positions]) for total in self.totals]
         totals = [(total, members) for total, members in present if members]
@@ -147,7 +138,7 @@ class Layout:
             for total, members in totals
             for part in range(total.num_rows)
         ]
-        return _Merged(
+        return MergedTotals(
             rows=np.array([self.first_rows[position] + part for part, position, _members in groups]),
             positions=np.array([position for _part, position, _members in groups]),
             sources=np.array([self.first_rows[member] + part for part, _position, members in groups for member in members]),
@@ -161,7 +152,7 @@ class Layout:
         )
 
 
-class _Merged(NamedTuple):
+class MergedTotals(NamedTuple):
     """The indices that totals are merged by: a group of rows for each row of a total."""
 
     rows: Rows

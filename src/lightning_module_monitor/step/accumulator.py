@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -37,11 +36,10 @@ from lightning_module_monitor.statistics.functions import (
     parts_of,
     undisturbed,
 )
-from lightning_module_monitor.statistics.numbers import Numbers
-from lightning_module_monitor.statistics.observations import NO_MOMENTS, Observed
+from lightning_module_monitor.statistics.numbers import NO_MOMENTS, Numbers, Observed
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream, Sums
-from lightning_module_monitor.statistics.units import largest_of_units, merged_units
+from lightning_module_monitor.step.observed_units import ObservedUnits, dead_fractions
 from lightning_module_monitor.step.state import SeriesState
 
 OnError = Callable[[Stream, str, str, Exception], None]
@@ -74,8 +72,7 @@ class StepAccumulator:
         self._metrics: dict[str, tuple[Stream, str, Metric]] = {}
         self._sums: dict[tuple[Stream, ChannelSums], Tensor] = {}
         """Sums of a site's channels, on their device."""
-        self._units: dict[Stream, Tensor] = {}
-        """The largest magnitude of each unit, on its device."""
+        self._units = ObservedUnits()
         self.parts: set[Stream] = set()
         """Streams of which this rank holds its own shard."""
         self.totals: Iterable[Stream] = ()
@@ -106,8 +103,7 @@ class StepAccumulator:
                     sums = sort.measure(strided(tensor).detach())
                     self._sums[stream, sort] = merged_sums(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
             if stream.units and tensor.numel():
-                largest = largest_of_units(strided(tensor).detach(), is_nonnegative=stream.is_nonnegative)
-                self._units[stream] = merged_units(self._units[stream], largest) if stream in self._units else largest
+                self._units.observe(stream, strided(tensor).detach())
             if stream.functions:
                 self.call_functions(stream, tensor)
         except MonitorError:
@@ -299,40 +295,27 @@ class StepAccumulator:
         if self.is_lost:
             # No rank continues: the rank that lost the step may lack what the next collectives need.
             return written
-        layout.merge_totals(numbers)
+        numbers.merge_totals(layout)
         for stream in itertools.compress(layout.streams, numbers.failed):
             self._note_failed(stream.series[name] for name in (*stream.statistics, *stream.channels, *stream.units))
         self._note_failed(layout.keys_of_failed(numbers.raised))
         # Further collectives come before everything that may fail: an error must not keep this rank from a collective.
         results = self._finished_once(observed, numbers, copied, ranks)
-        self._state.finisher(numbers.observed).finish(numbers.moments, layout.rows_of_counts(FINE, numbers), written, self._fail)
-        by_name = np.array([value.is_merged_by_name for _stream, _name, value in layout.values], bool) & (numbers.called > 0)
-        merged_values = np.array(numbers.merged([value.aggregate for _stream, _name, value in layout.values]))
-        written.write(self._state.columns_of_values[by_name], merged_values[by_name])
+        fine = {stream: numbers.counts[where] for stream, where in layout.slices_of(FINE).items()}
+        self._state.finisher(numbers.observed).finish(numbers.moments, fine, written, self._fail)
+        has_result, merged_results = numbers.results(layout)
+        written.write(self._state.columns_of_values[has_result], merged_results[has_result])
         written.write(self._state.columns.add(results), [*results.values()])
-        for stream, name, statistic in layout.channels:
-            row = numbers.counts[layout.slices[stream.identity, statistic.sums]]
-            if row.any():
-                written.put(stream.series[name], statistic.finish(row))
-        self._finish_units(numbers, written)
+        derived = numbers.channels(layout) | dead_fractions(numbers.counts, layout, self._state.units)
+        written.write(self._state.columns.add(derived), [*derived.values()])
         self.histograms = {
-            key: Histogram(row.astype(np.int64))
-            for stream, row in layout.rows_of_counts(HISTOGRAM, numbers).items()
+            key: Histogram(numbers.counts[where].astype(np.int64))
+            for stream, where in layout.slices_of(HISTOGRAM).items()
             for key in stream.histogram_keys
             if numbers.observed[position := layout.positions[stream.identity]] and not numbers.failed[position]
         }
         written.write(self._state.columns.add(self._failed.values()), math.nan)
         return written
-
-    def _finish_units(self, numbers: Numbers, written: NumbersOfStep) -> None:
-        """Write the fractions of dead units of all layers."""
-        layout = self._state.layout
-        rows = layout.rows_of_units(numbers.counts)
-        observed = np.flatnonzero(rows.any(axis=1)).tolist()
-        if observed:
-            outputs = [layout.units[index] for index in observed]
-            fractions = self._state.units.fractions([stream.keys[name] for stream, name in outputs], rows[observed])
-            written.write(written.columns.add([stream.series[name] for stream, name in outputs]), fractions)
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
@@ -342,11 +325,12 @@ class StepAccumulator:
         named = {key: result for key, (_stream, _name, result) in self._results.items() if isinstance(result.aggregate, str)}
         whole: dict[str, tuple[Aggregate, Tensor]] = {}
         for key, (stream, name, results) in self._results.items():
-            if key not in named:
-                try:
-                    whole[key] = results.aggregate, torch.cat(results.values)
-                except Exception as error:
-                    self._fail(stream, name, "its results", error)
+            if key in named:
+                continue
+            try:
+                whole[key] = results.aggregate, torch.cat(results.values)
+            except Exception as error:
+                self._fail(stream, name, "its results", error)
         counted = {bins: [stream for stream in self._rows if bins in stream.counted_bins] for bins in ALL_BINS}
         counted_shares = [
             (bins, streams, share)
@@ -354,8 +338,7 @@ class StepAccumulator:
             for share in self._table.collect_counts(bins, [self._rows[stream] for stream in streams])
         ]
         scalars = [value for results in named.values() for value in results.values]
-        units = self._units_by_device()
-        alive = [torch.cat([self._units[stream] for stream in streams]) != 0 for streams in units]
+        alive = self._units.is_alive()
         measured = [*(share for _bins, _streams, share in counted_shares), *self._sums.values(), *alive]
         others = [*measured, *scalars, *final.values(), *(values.to(widest(values.device)) for _aggregate, values in whole.values())]
         shares = self._table.collect(self._num_rows)
@@ -366,20 +349,19 @@ class StepAccumulator:
             for stream, row in zip(streams, next(arrived), strict=True):
                 counts[stream.identity, bins] = counts.get((stream.identity, bins), 0.0) + row
         counts |= {(stream.identity, sort): sort.row(next(arrived)) for stream, sort in self._sums}
-        is_alive = [next(arrived) for _streams in units]
         return Observed(
             streams=[
                 *self._rows,
                 *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())),
                 *(stream for stream, _sort in self._sums),
-                *self._units,
+                *self._units.streams,
                 *self.totals,
             ],
             rows=self._rows,
             moments=np.concatenate([moments, NO_MOMENTS], 1),
             counts=counts,
-            num_units=[(stream, self._units[stream].shape[0]) for streams in units for stream in streams],
-            is_alive=np.concatenate([np.empty(0), *is_alive]),
+            num_units=self._units.num_units,
+            is_alive=np.concatenate([np.empty(0), *(next(arrived) for _device in alive)]),
             results={
                 key: (str(result.aggregate), [float(next(arrived)) for _value in result.values], result.weights)
                 for key, result in named.items()
@@ -394,13 +376,6 @@ class StepAccumulator:
             is_lost=self.is_lost,
         )
 
-    def _units_by_device(self) -> list[list[Stream]]:
-        """The streams with units, device by device."""
-        by_device: defaultdict[torch.device, list[Stream]] = defaultdict(list)
-        for stream, largest in self._units.items():
-            by_device[largest.device].append(stream)
-        return [*by_device.values()]
-
     def _finished_once(self, observed: Observed, numbers: Numbers, copied: Collection[Identity], ranks: Ranks | None) -> dict[Key, float]:
         """The results of the user's own aggregates and of torchmetrics objects, by key.
 
@@ -411,10 +386,9 @@ class StepAccumulator:
             for entry in itertools.compress(self._state.layout.values, numbers.called * (1 - numbers.raised))
             if not entry[2].is_merged_by_name
         ]
-        results_here, gathered = {key: results for key, (_aggregate, results) in observed.whole_results.items()}, []
-        if ranks is None:
-            gathered = [results_here]
-        elif any(metric_of(value) is None for _stream, _name, value in due):
+        results_here = {key: results for key, (_aggregate, results) in observed.whole_results.items()}
+        gathered = [results_here] if ranks is None else []
+        if ranks is not None and any(metric_of(value) is None for _stream, _name, value in due):
             ours = [stream.keys[name] for stream, name, _value in due if ranks.sharing_index == 0 or stream.identity not in copied]
             gathered = ranks.gather({key: results_here[key] for key in ours if key in results_here})
         values = dict(observed.final)

@@ -11,8 +11,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.keys import Columns
 from lightning_module_monitor.statistics.finisher import Finisher
-from lightning_module_monitor.statistics.layout import Layout
-from lightning_module_monitor.statistics.numbers import Flags
+from lightning_module_monitor.statistics.layout import Flags, Layout
 from lightning_module_monitor.statistics.stream import Stream
 from lightning_module_monitor.statistics.units import RecentUnits
 
