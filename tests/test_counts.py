@@ -99,9 +99,11 @@ def calls_of_steps(folder: Path, callback: ModuleMonitorCallback | None) -> tupl
     ],
     ids=["without health", "default"],
 )
-def test_calls_of_a_step_in_a_trainer(options: dict[str, Any], most: float, most_elsewhere: float, tmp_path: Path) -> None:
+def test_calls_of_a_step_in_a_trainer(
+    options: dict[str, Any], most: float, most_elsewhere: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Beyond a run without the callback: for each recorded tensor in a monitored step, and in another step as a whole."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR, "lightning.pytorch")
     plain, plain_elsewhere = calls_of_steps(tmp_path / "plain", None)
     found, elsewhere = calls_of_steps(tmp_path / "monitored", ModuleMonitorCallback(2, **options))
     assert (found - plain) / NUM_TENSORS < most, (found, plain)

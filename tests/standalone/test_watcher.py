@@ -358,6 +358,9 @@ def test_row_5_nothing_is_held_between_steps() -> None:
     """After ``watch`` no tensor of the step is alive, and no layer has a hook; during the step no activation is kept."""
     alive: list[weakref.ref[Tensor]] = []
 
+    def batches() -> set[int]:
+        return {id(one) for one in gc.get_objects() if type(one) is Tensor and one.shape == (4, 6)}
+
     class Remembered(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x * 2
@@ -365,6 +368,7 @@ def test_row_5_nothing_is_held_between_steps() -> None:
             return y + 1
 
     model, run = nn.Sequential(nn.Linear(6, 6), Remembered(), Remembered(), nn.Linear(6, 3)), Run()
+    of_others = batches()  # other tests may have left some
     with TorchWatcher(model, run, tensor_stats=[*STATS, "hist"]) as watcher:
         loss = model(torch.randn(4, 6)).sum()
         loss.backward()
@@ -373,7 +377,7 @@ def test_row_5_nothing_is_held_between_steps() -> None:
         assert [one() for one in alive] == [None, None]
         watcher.watch(0)
         assert hooks(model) == 0
-        assert not [one for one in gc.get_objects() if type(one) is Tensor and one.shape == (4, 6)]
+        assert not batches() - of_others
 
 
 def test_row_6_warnings_instead_of_crashes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.kernels.moments import Array, Moments, Need
+from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import RCC_SKIPPED_CALLS
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, is_tracing
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
@@ -171,6 +172,7 @@ class CoordinateCheckProbe(Probe):
 
     def derive(self, numbers: NumbersOfStep) -> None:
         """Divide ratios of norms by operator norms. Without a change of weight or input there is no alignment."""
+        derived: dict[Key, float] = {}
         for layer in self._layers:
             recorded = _recorded_norms(layer.streams)
             for name, stream in layer.alignments.items():
@@ -179,9 +181,10 @@ class CoordinateCheckProbe(Probe):
                 ratio, norm = numbers.pop(stream.keys[name]), numbers.pop(layer.norms.keys[norm_name])
                 if ratio is not None and ratio != _NO_ALIGNMENT and norm != 0:
                     # A ratio above the norm shows that the norm is slightly too small, or that the ratio consists of rounding errors.
-                    numbers.put(stream.series[name], min(ratio / (math.nan if norm is None else norm), 1.0))
+                    derived[stream.series[name]] = min(ratio / (math.nan if norm is None else norm), 1.0)
                 if norm is not None and norm_name in recorded:
-                    numbers.put(layer.norms.series[norm_name], norm)
+                    derived[layer.norms.series[norm_name]] = norm
+        numbers.write(numbers.columns.add(derived), [*derived.values()])
 
     def close(self) -> None:
         """Remove the hooks."""
