@@ -39,7 +39,7 @@ class Health(PlainFields):
     Attributes:
         nonfinite: The steps that are searched for the first NaN or infinity. ``warn``: monitored steps, and all others lightly.
             ``always``: every step. ``stop``: every step; an error ends training before the optimizer uses the value. ``ignore``: none.
-        watch: Names of detectors, e.g. ``entropy_collapse``, or ``all``: the values that they need are recorded in addition. All detectors
+        watch: Names of detectors, e.g. ``large_logits``, or ``all``: the values that they need are recorded in addition. All detectors
             judge all recorded values. ``[]``: no detectors.
         then: Actions after a finding of a detector, besides the message: ``stop``, ``checkpoint``, ``capture``; one or several.
         capture_steps: Number of steps for which ``capture``, of detectors and alerts, raises detail.
@@ -145,7 +145,7 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
 
 
 _SATURATION = ((nn.Sigmoid, saturated_sigmoid), (nn.Tanh, saturated_tanh), (nn.Softmax, saturated_softmax))
-_SIZES = ("exploding", "growing_weights", "shrinking_weights", "frozen_updates", "no_optimizer", "zero_gradients", "gradient_spike")
+_SIZES = ("exploding", "growing_weights", "shrinking_weights", "frozen_updates", "no_optimizer", "zero_gradients")
 _RECORDING: tuple[tuple[tuple[str, ...], tuple[Rule, ...]], ...] = (
     (("dead_units",), (Rule(kinds="activation", types=[nn.ReLU, nn.ReLU6], statistics="dead_fraction"),)),
     (
@@ -154,13 +154,9 @@ _RECORDING: tuple[tuple[tuple[str, ...], tuple[Rule, ...]], ...] = (
     ),
     (("vanishing",), (Rule(kinds="gradient", sites=".*weight.*", statistics="rms"),)),
     (_SIZES, (Rule(kinds=["parameter", "gradient"], statistics="norm"),)),
-    (
-        ("growing_over_depth", "growing_activations", "zero_outputs"),
-        (Rule(kinds="activation", leaf_modules=True, statistics="rms"),),
-    ),
-    (("entropy_collapse",), (Rule(kinds="attention_relative_entropy", statistics="mean"),)),
+    (("growing_over_depth",), (Rule(kinds="activation", leaf_modules=True, statistics="rms"),)),
     (("large_logits",), (Rule(kinds="attention_max_logit", statistics="max"),)),
-    (("large_updates", "tiny_updates"), (Rule(kinds="update", sites=".*weight.*", statistics="ratio"),)),
+    (("tiny_updates",), (Rule(kinds="update", sites=".*weight.*", statistics="ratio"),)),
 )
 """Detectors, and the rules that record their values where the model has them."""
 

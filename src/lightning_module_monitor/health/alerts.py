@@ -50,8 +50,6 @@ class Figures(NamedTuple):
     """Which figures this record has; ``None``: all of them."""
     is_idle: NDArray[np.bool_] | None = None
     """Parameters without a gradient in this record; ``None``: none."""
-    first: NDArray[np.float64] | None = None
-    """What counts as the first values of the figures; ``None``: the values."""
 
 
 def nothing(_parts: Key, _key: str) -> bool:
@@ -180,7 +178,7 @@ class RuleState:
         if False in is_defined:  # a store does not show them either
             bound, values = bound.where(is_defined), values[is_defined]
         figures = self.rule.figures(bound, values)
-        rows, value, is_idle, first = self._rows_of(figures.names), figures.values, figures.is_idle, figures.first
+        rows, value, is_idle = self._rows_of(figures.names), figures.values, figures.is_idle
         is_judged = value == value  # noqa: PLR0124  # not NaN
         judged = None
         if figures.is_there is not None:
@@ -192,7 +190,6 @@ class RuleState:
             judged = np.flatnonzero(is_judged)
             rows, value = rows[judged], value[judged]
             is_idle = None if is_idle is None else is_idle[judged]
-            first = None if first is None else first[judged]
         if not len(rows):
             return []
         self.num_records += 1
@@ -201,7 +198,7 @@ class RuleState:
         if is_idle is not None:
             is_met &= ~(is_idle & self._has_worked[rows])
             self._has_worked[rows] |= ~is_idle
-        self._keep(rows, value, value if first is None else first)
+        self._keep(rows, value)
         num_met, num_well = self._num_met[rows], self._num_well[rows]
         self._since[rows[is_met & (num_met == 0)]] = step
         num_met = np.where(is_met, num_met + 1, 0)
@@ -255,7 +252,7 @@ class RuleState:
         self._newest = names, rows
         return rows
 
-    def _keep(self, rows: NDArray[np.intp], value: NDArray[np.float64], first: NDArray[np.float64]) -> None:
+    def _keep(self, rows: NDArray[np.intp], value: NDArray[np.float64]) -> None:
         """Keep the values for later records, as far as the rule compares with earlier ones."""
         if self.rule.relative_to == "median" or self.rule.is_unchanged:
             self._recent[rows, :-1] = self._recent[rows, 1:]
@@ -263,7 +260,7 @@ class RuleState:
         elif self.rule.relative_to == "first":
             num_first = (~np.isnan(self._first[rows])).sum(axis=1)
             begins = np.flatnonzero(num_first < FIRST_RECORDS)
-            self._first[rows[begins], num_first[begins]] = first[begins]
+            self._first[rows[begins], num_first[begins]] = value[begins]
 
     def _base(self, rows: NDArray[np.intp]) -> NDArray[np.float64] | None:
         """The base of which limits are multiples, NaN while it is not known; ``None`` where they are limits themselves."""

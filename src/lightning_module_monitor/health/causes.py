@@ -48,12 +48,7 @@ def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
 
 def _is_idle(finding: Finding) -> bool:
     """Whether zeros were there before any update, as those of a module that is not used; later ones are of units that died."""
-    return finding.name in _ZERO and finding.first_step == 0
-
-
-def _has_faded(finding: Finding, history: History) -> bool:
-    """Whether the last recorded gradient of a parameter is less than a hundredth of its first one."""
-    return 0 < 100 * history.gradient_of(finding.site) < history.first_gradients.get(finding.site, 0.0)
+    return finding.name == "zero_gradients" and finding.first_step == 0
 
 
 def _has_moved(finding: Finding, history: History) -> bool:
@@ -83,11 +78,15 @@ def _rate_in_words(history: History) -> str:
     return f"The learning rate is at most {rate.largest:.2g}{warm_up if rises else ''}.{damped}"
 
 
-_ZERO = ("zero_outputs", "zero_gradients")
+def _decay_in_words(history: History) -> str:
+    decay = max((group.weight_decay for group in history.facts.groups), default=0.0)
+    return f"weight_decay is {decay:.3g}." if decay > 0 else "No optimizer has a weight decay, so look for a penalty in the loss."
+
+
 _STILL = ("frozen_updates", "tiny_updates")
-_GROWTH = ("exploding", "growing_weights", "diverging", "growing_activations", "growing_over_depth", "large_updates", "gradient_spike")
-_FLAT = ("saturation", "vanishing", "entropy_collapse", "large_logits")
-_SYMPTOMS = (*_ZERO, *_STILL, *_FLAT, "dead_units", NOT_LEARNING)
+_GROWTH = ("exploding", "growing_weights", "diverging", "growing_over_depth")
+_FLAT = ("saturation", "vanishing", "large_logits")
+_SYMPTOMS = ("zero_gradients", *_STILL, *_FLAT, "dead_units", NOT_LEARNING)
 _SLOWER = "a learning rate that is ten times lower, warm-up, clipping of gradients"
 
 CAUSES = (
@@ -128,7 +127,7 @@ CAUSES = (
         "The loss takes a softmax or sigmoid twice: the model has one, and the loss its own",
         ("softmax_twice",),
         "give the loss the logits of the model",
-        (*_FLAT, *_ZERO, NOT_LEARNING),
+        (*_FLAT, "zero_gradients", NOT_LEARNING),
     ),
     Cause(
         "constant_input",
@@ -156,9 +155,9 @@ CAUSES = (
     Cause(
         "overflow",
         "Values overflow float16",
-        (NONFINITE, "skipped_steps"),
+        (NONFINITE,),
         "precision: bf16-mixed, which has the range of float32; smaller weights, inputs or losses",
-        (NONFINITE, "skipped_steps", NOT_LEARNING, *_STILL),
+        (NONFINITE, NOT_LEARNING, *_STILL),
         "the run computes in float16",
         is_shown=_cause_is("overflow"),
     ),
@@ -184,7 +183,7 @@ CAUSES = (
     Cause(
         "unscaled_targets",
         "The targets are far larger than the outputs of the model",
-        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", *_ZERO),
+        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", "zero_gradients"),
         "scale the targets: subtract their mean and divide by their standard deviation",
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
         "a large first loss, with outputs much smaller than its square root",
@@ -195,7 +194,7 @@ CAUSES = (
     Cause(
         "unscaled_input",
         "The input is far from a size of 1",
-        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", *_ZERO, NONFINITE),
+        (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", "zero_gradients", NONFINITE),
         "scale the input: subtract its mean and divide by its standard deviation",
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
         "the input had a value above 50 in the first record",
@@ -207,9 +206,9 @@ CAUSES = (
     Cause(
         "explodes_from_start",
         "Outputs or gradients are huge before any update",
-        ("exploding", "growing_weights", "growing_activations", "growing_over_depth", "diverging", NONFINITE, "skipped_steps"),
+        ("exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
         "clipping of gradients; for a recurrent network an orthogonal initialization, LSTM or GRU; else normalization layers",
-        (*_GROWTH, *_SYMPTOMS, NONFINITE, "skipped_steps"),
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
         "before any update the gradient is 1000 times the loss or the output 1000 times the input; or a recurrent module makes NaN",
         is_shown=lambda finding, history: finding.cause == "recurrent" or history.explodes_from_start,
         remark=_first_sizes_in_words,
@@ -217,9 +216,9 @@ CAUSES = (
     Cause(
         "vanishes_from_start",
         "Outputs are next to nothing before any update: they shrink from layer to layer",
-        ("dead_units", *_ZERO, "vanishing", NOT_LEARNING),
+        ("dead_units", "zero_gradients", "vanishing", NOT_LEARNING),
         "an initialization that keeps the scale (He for ReLU, Xavier for tanh), normalization layers, residual connections",
-        (*_ZERO, *_STILL, "dead_units", "vanishing", NOT_LEARNING),
+        ("zero_gradients", *_STILL, "dead_units", "vanishing", NOT_LEARNING),
         "in the first record the output of the last module is less than a 10,000th of the input",
         is_shown=lambda _finding, history: history.vanishes_from_start,
         remark=_first_sizes_in_words,
@@ -228,9 +227,9 @@ CAUSES = (
     Cause(
         "learning_rate",
         "The learning rate is too high",
-        ("exploding", "growing_weights", "large_updates", "growing_activations", "growing_over_depth", "diverging", NONFINITE),
+        ("exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
         _SLOWER,
-        (*_GROWTH, *_SYMPTOMS, NONFINITE, "skipped_steps", "shrinking_weights"),
+        (*_GROWTH, *_SYMPTOMS, NONFINITE, "shrinking_weights"),
         "of NaN and infinity: magnitudes had grown there",
         is_shown=_cause_is("learning_rate"),
         evidence_against="the loss has not risen above its first values, nor jumped",
@@ -239,28 +238,26 @@ CAUSES = (
     ),
     Cause(
         "weight_decay",
-        "Weight decay pulls the weights to zero",
+        "Weight decay, or a penalty on the weights, pulls them to zero",
         ("shrinking_weights",),
         "a smaller weight_decay; torch.optim.Adam adds it to the gradient, which it then divides by its size, so that 0.1, customary with "
-        "AdamW, is far too much",
+        "AdamW, is far too much; a smaller penalty in the loss",
         (*_SYMPTOMS,),
-        "an optimizer has a weight decay",
-        is_shown=lambda _finding, history: any(group.weight_decay > 0 for group in history.facts.groups),
-        remark=lambda history: f"weight_decay is {max(group.weight_decay for group in history.facts.groups):.3g}.",
+        remark=_decay_in_words,
     ),
     Cause(
         "attention",
         "Attention is saturated: heads look at a single key",
-        ("entropy_collapse", "large_logits"),
+        ("large_logits",),
         "a normalization of queries and keys, a scale of 1 / sqrt(d), a lower learning rate, longer warm-up",
-        ("saturation", "vanishing", *_ZERO, NOT_LEARNING),
+        ("saturation", "vanishing", "zero_gradients", NOT_LEARNING),
     ),
     Cause(
         "dead_from_start",
         "ReLU units are dead from the start: the initialization kills them",
         ("dead_units",),
         "biases that start at 0, He initialization, LeakyReLU or GELU, a normalization layer in front",
-        (*_ZERO, *_STILL, "vanishing", NOT_LEARNING),
+        ("zero_gradients", *_STILL, "vanishing", NOT_LEARNING),
         "from the first record on",
         is_shown=lambda finding, _history: finding.first_step == 0,
     ),
@@ -270,40 +267,24 @@ CAUSES = (
         ("dead_units",),
         "a lower learning rate, warm-up, LeakyReLU or GELU, a normalization layer in front; a model whose targets are below 0 does not end "
         "in a ReLU",
-        (*_ZERO, *_STILL, "vanishing", NOT_LEARNING),
+        ("zero_gradients", *_STILL, "vanishing", NOT_LEARNING),
     ),
     Cause(
         "saturation",
         "Activation functions are saturated: next to no gradient comes through",
         ("saturation",),
         "a smaller initialization, a normalization layer in front, ReLU or GELU; for a softmax a scale of 1 / sqrt(d)",
-        ("vanishing", *_ZERO, *_STILL, NOT_LEARNING),
+        ("vanishing", "zero_gradients", *_STILL, NOT_LEARNING),
     ),
     Cause(
         "vanishing",
         "Gradients vanish on their way back",
         ("vanishing",),
-        "residual connections, normalization layers, an initialization that keeps the scale, fewer layers",
-        (*_STILL, NOT_LEARNING),
-        "from the first record on, or without a gradient that was larger in the first record",
-        is_shown=lambda finding, history: finding.first_step == 0 or not _has_faded(finding, history),
-        evidence_against="the loss has fallen by more than half",
-        is_ruled_out=lambda history: has_fallen(history.first_loss, history.loss, 0.5),
-    ),
-    Cause(
-        "vanished",
-        "Gradients have vanished while training",
-        ("vanishing",),
-        "a lower learning rate, warm-up; a normalization layer",
+        "residual connections, normalization layers, an initialization that keeps the scale, fewer layers; where the gradients were larger "
+        "at first, a lower learning rate and warm-up",
         (*_STILL, NOT_LEARNING),
         evidence_against="the loss has fallen by more than half",
         is_ruled_out=lambda history: has_fallen(history.first_loss, history.loss, 0.5),
-    ),
-    Cause(
-        "gradient_gain",
-        "The size of the gradient changes from block to block",
-        ("gradient_gain",),
-        "normalization layers, residual connections, an initialization that keeps the scale",
     ),
     Cause(
         "clipping",
@@ -388,21 +369,13 @@ CAUSES = (
         (NONFINITE, *_GROWTH, *_SYMPTOMS),
     ),
     Cause(
-        "zero",
-        "A part of the model outputs nothing but zeros",
-        ("zero_outputs",),
-        "check whether it is meant to be idle",
-        (*_ZERO, *_STILL, NOT_LEARNING),
-    ),
-    Cause(
         "growth",
         "Sizes grow, and the loss does not rise",
-        ("exploding", "growing_weights", "growing_activations", "diverging", "large_updates", "growing_over_depth"),
+        ("exploding", "growing_weights", "diverging", "growing_over_depth"),
         "clipping of gradients, a normalization layer, weight decay; look at the scale of inputs and targets",
         (*_GROWTH, NOT_LEARNING),
         remark=lambda _history: "The loss has not risen above its first values, so this alone does not show that the rate is too high.",
     ),
-    Cause("shrinking_weights", "Weights shrink towards zero", ("shrinking_weights",), "look for a penalty on the weights", (NOT_LEARNING,)),
     Cause(
         NOT_LEARNING,
         "The loss does not fall, and nothing else that was recorded shows why",

@@ -13,17 +13,15 @@ from lightning_module_monitor.health.bound import ORDER_OF_EVENTS
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.figures import (
     FINITE_STATISTICS,
-    at_least_typical,
     moved_by_gradients,
     not_finite,
     over_the_input,
     relative_to_largest,
     totals,
     weights_only,
-    zeros_of_outputs,
     zeros_of_weights,
 )
-from lightning_module_monitor.kinds import CONTEXT_KIND, FACT_KIND, LOSS, OWN_KIND, STEP_SKIPPED
+from lightning_module_monitor.kinds import CONTEXT_KIND, FACT_KIND, LOSS
 
 _rule = functools.partial(AlertRule, "", nothing)
 _SIZES = ("rms", "norm", "abs_max", "abs_mean")
@@ -265,34 +263,6 @@ DETECTORS = {
             ),
         ),
         Detector(
-            "growing_activations",
-            [(["activation"], ["rms"])],
-            formula="the rms of an output over the largest of its first 3 records; a first size below a tenth of the median of all sites "
-            "counts as that tenth",
-            limit="more than 100 times, in 2 records",
-            source=_HEURISTIC,
-            without=_NO_OUTPUT,
-            rule=_rule(
-                figures=at_least_typical,
-                above=100.0,
-                relative_to="first",
-                for_steps=2,
-                unless_loss_falls=0.1,
-                phrase="{sites}: the output is {times:.3g} times its start",
-            ),
-        ),
-        Detector(
-            "entropy_collapse",
-            [(["attention_relative_entropy"], ["mean"])],
-            formula="the entropy of a head's attention weights over the logarithm of the number of visible keys, mean over query tokens",
-            limit="below 0.01 in 3 records: the head looks at a single key for nearly every token",
-            source="S. Zhai and others, Stabilizing Transformer Training by Preventing Attention Entropy Collapse, arXiv 2303.06296; "
-            "the limit is a heuristic",
-            without=_NO_ATTENTION,
-            rule=_rule(below=0.01, for_steps=3, unless_loss_falls=0.5, phrase="{sites}: the relative entropy is {value:.2g}"),
-            is_by_default=False,
-        ),
-        Detector(
             "large_logits",
             [(["attention_max_logit"], ["max"])],
             formula="the largest logit of a head",
@@ -303,15 +273,6 @@ DETECTORS = {
             is_by_default=False,
         ),
         Detector(
-            "zero_outputs",
-            [(["activation"], ["zero_fraction", *_SIZES])],
-            formula="the fraction of the elements of a module's first output that are zero; without it, whether its size is 0",
-            limit="above 0.99 in 10 records",
-            source=_HEURISTIC,
-            without=_NO_OUTPUT,
-            rule=_rule(figures=zeros_of_outputs, above=0.99, for_steps=10, phrase="{sites}: {value:.0%} of the output is zero"),
-        ),
-        Detector(
             "zero_gradients",
             [(["gradient"], _SIZES)],
             formula="whether the gradient of a weight is exactly zero",
@@ -319,38 +280,6 @@ DETECTORS = {
             source="plain arithmetic",
             without=_NO_WEIGHT,
             rule=_rule(figures=zeros_of_weights, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: gradients are exactly zero"),
-        ),
-        Detector(
-            "gradient_spike",
-            [(["gradient"], ["norm"])],
-            formula="the norm of all gradients together, over the median of its last 50 records",
-            limit="more than 100 times: look at the batch of that step, or clip gradients",
-            source=_HEURISTIC,
-            rule=_rule(
-                figures=totals,
-                above=100.0,
-                relative_to="median",
-                num_base=9,
-                needs_step=True,
-                unless_loss_falls=0.1,
-                phrase="Total {kind} {statistic}: {times:.3g} times its median{most}",
-            ),
-        ),
-        Detector(
-            "large_updates",
-            [(["update"], ["ratio"])],
-            formula="the norm of an update over that of its parameter, of weights; what begins at zero is far below the limit by then",
-            limit="above 0.15 in 10 records; 0.001 is customary",
-            source='A. Karpathy, "Neural Networks: Zero to Hero", part 4, for the customary value; the limit is a heuristic',
-            without=_NO_WEIGHT,
-            rule=_rule(
-                figures=weights_only,
-                above=0.15,
-                for_steps=10,
-                unless_loss_falls=0.1,
-                phrase="{sites}: a step moves a weight by {value:.2g} of its norm",
-            ),
-            is_by_default=False,
         ),
         Detector(
             "tiny_updates",
@@ -369,37 +298,6 @@ DETECTORS = {
                 phrase="{sites}: a step moves a weight by {value:.2g} of its norm",
             ),
             is_by_default=False,
-        ),
-        Detector(
-            "gradient_gain",
-            [(["gradient_flow"], ["gain"])],
-            formula="the gain of the gradient between two blocks, on its way back",
-            limit="above 10 or below 0.1 in 5 records",
-            source=_HEURISTIC,
-            without="no gradient arrived at two blocks",
-            rule=_rule(
-                above=10.0, below=0.1, for_steps=5, phrase="{sites}: on its way back the gradient becomes {value:.3g} times as large"
-            ),
-            is_by_default=False,
-            recorded_by="gradient_flow: {blocks: NAME.OF.THE.BLOCKS}",
-        ),
-        Detector(
-            "monitor_errors",
-            [([OWN_KIND], ["errors"])],
-            formula="the number of errors of the monitor in a step",
-            limit="above 0: the log has each error once",
-            source="plain arithmetic",
-            without="nothing was recorded",
-            rule=_rule(above=0.0, phrase="{value:.0f} values could not be measured"),
-        ),
-        Detector(
-            "skipped_steps",
-            [([OWN_KIND], [STEP_SKIPPED])],
-            formula="whether the loss scale skipped a step",
-            limit="in 5 records; single skipped steps are normal, as a GradScaler tries a larger scale every 2,000 steps",
-            source=_HEURISTIC,
-            without="no GradScaler scales the loss",
-            rule=_rule(above=0.5, for_steps=5, phrase="The loss scale skipped every recorded step"),
         ),
     )
 }

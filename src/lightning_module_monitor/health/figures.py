@@ -79,25 +79,9 @@ def not_finite(bound: Bound, values: NDArray[np.float64]) -> Figures:
     return Figures(texts, figures[order].astype(float), texts)
 
 
-def zeros_of_outputs(bound: Bound, values: NDArray[np.float64]) -> Figures:
-    """The fraction of zeros of every output where it is recorded, else 1 for every size that is 0.
-
-    Further outputs of modules are left out: a part of the loss may be 0 by design, and a module may pass on what it got.
-    """
-    figures = np.where(bound.has_statistic("zero_fraction"), values, values == 0)
-    return Figures(bound.texts, figures, bound.texts, is_there=bound.is_first_output)
-
-
 def zeros_of_weights(bound: Bound, values: NDArray[np.float64]) -> Figures:
     """1 for every weight whose gradient is 0. The gradient of a bias may be 0 in theory, as in the last layer of a Wasserstein critic."""
     return Figures(bound.texts, (values == 0).astype(float), bound.texts, is_there=bound.is_weight)
-
-
-def at_least_typical(bound: Bound, values: NDArray[np.float64]) -> Figures:
-    """Every size; its first value counts as a tenth of the median of all sizes at least, as an adapter may begin at zero."""
-    is_size = np.isfinite(values) & (values > 0)
-    floor = 0.1 * float(np.median(values[is_size])) if is_size.any() else 0.0
-    return Figures(bound.texts, values, bound.texts, first=np.maximum(values, floor))
 
 
 def weights_only(bound: Bound, values: NDArray[np.float64]) -> Figures:

@@ -191,8 +191,6 @@ class History:
         """Number of records with gradients, and number of records whose gradients have the largest size that clipping allows."""
         self.first: dict[str, float] = {}
         """Sizes in the first record: ``gradient``, ``output`` (last module), ``first_output`` (first module), ``input_abs_max``."""
-        self.first_gradients: dict[str, float] = {}
-        """The norm of the gradient of each parameter in the first record."""
         self.was_skipped = False
         """Whether a ``GradScaler`` skipped the step of the newest record."""
         self._last: Sizes | None = None
@@ -235,7 +233,6 @@ class History:
             self.num_clipped += 0 < kept.least_clipped <= norm
             if not self.first:
                 outputs = numbers[kept.outputs][is_there[kept.outputs]].tolist()
-                self.first_gradients = {key.site: value for key, value in self.last.items() if key.kind == "gradient"}
                 self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
                 self.first |= {"gradient": norm, **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
 
@@ -426,7 +423,6 @@ class History:
             "losses": [*self.losses],
             "rates": {name: tuple(rate) for name, rate in self.rates.items()},
             "first": dict(self.first),
-            "first_gradients": dict(self.first_gradients),
             "movements": [*self._movements],
             "clipped": (self.num_gradients, self.num_clipped),
         }
@@ -436,6 +432,5 @@ class History:
         self.steps, self.losses = [*content.get("steps", ())], [*content.get("losses", ())]
         self.rates = {name: Rate(*rate) for name, rate in content.get("rates", {}).items()}
         self.first = dict(content.get("first", {}))
-        self.first_gradients = dict(content.get("first_gradients", {}))
         self._movements = [*content.get("movements", ())]
         self.num_gradients, self.num_clipped = content.get("clipped", (0, 0))
