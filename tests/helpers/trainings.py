@@ -206,7 +206,7 @@ SICK: dict[str, Case] = {
     ),
     "a ReLU at the end, and targets below 0": Case(
         lambda: Module(nn.Sequential(mlp((10, 64, 1)), nn.ReLU()), adam(1e-3), _mse),
-        ("dead_units", "dead_from_start", "zero"),
+        ("dead_units", "dead_from_start"),
         data=lambda: tabular(shift=-4.0),
         site="model.1",
         steps=400,
@@ -214,7 +214,7 @@ SICK: dict[str, Case] = {
     "growing outputs": Case(lambda: Module(mlp((64, *[64] * 12, 10), weights=8.0), sgd(1e-30)), ("missing_normalization",), first_step=0),
     "a softmax over one value": Case(
         lambda: Module(nn.Sequential(mlp((64, 32, 1)), nn.Softmax(1)), loss=lambda out, y: F.mse_loss(out[:, 0], (y > 4).float())),
-        ("saturation", "zero"),
+        ("saturation",),
     ),
     "a large weight decay": Case(lambda: Module(mlp(), adam(3e-3, torch.optim.AdamW, weight_decay=50.0)), ("weight_decay",), steps=300),
     "data with a NaN": Case(lambda: Module(mlp()), ("data",), data=lambda: digits(change=one_row(math.nan)), site="_root_"),
@@ -272,6 +272,10 @@ SICK: dict[str, Case] = {
         data=lambda: digits(change=one_row(0.0)),
         every=50,
         site="model",
+    ),
+    "a rate that rises without end": Case(lambda: Module(cnn(), scheduled(1e-3, lambda step: 1.02**step)), ("learning_rate",), steps=600),
+    "a GPT whose rate rises without end": Case(
+        lambda: Module(Gpt(), scheduled(1e-3, lambda step: 1.02**step)), ("learning_rate",), data=characters, steps=370
     ),
     "one record": Case(lambda: Module(mlp(), adam(1.0)), (), UNKNOWN, steps=45, every=50),
     "seven records": Case(lambda: Module(mlp(bias=-1.0), sgd(1e-3)), (), UNKNOWN, steps=70),

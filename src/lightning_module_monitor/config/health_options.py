@@ -23,7 +23,7 @@ NONFINITE = (WARN, ALWAYS, STOP, IGNORE)
 
 ALL = "all"
 CHEAP = tuple(name for name, detector in BUILT_IN.items() if detector.is_by_default)
-"""The detectors whose values are recorded beside the default rules. Values of attention and updates cost more."""
+"""The detectors whose values are recorded beside the default rules. Values of attention cost more."""
 
 WATCH = (ALL, *BUILT_IN)
 """Values of ``watch``."""
@@ -156,7 +156,6 @@ _RECORDING: tuple[tuple[tuple[str, ...], tuple[Rule, ...]], ...] = (
     (_SIZES, (Rule(kinds=["parameter", "gradient"], statistics="norm"),)),
     (("growing_over_depth",), (Rule(kinds="activation", leaf_modules=True, statistics="rms"),)),
     (("large_logits",), (Rule(kinds="attention_max_logit", statistics="max"),)),
-    (("tiny_updates",), (Rule(kinds="update", sites=".*weight.*", statistics="ratio"),)),
 )
 """Detectors, and the rules that record their values where the model has them."""
 

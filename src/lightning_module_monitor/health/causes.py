@@ -83,10 +83,9 @@ def _decay_in_words(history: History) -> str:
     return f"weight_decay is {decay:.3g}." if decay > 0 else "No optimizer has a weight decay, so look for a penalty in the loss."
 
 
-_STILL = ("frozen_updates", "tiny_updates")
 _GROWTH = ("exploding", "growing_weights", "diverging", "growing_over_depth")
 _FLAT = ("saturation", "vanishing", "large_logits")
-_SYMPTOMS = ("zero_gradients", *_STILL, *_FLAT, "dead_units", NOT_LEARNING)
+_SYMPTOMS = ("zero_gradients", "frozen_updates", *_FLAT, "dead_units", NOT_LEARNING)
 _SLOWER = "a learning rate that is ten times lower, warm-up, clipping of gradients"
 
 CAUSES = (
@@ -105,7 +104,7 @@ CAUSES = (
         "Some parameters get a gradient but are in no optimizer",
         ("no_optimizer",),
         "give them to the optimizer in configure_optimizers, or set requires_grad to False where they are to stay as they are",
-        (*_STILL, "exploding", NOT_LEARNING),
+        ("frozen_updates", "exploding", NOT_LEARNING),
     ),
     Cause(
         ZERO_RATE,
@@ -113,7 +112,7 @@ CAUSES = (
         (ZERO_RATE,),
         "give the group a learning rate; for a warm-up in steps, configure the scheduler with interval: step, as Lightning's default is a "
         "step per epoch; or set requires_grad to False where the group is to stay as it is",
-        (*_STILL, NOT_LEARNING),
+        ("frozen_updates", NOT_LEARNING),
     ),
     Cause(
         "stale_gradients",
@@ -157,7 +156,7 @@ CAUSES = (
         "Values overflow float16",
         (NONFINITE,),
         "precision: bf16-mixed, which has the range of float32; smaller weights, inputs or losses",
-        (NONFINITE, NOT_LEARNING, *_STILL),
+        (NONFINITE, NOT_LEARNING, "frozen_updates"),
         "the run computes in float16",
         is_shown=_cause_is("overflow"),
     ),
@@ -218,7 +217,7 @@ CAUSES = (
         "Outputs are next to nothing before any update: they shrink from layer to layer",
         ("dead_units", "zero_gradients", "vanishing", NOT_LEARNING),
         "an initialization that keeps the scale (He for ReLU, Xavier for tanh), normalization layers, residual connections",
-        ("zero_gradients", *_STILL, "dead_units", "vanishing", NOT_LEARNING),
+        ("zero_gradients", "frozen_updates", "dead_units", "vanishing", NOT_LEARNING),
         "in the first record the output of the last module is less than a 10,000th of the input",
         is_shown=lambda _finding, history: history.vanishes_from_start,
         remark=_first_sizes_in_words,
@@ -257,7 +256,7 @@ CAUSES = (
         "ReLU units are dead from the start: the initialization kills them",
         ("dead_units",),
         "biases that start at 0, He initialization, LeakyReLU or GELU, a normalization layer in front",
-        ("zero_gradients", *_STILL, "vanishing", NOT_LEARNING),
+        ("zero_gradients", "frozen_updates", "vanishing", NOT_LEARNING),
         "from the first record on",
         is_shown=lambda finding, _history: finding.first_step == 0,
     ),
@@ -267,14 +266,14 @@ CAUSES = (
         ("dead_units",),
         "a lower learning rate, warm-up, LeakyReLU or GELU, a normalization layer in front; a model whose targets are below 0 does not end "
         "in a ReLU",
-        ("zero_gradients", *_STILL, "vanishing", NOT_LEARNING),
+        ("zero_gradients", "frozen_updates", "vanishing", NOT_LEARNING),
     ),
     Cause(
         "saturation",
         "Activation functions are saturated: next to no gradient comes through",
         ("saturation",),
         "a smaller initialization, a normalization layer in front, ReLU or GELU; for a softmax a scale of 1 / sqrt(d)",
-        ("vanishing", "zero_gradients", *_STILL, NOT_LEARNING),
+        ("vanishing", "zero_gradients", "frozen_updates", NOT_LEARNING),
     ),
     Cause(
         "vanishing",
@@ -282,16 +281,16 @@ CAUSES = (
         ("vanishing",),
         "residual connections, normalization layers, an initialization that keeps the scale, fewer layers; where the gradients were larger "
         "at first, a lower learning rate and warm-up",
-        (*_STILL, NOT_LEARNING),
+        ("frozen_updates", NOT_LEARNING),
         evidence_against="the loss has fallen by more than half",
         is_ruled_out=lambda history: has_fallen(history.first_loss, history.loss, 0.5),
     ),
     Cause(
         "clipping",
         "Clipping limits every step to next to nothing",
-        (NOT_LEARNING, *_STILL),
+        (NOT_LEARNING, "frozen_updates"),
         "a larger gradient_clip_val; 1.0 is customary",
-        (NOT_LEARNING, *_STILL),
+        (NOT_LEARNING, "frozen_updates"),
         "gradients have the largest size that clipping allows in 9 of 10 records, and with a norm of 1 the steps would be large enough",
         is_shown=lambda _finding, history: history.is_clipped,
         remark=lambda history: f"gradient_clip_val is {history.facts.clip:.3g}. {_reach_in_words(history)}",
@@ -299,9 +298,9 @@ CAUSES = (
     Cause(
         "small_rate",
         "The learning rate is too low",
-        (NOT_LEARNING, *_STILL),
+        (NOT_LEARNING, "frozen_updates"),
         "a learning rate that is ten times higher, and so on until the loss falls",
-        (NOT_LEARNING, *_STILL),
+        (NOT_LEARNING, "frozen_updates"),
         f"all steps together can move no weight by more than {SMALL_REACH:.0%} of its norm",
         is_shown=lambda _finding, history: history.reach < SMALL_REACH,
         remark=lambda history: f"{_reach_in_words(history)} {_rate_in_words(history)}",
@@ -309,9 +308,9 @@ CAUSES = (
     Cause(
         "decayed_rate",
         "The schedule has brought the learning rate down to next to nothing",
-        (NOT_LEARNING, *_STILL),
+        (NOT_LEARNING, "frozen_updates"),
         "a slower schedule; look whether it counts steps or epochs (interval of lr_scheduler)",
-        (*_STILL, NOT_LEARNING),
+        ("frozen_updates", NOT_LEARNING),
         "the newest rate is below a millionth of the largest one; or below a hundredth, and the last two thirds of the steps can move no "
         "weight by more than 2 % of its norm",
         is_shown=lambda finding, history: (
@@ -325,17 +324,17 @@ CAUSES = (
     Cause(
         "no_gradient",
         "Parameters that are to be trained get no gradient",
-        _STILL,
+        ("frozen_updates",),
         "look for a detach() or no_grad() between the parameters and the loss; if the model does not use the parameters, as the mask token "
         "of a checkpoint, set requires_grad to False",
-        (*_STILL, NOT_LEARNING),
+        ("frozen_updates", NOT_LEARNING),
         "the newest record has gradients of others, and none of this parameter",
         is_shown=lambda finding, history: history.num_gradients > 0 and math.isnan(history.gradient_of(finding.site)),
     ),
     Cause(
         "zero_gradient",
         "A part of the model gets gradients of nothing but zeros",
-        ("zero_gradients", *_STILL),
+        ("zero_gradients", "frozen_updates"),
         "look for an input of zeros, for a detach() or no_grad(), and for a softmax over one value, whose derivative is 0; check whether "
         "it is meant to be idle",
         (NOT_LEARNING,),
@@ -345,7 +344,7 @@ CAUSES = (
     Cause(
         "frozen",
         "Parameters that are to be trained do not move",
-        _STILL,
+        ("frozen_updates",),
         "in half precision, updates that are smaller than the weights' rounding are lost: keep the weights in float32 (precision: "
         "bf16-mixed); else look for code that writes the weights back, and for a detach() or no_grad()",
         (NOT_LEARNING,),

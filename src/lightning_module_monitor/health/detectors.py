@@ -18,7 +18,6 @@ from lightning_module_monitor.health.figures import (
     over_the_input,
     relative_to_largest,
     totals,
-    weights_only,
     zeros_of_weights,
 )
 from lightning_module_monitor.kinds import CONTEXT_KIND, FACT_KIND, LOSS
@@ -280,24 +279,6 @@ DETECTORS = {
             source="plain arithmetic",
             without=_NO_WEIGHT,
             rule=_rule(figures=zeros_of_weights, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: gradients are exactly zero"),
-        ),
-        Detector(
-            "tiny_updates",
-            [(["update"], ["ratio"])],
-            formula="the norm of an update over that of its parameter, of weights",
-            limit="below 1e-7, the rounding of float32, in 10 records",
-            source="plain arithmetic",
-            without=_NO_WEIGHT,
-            rule=_rule(
-                figures=weights_only,
-                below=1e-7,
-                for_steps=10,
-                needs_step=True,
-                needs_rate=True,
-                parameters="trained",
-                phrase="{sites}: a step moves a weight by {value:.2g} of its norm",
-            ),
-            is_by_default=False,
         ),
     )
 }

@@ -82,8 +82,3 @@ def not_finite(bound: Bound, values: NDArray[np.float64]) -> Figures:
 def zeros_of_weights(bound: Bound, values: NDArray[np.float64]) -> Figures:
     """1 for every weight whose gradient is 0. The gradient of a bias may be 0 in theory, as in the last layer of a Wasserstein critic."""
     return Figures(bound.texts, (values == 0).astype(float), bound.texts, is_there=bound.is_weight)
-
-
-def weights_only(bound: Bound, values: NDArray[np.float64]) -> Figures:
-    """The values of weights, without biases: a bias that begins at zero moves by many times its size."""
-    return Figures(bound.texts, values, bound.texts, is_there=bound.is_weight)
