@@ -206,9 +206,7 @@ class WithAttention(Other):
         ("dead_units", WithLeakyReLU, "the model has no ReLU or ReLU6; nearest: 'LeakyReLU'"),
         ("dead_units", Other, "the model has no ReLU or ReLU6; nearest: 'GELU'"),
         ("saturation", Tiny, "the model has no Sigmoid, Tanh or Softmax."),
-        ("entropy_collapse", Tiny, "no attention ran."),
         ("large_logits", Tiny, "no attention ran."),
-        ("gradient_gain", Tiny, "expected gradient_flow: {blocks: NAME.OF.THE.BLOCKS}."),
     ],
 )
 def test_a_detector_without_anything_to_judge_is_reported(  # noqa: PLR0917  # a mistake and its message
@@ -226,8 +224,8 @@ def test_a_detector_without_anything_to_judge_is_reported(  # noqa: PLR0917  # a
         (None, Other),
         (Health(watch="all"), Other),
         (Health(watch="dead_units"), Tiny),
-        (Health(watch=["entropy_collapse", "large_logits"]), WithAttention),
-        (Health(watch=["monitor_errors", "in_eval", "skipped_steps", "zero_rate", "large_updates"]), Other),
+        (Health(watch=["large_logits", "vanishing"]), WithAttention),
+        (Health(watch=["in_eval", "zero_rate", "stale_gradients"]), Other),
     ],
 )
 def test_a_detector_that_judges_or_that_is_not_named_is_not_reported(

@@ -133,7 +133,7 @@ class Attention(nn.Module):
         return self.head(mixed.mean(1))
 
 
-@pytest.mark.parametrize(("own", "name", "site"), [(False, "entropy_collapse", "model.head_0"), (True, "saturation", "model.softmax")])
+@pytest.mark.parametrize(("own", "name", "site"), [(False, "large_logits", "model.head_0"), (True, "saturation", "model.softmax")])
 def test_a_saturated_softmax(own: bool, name: str, site: str, tmp_path: Path) -> None:
     """Logits that are far too large: in the third record."""
     found, *_logits = findings(tmp_path, Attention(1e5, own), Health(watch=ALL), lr=1e-6)

@@ -86,9 +86,8 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
         runs.append((keep, module.state_dict()))
         if monitored:
             assert callback.last_record is not None
-            # Its classes are drawn at random, and the gain of the transformer's last transition is next to the limit: 10.4 with torch 2.4.
-            findings = {"not_learning", "gradient_gain"} if model == "transformer" else {"not_learning"}
-            assert {finding.name for finding in callback.findings} <= findings
+            # Its classes are drawn at random.
+            assert {finding.name for finding in callback.findings} <= {"not_learning"}
             assert len(callback.last_record.histograms) > 3
             assert (
                 callback.last_record.values[

@@ -130,15 +130,15 @@ def test_the_page_shows_no_site_without_values(tmp_path: Path) -> None:
 
 def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
     """With the site's name and the evidence, readable without a script; also the checks that were not judged."""
-    store = write_store(tmp_path / "m.h5", {"activation/relu/zero_fraction": [0.5, *[1.0] * 10], "monitor/errors": [0.0]})
+    store = write_store(tmp_path / "m.h5", {"gradient/fc.weight/norm": [0.5, *[0.0] * 10], "monitor/errors": [0.0]})
     html = page_of(tmp_path / "m.html", store)
     for expected in (
         "<strong>watch</strong>",
-        "A part of the model outputs nothing but zeros, from step 10 at the latest, first at relu",
-        ">relu</button>",
-        "relu: 100% of the output is zero, since step 10 at the latest.",
-        "monitor_errors <span",
-        "large_updates: add health: {watch: large_updates}",
+        "A part of the model gets gradients of nothing but zeros, from step 10 at the latest, first at fc.weight",
+        ">fc.weight</button>",
+        "fc.weight: gradients are exactly zero, since step 10 at the latest.",
+        "nonfinite <span",
+        "large_logits: add health: {watch: large_logits}",
         "monitor/errors",
     ):
         assert expected in html
@@ -151,8 +151,8 @@ def test_what_follows_from_a_diagnosis_is_folded_under_it(tmp_path: Path) -> Non
         "context/loss": [1.0, 1.1, 1.0, *[9.0] * 13],
         "gradient/fc.weight/norm": grown,
         "parameter/fc.weight/norm": grown,
-        **{f"activation/{name}/rms": [1.0, 1.0, 1.0, *[size] * 13] for name, size in (("fc", 1e3), ("act", 1e6), ("head", 1e4))},
-        "activation/relu/rms": [1.0, 1.0, 1.0, *[0.0] * 13],
+        **{f"activation/{name}/rms": [1.0, 1.0, 1.0, *[size] * 13] for name, size in (("fc", 1.0), ("act", 1e6), ("mid", 2e4), ("head", 1e5))},
+        "gradient/out.weight/norm": [1.0, 1.0, 1.0, *[0.0] * 13],
     }
     html = page_of(tmp_path / "m.html", write_store(tmp_path / "m.h5", series))
     section = html.partition('<section id="verdict"')[2].partition("</section>")[0]
@@ -160,10 +160,10 @@ def test_what_follows_from_a_diagnosis_is_folded_under_it(tmp_path: Path) -> Non
     shown, _, folded = section.partition('<details class="consequences">')
     names = [re.findall(r"</span> <b>(\w+)</b>", part) for part in (shown, folded.partition("</details>")[0])]
     assert "exploding" in names[0]
-    assert "zero_outputs" in names[1]
+    assert "zero_gradients" in names[1]
     assert len({*names[0], *names[1]}) == len([*names[0], *names[1]])
-    [grown_sites] = re.findall(r"<b>growing_activations</b>.*?</li>", section, re.DOTALL)
-    assert re.findall(r'data-site="(\w+)"', grown_sites) == ["act", "head", "fc"]
+    [grown_sites] = re.findall(r"<b>growing_over_depth</b>.*?</li>", section, re.DOTALL)
+    assert re.findall(r'data-site="(\w+)"', grown_sites) == ["act", "head", "mid"]
 
 
 def test_findings_of_training_stand_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

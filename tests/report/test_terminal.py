@@ -13,12 +13,12 @@ from lightning_module_monitor.cli import main
 def test_eighty_columns_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The evidence is under the name of the check, indented, and keys stay whole; the verdict is the last line."""
     monkeypatch.setenv("COLUMNS", "80")
-    site = "model.encoder.layers.{}.feed_forward.activation_after_it"
-    zeros = {f"activation/{site.format(number)}/rms": [1.0, *[0.0] * 12] for number in range(3)}
+    site = "model.encoder.layers.{}.feed_forward.activation_after_it.weight"
+    zeros = {f"gradient/{site.format(number)}/norm": [1.0, *[0.0] * 12] for number in range(3)}
     store = write_store(tmp_path / "m.h5", {**zeros, "context/loss": [1.0] * 13})
     assert main(["summary", str(store)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    name = lines.index("watch zero_outputs")
+    name = lines.index("watch zero_gradients")
     titles = (lines[0], lines[-1], next(line for line in lines if line.startswith("1. ")))
     assert lines[name + 1].startswith("   step 100: ")
     assert all(len(line) <= 80 or len(line.split()) == 1 or line in titles for line in lines), lines

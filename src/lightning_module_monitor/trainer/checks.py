@@ -124,9 +124,7 @@ def check_detectors(planner: Planner, names: Collection[str], record: Record, re
             continue
         if not compiled_types.isdisjoint(detector.types):
             continue  # the line about compiled code names it
-        if detector.recorded_by:
-            reason = f"expected {detector.recorded_by}."
-        elif detector.types and types.isdisjoint(detector.types):
+        if detector.types and types.isdisjoint(detector.types):
             wanted = " or ".join(filter(None, (", ".join(detector.types[:-1]), detector.types[-1])))
             reason = f"the model has no {wanted}{nearest(detector.types[0], types)}"
         else:
