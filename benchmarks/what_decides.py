@@ -3,9 +3,9 @@
 python benchmarks/what_decides.py train FOLDER [--only NAME ...] [--seed 0]
 python benchmarks/what_decides.py judge FOLDER
 
-``train`` runs each training of tests/helpers/trainings.py, sick and healthy, with the values that all detectors need, and keeps the stores
-below FOLDER. ``judge`` prints a line for each wrong verdict, and as Markdown how often each detector fires, how often each cause is the first
-diagnosis, and in how many sick runs a detector decides: without its findings the level or the first diagnosis would be another.
+``train`` runs each training of tests/helpers/trainings.py, sick and healthy, with the values that all detectors need, and keeps the
+stores below FOLDER. ``judge`` prints a line for each wrong verdict, and as Markdown how often each detector fires, how often each cause is
+the first diagnosis, and in how many sick runs a detector decides: without its findings the level or the first diagnosis would be another.
 """
 
 from __future__ import annotations

@@ -393,6 +393,20 @@ def test_scaling_measures_every_part_that_it_is_asked_for(tmp_path: Path) -> Non
     assert re.search(r"4 fits of 2 steps after 2, everything on: [+-][0-9.]+ MB, [+-][0-9]+ descriptors", text)
 
 
+def test_what_decides_judges_what_it_has_trained(tmp_path: Path) -> None:
+    """One sick training and one healthy one: the detector that found the first decides, and nothing is wrong."""
+    command = [sys.executable, str(BENCHMARKS / "what_decides.py")]
+    chosen = ["--only", "rate 0", "SGD"]
+    for what, more in (("train", chosen), ("judge", chosen)):
+        done = subprocess.run([*command, what, "kept", *more], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "| Detector | Fires in 1 sick runs | Decides | Fires in 1 healthy runs |"
+    assert "| `zero_rate` | 1 | 1 | 0 |" in lines
+    assert "| `exploding` | 0 | 0 | 0 |" in lines
+    assert "| `zero_rate` | 1 | 0 |" in lines
+
+
 CALLS = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -123,6 +123,19 @@ def test_a_record_in_which_no_value_is_defined(name: str) -> None:
     assert while_training([name], {key: [undefined] * 12}) == []
 
 
+def test_the_state_of_a_detector_that_is_gone_is_passed_over() -> None:
+    """A checkpoint of an earlier version resumes: the other rules go on where they were."""
+    record = {"activation/a/rms": 1.0, "activation/b/rms": 3e4}
+    before, after = (Judge([DETECTORS["growing_over_depth"].alert()]) for _ in range(2))
+    for step in (0, 1):
+        assert before.observe(Record.of(step, record)) == []
+    gone = {"zero_outputs above=0.99 for_steps=10": (2, 0, {"activation/b/rms": ([], [], 2, 0, 3, False)})}
+    history = before.state()["history"] | {"first_gradients": {"b.weight": 1.0}}
+    after.load(before.state() | gone | {"history": history})
+    [alarm] = after.observe(Record.of(2, record))
+    assert (alarm.finding.name, alarm.finding.first_step) == ("growing_over_depth", 0)
+
+
 def test_a_bias_is_no_weight_whatever_its_module_is_called() -> None:
     """The weight of a parametrization is one."""
     rows = {f"gradient/{site}/norm": [1.0] * 12 for site in ("weights.0.bias", "a.weight")}

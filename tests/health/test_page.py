@@ -61,10 +61,24 @@ def test_a_falling_loss_silences() -> None:
 
 
 def test_the_reference_asks_for_the_generated_parts() -> None:
-    """No table there is maintained by hand."""
+    """No other table there is maintained by hand than the measured ones."""
     page = DOCUMENTS[REFERENCE]
     assert re.findall(r"<!-- generated: (\w+) -->$", page, re.MULTILINE) == ["diagnoses", "detectors"]
-    assert "|---" not in page
+    before, measured = page.split("## What decides\n")
+    assert "|---" not in before
+    assert "|---" not in measured.partition("## Details\n")[2]
+
+
+def test_every_detector_decides_a_verdict() -> None:
+    """The measured tables name all detectors and causes there are; no healthy run has a finding."""
+    section = DOCUMENTS[REFERENCE].split("## What decides\n")[1].partition("## Details\n")[0]
+    rows = [re.findall(r"`?(\w+)`?", line) for line in section.splitlines() if line.startswith("| `")]
+    assert [row[0] for row in rows] == [*DETECTORS, *dict.fromkeys(cause.name for cause in CAUSES)]
+    for name, fires, decides, healthy in rows[: len(DETECTORS)]:
+        assert int(fires) >= int(decides) > 0 == int(healthy), name
+    never = [name for name, first, _healthy in rows[len(DETECTORS) :] if not int(first)]
+    assert f"{['No', 'One', 'Two', 'Three', 'Four'][len(never)]} causes are the first diagnosis of none" in section
+    assert {*never} <= {*re.findall(r"`(\w+)`", section.rpartition("|")[2])}
 
 
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,7 +151,10 @@ def test_what_follows_from_a_diagnosis_is_folded_under_it(tmp_path: Path) -> Non
         "context/loss": [1.0, 1.1, 1.0, *[9.0] * 13],
         "gradient/fc.weight/norm": grown,
         "parameter/fc.weight/norm": grown,
-        **{f"activation/{name}/rms": [1.0, 1.0, 1.0, *[size] * 13] for name, size in (("fc", 1.0), ("act", 1e6), ("mid", 2e4), ("head", 1e5))},
+        **{
+            f"activation/{name}/rms": [1.0, 1.0, 1.0, *[size] * 13]
+            for name, size in (("fc", 1.0), ("act", 1e6), ("mid", 2e4), ("head", 1e5))
+        },
         "gradient/out.weight/norm": [1.0, 1.0, 1.0, *[0.0] * 13],
     }
     html = page_of(tmp_path / "m.html", write_store(tmp_path / "m.h5", series))

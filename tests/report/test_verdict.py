@@ -388,7 +388,11 @@ def test_a_check_without_a_value_could_not_judge(is_partly: bool) -> None:
     nothing = [math.nan] * STEPS
     rows = {"a": nothing, "b": nothing, **({"c": [0.1] * STEPS} if is_partly else {})}
     verdict = verdict_on([table("activation/rms", rows), *healthy_tables()[1:]], [loss(FALLING)], watched=["nonfinite"])
-    expected = ("not judged: the loss is below its start", "") if is_partly else ("not computed", "no value could be computed: NaN in all of 2 series")
+    expected = (
+        ("not judged: the loss is below its start", "")
+        if is_partly
+        else ("not computed", "no value could be computed: NaN in all of 2 series")
+    )
     assert status_of(verdict, "growing_over_depth") == expected
     assert next(check.num_series for check in verdict.checks if check.name == "growing_over_depth") == int(is_partly)
     assert verdict.level == ("healthy" if is_partly else "unknown")
@@ -400,6 +404,14 @@ def test_what_was_found_in_training_stands_beside() -> None:
     findings = [Finding(20, "loss is large", "", "train_loss", "It is 7."), Finding(40, "zero_gradients", "a.weight", "", "before")]
     verdict = verdict_on([table("gradient/norm", {"a.weight": [0.0] * STEPS, "b.weight": FLAT})], findings=findings)
     assert [(one.name, one.site, one.step) for one in verdict.findings] == [("loss is large", "", 20), ("zero_gradients", "a.weight", 90)]
+
+
+def test_a_finding_of_an_earlier_version_stands_as_it_was_found() -> None:
+    """Its detector is gone, and no cause explains it; the file was written before."""
+    kept = Finding(40, "zero_outputs", "a", "activation/a/rms", "a: 100% of the output is zero.")
+    verdict = verdict_on(healthy_tables(), [loss(FALLING)], findings=[kept])
+    assert (verdict.level, verdict.findings, verdict.diagnoses) == ("watch", [kept], [])
+    assert verdict.headline == "a: 100% of the output is zero"
 
 
 def test_arrays() -> None:
