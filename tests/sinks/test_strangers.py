@@ -222,7 +222,7 @@ def test_an_attribute_that_is_wrong_is_a_line(path: Path, name: str, capsys: pyt
 def test_names_do_not_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Escape sequences and line ends are replaced in printed text, and kept by the reader."""
     monkeypatch.chdir(tmp_path)
-    key = "activation/fc\x1b[2J\r\n\x07\u202ek/rms"
+    key = "gradient/fc\x1b[2J\r\n\x07\u202ek.weight/norm"
     write_store(tmp_path / "m.h5", {key: [0.0] * 20, "loss\x1b]0;title\x07": [1.0]})
     assert key in load_store("m.h5")
     for arguments in (["keys", "m.h5"], ["summary", "m.h5"]):

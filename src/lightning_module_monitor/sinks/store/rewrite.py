@@ -198,7 +198,7 @@ def _copy_rows(source: h5py.Dataset, target: h5py.Dataset, rows: NDArray[np.int6
 
 def repair(path: Path) -> None:
     """Do what ``StoreReader.repair`` describes."""
-    path_lock = lock.acquire(path)
+    path_lock = lock.acquire(path, needs_lock=False)
     if path_lock is None:
         message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
         raise RuntimeError(message)

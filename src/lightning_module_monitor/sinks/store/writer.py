@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock
-
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import Log, package_version, shortened
 from lightning_module_monitor.health.facts import Facts
@@ -65,7 +63,7 @@ class Writer(ABC):
         self._resume_from = resume_from
         self._logger = logger
         self._is_closed = False
-        self._lock: BaseFileLock | None = None
+        self._lock: lock.Lock | None = None
         """Held from the first record of this file to the end."""
         self.has_begun = False
         """Whether the file at the path is of this run, which has created or continued it."""
@@ -179,7 +177,7 @@ class Writer(ABC):
 
     def _continue(self, run: dict[str, object], record: Entry) -> str:
         """Prepare to continue the file at ``path``; returns the reason, and holds no lock, if that is not possible."""
-        self._lock = lock.acquire(self.path)
+        self._lock = lock.acquire(self.path, needs_lock=False)
         if self._lock is None:
             return "it cannot be resumed: another run is writing to it"
         outcome = self._copy_resumed(run, record, is_own=True)
@@ -234,12 +232,12 @@ class Writer(ABC):
         except Exception as error:  # HDF5 raises many types of error for a damaged file, which stays unchanged
             return _reason(error)
 
-    def _lock_free_name(self) -> tuple[Path, BaseFileLock]:
+    def _lock_free_name(self) -> tuple[Path, lock.Lock]:
         """The first free name, with its lock, which keeps other runs from using the name."""
         for path in paths.numbered_paths(self._wanted):
             if self._reason_taken(path):
                 self._remove_leftovers(path)
-            elif (path_lock := lock.acquire(path)) is not None:
+            elif (path_lock := lock.acquire(path, needs_lock=False)) is not None:
                 if not self._reason_taken(path):  # a run that held the lock until now may have used the name
                     return path, path_lock
                 lock.release(path_lock)
@@ -294,6 +292,12 @@ class Store(Writer):
 
     def _columns(self, record: Entry) -> dict[str, list[str]]:
         return schema.columns_by_group((*self._keys, *record.values), (*self._histogram_keys, *record.histograms))
+
+    def _begin(self, record: Entry) -> None:
+        super()._begin(record)
+        if self._lock is not None and not self._lock.is_exclusive:
+            message = "%s: its file system has no locks (flock), so that a second run with the same path would not be noticed."
+            self._logger.info(message, self.path)
 
     def _put_in_place(self, temporary: Path) -> None:
         self._open_file = open_file.OpenFile(rewrite.append_in_place(temporary, self.path))
