@@ -395,3 +395,39 @@ def test_the_interpreter_lives(kernel: str) -> None:
     """Outputs that have no memory where they seem to have some, of modules whose output is not contiguous; the next step is as ever."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, kernel], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "alive"), done.stdout + done.stderr
+
+
+# CUDA graphs
+
+
+def test_nothing_is_observed_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls before and after the capture alone count, of outputs, gradients and values of the model's own; one line says so."""
+    is_capturing = False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    net = Net()
+    values = []
+    for has_capture in (False, True):
+        monitor = everything(net)
+        monitor.begin_step(0)
+        outputs = [net(batch())]
+        if has_capture:
+            is_capturing = True
+            outputs.append(net(100 * batch()))
+            outputs[-1].sum().backward()
+            assert not net.is_monitoring
+            is_capturing = False
+            net.zero_grad()
+        monitor.begin_backward()
+        outputs[0].sum().backward()
+        monitor.monitor_gradients()
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+        monitor.close()
+        net.zero_grad()
+        assert record is not None
+        values.append(record.values)
+        lines = [line for line in caplog.messages if line.startswith(MESSAGE)]
+        assert len(lines) == has_capture
+    assert values[0] == values[1]
+    assert {key.partition("/")[0] for key in values[0]} >= {"activation", "activation_gradient", "own", "gradient"}

@@ -1,19 +1,23 @@
-"""Where Triton does not work, there is no Triton kernel, and one warning."""
+"""Where Triton does not work, there is no Triton kernel, and one warning; where memory is full, it works all the same."""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers.kernels import assert_textbook
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_module_monitor.kernels import table, triton_kernel
+from lightning_module_monitor import ModuleMonitor, Rule
+from lightning_module_monitor.kernels import numba_kernel, table, triton_kernel
 from lightning_module_monitor.kernels.moments import Moments, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
+from lightning_module_monitor.kernels.torch_kernel import TorchKernel
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
 
@@ -99,4 +103,86 @@ def test_where_a_later_launch_fails(
 def test_other_devices(device: str, caplog: pytest.LogCaptureFixture) -> None:
     """The kernel is for CUDA and ROCm. Nothing is wrong with other devices, and nothing is logged of them."""
     assert not triton_kernel.takes(torch.empty(3, device=device))
+    assert not caplog.records
+
+
+class IsFull(TritonKernel):
+    """A kernel on a device whose memory is full at the first tensor."""
+
+    num_left = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch_kernel = TorchKernel(device)
+
+    def add(self, *arguments: Any) -> None:
+        if IsFull.num_left:
+            IsFull.num_left -= 1
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        self._torch_kernel.add(*arguments)
+
+    def add_all(self, *arguments: Any) -> None:
+        if IsFull.num_left:
+            IsFull.num_left -= 1
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        self._torch_kernel.add_all(*arguments)
+
+    def collect(self, num_rows: int) -> Tensor:
+        return self._torch_kernel.collect(num_rows)
+
+
+@pytest.fixture
+def _is_full_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "_is_working", {X.device: True})
+    monkeypatch.setattr(table, "TritonKernel", IsFull)
+    monkeypatch.setattr(numba_kernel, "takes", lambda _tensor: False)
+    monkeypatch.setattr(triton_kernel, "takes", lambda tensor: triton_kernel.works(tensor.device))
+    monkeypatch.setattr(IsFull, "num_left", 1)
+
+
+@pytest.mark.usefixtures("_is_full_once")
+def test_without_memory_nothing_is_tried_that_needs_more(caplog: pytest.LogCaptureFixture) -> None:
+    """The error is the tensor's own, of one or of many; Triton works as before, and measures what comes next."""
+    rows = MomentTable()
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            rows.add((0,), X, Need.EVERYTHING)
+        IsFull.num_left = 1
+        failed = rows.add_all([0, 0], [X, Y], [Need.EVERYTHING] * 2)
+        rows.add((0,), X, Need.EVERYTHING)
+    assert [(index, type(error)) for index, error in failed] == [(0, torch.cuda.OutOfMemoryError), (1, torch.cuda.OutOfMemoryError)]
+    assert triton_kernel.works(X.device)
+    assert not caplog.records
+    assert_textbook(Moments(*torch.from_numpy(merged([share.numpy() for share in rows.collect(1)], 1))), X, 1e-12)
+
+
+@pytest.mark.usefixtures("_is_full_once")
+def test_without_memory_a_value_is_nan_and_counted() -> None:
+    """In a step with a monitor: the others of the step have their values, and the next step has all."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    monitor = ModuleMonitor(rules=[Rule(kinds="activation", sites="[01]", statistics="norm")])
+    monitor.set_module(net)
+    records = []
+    for step in range(2):
+        monitor.begin_step(step)
+        net(torch.ones(2, 4))
+        record = monitor.end_step()
+        assert record is not None
+        records.append(dict(record.values))
+    monitor.close()
+    assert math.isnan(records[0]["activation/0/norm"])
+    assert records[0]["monitor/errors"] == 1
+    assert records[0]["activation/1/norm"] == records[1]["activation/1/norm"] == pytest.approx(net(torch.ones(2, 4)).norm().item())
+    assert records[1]["activation/0/norm"] > 0
+
+
+def test_a_first_launch_without_memory_says_nothing_of_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked again for the next tensor."""
+
+    def fail(_device: torch.device) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(triton_kernel, "TritonKernel", fail)
+    for _time in range(2):
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            triton_kernel.works(torch.device("cuda", 0))
     assert not caplog.records

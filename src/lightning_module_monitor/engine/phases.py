@@ -15,7 +15,7 @@ from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import RanksLostError
 from lightning_module_monitor.kinds import CONTEXT_KIND, KINDS, OWN_KIND, RANK_DISAGREEMENT, SECONDS_PER_STEP, TRAIN
-from lightning_module_monitor.model.hooks import Unobserved, is_tracing
+from lightning_module_monitor.model.hooks import Unobserved, is_capturing, is_tracing
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.probes.base import ErrorReporter, Gate, unchanged_grad_mode
 from lightning_module_monitor.record import Finding, NumbersOfStep, RawTensor, Record
@@ -80,7 +80,8 @@ class StepEngine:
 
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed."""
-        return not is_tracing() and self.gate.observer is not None  # in this order: compiled code reads no state of ours
+        # In this order: compiled code reads no state of ours.
+        return not is_tracing() and self.gate.observer is not None and not is_capturing()
 
     def due(self, step: int) -> ActiveRules | None:
         """The rules that are due in a step, if it is monitored; where a user's schedule function fails, raw tensors alone are captured."""

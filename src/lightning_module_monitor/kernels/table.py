@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.cuda import OutOfMemoryError  # torch.OutOfMemoryError since torch 2.5
 
 from lightning_module_monitor.kernels import numba_kernel, triton_kernel
 from lightning_module_monitor.kernels.bins_of_floats import Bins
@@ -89,7 +90,7 @@ class MomentTable:
             Index and error of each tensor that cannot be read.
         """
         failed: list[tuple[int, Exception]] = []
-        waiting: defaultdict[Kernel, list[tuple[int, Tensor, int]]] = defaultdict(list)
+        waiting: defaultdict[Kernel, list[tuple[int, int, Tensor, int]]] = defaultdict(list)
         for index, tensor in enumerate(tensors):
             try:
                 kernel, readable, *_operands = self._kernel_of(tensor)
@@ -101,14 +102,17 @@ class MomentTable:
                     except Exception as error:
                         self._fallback(kernel, readable.device, error).add((rows[index],), readable.detach(), needs[index])
                 else:
-                    waiting[kernel].append((rows[index], readable, needs[index]))
+                    waiting[kernel].append((index, rows[index], readable, needs[index]))
             except Exception as error:
                 failed.append((index, error))
         for kernel, members in waiting.items():
+            indices, *arguments = zip(*members, strict=True)
             try:
-                kernel.add_all(*zip(*members, strict=True))
+                kernel.add_all(*arguments)
+            except OutOfMemoryError as error:
+                failed += [(index, error) for index in indices]
             except Exception as error:
-                self._fallback(kernel, members[0][1].device, error).add_all(*zip(*members, strict=True))
+                self._fallback(kernel, arguments[1][0].device, error).add_all(*arguments)
         return failed
 
     def add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
@@ -159,9 +163,9 @@ class MomentTable:
         Within a transform of torch.func a tensor may give no array, and Triton may fail to compile.
 
         Raises:
-            Exception: The error, if the kernel of torch operations itself failed.
+            Exception: The error, if the kernel of torch operations itself failed, which needs the most memory, or if there is none left.
         """
-        if isinstance(kernel, TorchKernel):
+        if isinstance(kernel, TorchKernel) or isinstance(error, OutOfMemoryError):
             raise error
         if isinstance(kernel, TritonKernel):
             triton_kernel.give_up(device, error)

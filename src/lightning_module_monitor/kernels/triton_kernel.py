@@ -59,6 +59,9 @@ def works(device: torch.device) -> bool:
             kernel = TritonKernel(device)
             kernel.add((0,), torch.zeros(TILE, device=device), Need.SQUARES)
             kernel.collect(1)
+        except torch.cuda.OutOfMemoryError:  # says nothing of Triton
+            del _is_working[device]
+            raise
         # Triton, its C compiler and the driver fail in many ways; the torch kernel needs none of them.
         except Exception as error:
             give_up(device, error)

@@ -50,6 +50,14 @@ def is_tracing() -> bool:
     return False
 
 
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is captured into a graph. Nothing is observed then: each replay would run the observation."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        _note_unobserved()
+        return True
+    return False
+
+
 # torch 2.4 leaves its flag set after a mode that was entered twice, as FakeTensorMode is by each operation on a DTensor.
 _dispatch_mode: Callable[[], object] = (
     is_in_torch_dispatch_mode if hasattr(TorchDispatchMode(), "old_dispatch_mode_flags") else _get_current_dispatch_mode_stack
@@ -60,13 +68,13 @@ _FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
 
 
 class Unobserved:
-    """Number of times that :func:`is_tracing` was true in this process, and the message for the user."""
+    """Number of times that :func:`is_tracing` or :func:`is_capturing` was true in this process, and the message for the user."""
 
     number = 0
     message = (
-        "Modules ran while torch recorded operations or a dispatch mode was active (torch.export, torch.jit.trace, FakeTensorMode, "
-        "selective checkpointing, a counter of operations): nothing is observed meanwhile, and no value contains such calls. Do that in "
-        "other steps."
+        "Modules ran while torch recorded operations or a dispatch mode was active (torch.export, torch.jit.trace, a CUDA graph, "
+        "FakeTensorMode, selective checkpointing, a counter of operations): nothing is observed meanwhile, and no value contains such "
+        "calls. Do that in other steps."
     )
 
 
@@ -105,6 +113,8 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._is_on_cuda = torch.cuda.is_initialized()
+        """Whether a stream may be captured. Asked once: no call of a module pays for it where there is no CUDA."""
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -117,6 +127,7 @@ class HookSet:
         """Register a hook after forward, or before it, with options of torch's method, which the user's class may override without."""
         if not self._handles:
             _Compiling.add(self)
+        hook.may_be_captured = self._is_on_cuda
         register: Callable[..., RemovableHandle] = module.register_forward_pre_hook if is_before else module.register_forward_hook
         # The call of a module that was compiled in place would compile its hooks.
         called = hook if module._compiled_call_impl is None else not_compiled(hook)
@@ -139,7 +150,7 @@ class HookSet:
 
 
 class UncopiedHook:
-    """A hook on a module, before or after its forward. It does nothing while torch traces or on a copy of the module.
+    """A hook on a module, before or after its forward. It does nothing while torch traces or captures, or on a copy of the module.
 
     Args:
         function: Receives the arguments of the hook. Its result replaces the module's arguments or output, unless it is ``None``.
@@ -147,10 +158,12 @@ class UncopiedHook:
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
+        self.may_be_captured = False
+        """Whether CUDA is in use."""
 
     def __call__(self, *args: Any) -> object:
-        """Call the function, unless torch traces the module."""
-        return None if is_tracing() else self._function(*args)
+        """Call the function, unless torch traces or captures the module."""
+        return None if is_tracing() or (self.may_be_captured and is_capturing()) else self._function(*args)
 
     def __reduce__(self) -> tuple[type[_CopiedHook], tuple[()]]:
         return _CopiedHook, ()

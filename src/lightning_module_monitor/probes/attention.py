@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.compiled import CallHook, CompiledParts
-from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, as_torch_itself, is_in_backward, is_tracing
+from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, as_torch_itself, is_capturing, is_in_backward, is_tracing
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.probes.attention_calls import (
     AttentionCall,
@@ -136,7 +136,7 @@ class AttentionProbe(Probe):
             is_reported: Whether the model itself reports the call. A call that is both reported and intercepted counts once.
         """
         # A forward pass within a backward pass recomputes a checkpointed one, which was counted.
-        if not self._tools.is_observed() or is_in_backward() or is_tracing():
+        if not self._tools.is_observed() or is_in_backward() or is_tracing() or is_capturing():
             return
         self.has_observed = True
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():

@@ -18,7 +18,7 @@ from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.elements import strided
 from lightning_module_monitor.kernels.torch_kernel import widest
-from lightning_module_monitor.model.hooks import HookSet, is_tracing, register_gradient_hook, requires_gradient
+from lightning_module_monitor.model.hooks import HookSet, is_capturing, is_tracing, register_gradient_hook, requires_gradient
 from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import Among, Probe, StepTools
 from lightning_module_monitor.probes.tap import ModuleTap
@@ -158,7 +158,7 @@ class GradientNoiseProbe(Probe):
 
     def _arrive(self, index: int, gradient: Tensor) -> None:
         """The hook on a parameter. It returns nothing: what a tensor hook returns replaces the gradient."""
-        if is_tracing() or not self._tools.is_observed() or not self._tap.counts_gradients:
+        if is_tracing() or (gradient.is_cuda and is_capturing()) or not self._tools.is_observed() or not self._tap.counts_gradients:
             return
         try:
             with torch.no_grad():

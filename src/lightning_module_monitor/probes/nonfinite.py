@@ -24,6 +24,7 @@ from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import (
     HookSet,
     UncopiedHook,
+    is_capturing,
     is_in_backward,
     is_tracing,
     register_gradient_hook,
@@ -330,7 +331,7 @@ class NonfiniteProbe:
 
     def _observe_gradient(self, call: int, at_input: bool, gradient: Tensor | None) -> None:
         # It returns nothing, because a value returned by a tensor hook replaces the gradient.
-        if gradient is not None and self._is_in_backward and not is_tracing():
+        if gradient is not None and self._is_in_backward and not is_tracing() and not (gradient.is_cuda and is_capturing()):
             with failing_alone(self._fail):
                 self._passes[-1].gradients.append(Gradient(call, at_input, self._numbers.add(_local_elements(gradient))))
 

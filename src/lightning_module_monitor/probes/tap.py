@@ -19,6 +19,7 @@ from lightning_module_monitor.model.hooks import (
     HookSet,
     UncopiedHook,
     backward_pass,
+    is_capturing,
     is_in_backward,
     is_tracing,
     register_gradient_hook,
@@ -231,7 +232,7 @@ class GradientHook:
         """Give the gradient to the consumers, if it is one of the loss."""
         tap = self._tap
         # None: of several outputs of one function (of ``chunk``, say) this one was not used.
-        if gradient is None or not tap.counts_gradients or is_tracing():
+        if gradient is None or not tap.counts_gradients or is_tracing() or (gradient.is_cuda and is_capturing()):
             return
         if self.is_numbered or self.outer_pass is not None:
             tap.begin_gradient(self)
