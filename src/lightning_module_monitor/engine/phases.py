@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from lightning_module_monitor.config.rules import Rule
@@ -81,7 +82,7 @@ class StepEngine:
     def is_monitoring(self) -> bool:
         """Whether what happens now is observed."""
         # In this order: compiled code reads no state of ours.
-        return not is_tracing() and self.gate.observer is not None and not is_capturing()
+        return not is_tracing() and self.gate.observer is not None and not (self.gate.may_be_captured and is_capturing())
 
     def due(self, step: int) -> ActiveRules | None:
         """The rules that are due in a step, if it is monitored; where a user's schedule function fails, raw tensors alone are captured."""
@@ -278,6 +279,7 @@ class StepEngine:
         self.agree()
         if not self.has_lost_ranks:
             model.read_names_again()
+            self.gate.may_be_captured = torch.cuda.is_initialized()
             context = StepContext(model, due, step, stage)
             self._go_on_with(context)
             context.attach()

@@ -136,7 +136,7 @@ class AttentionProbe(Probe):
             is_reported: Whether the model itself reports the call. A call that is both reported and intercepted counts once.
         """
         # A forward pass within a backward pass recomputes a checkpointed one, which was counted.
-        if not self._tools.is_observed() or is_in_backward() or is_tracing() or is_capturing():
+        if not self._tools.is_observed() or is_in_backward() or is_tracing() or (self._tools.gate.may_be_captured and is_capturing()):
             return
         self.has_observed = True
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():

@@ -53,6 +53,8 @@ class Gate:
         """The accumulator of the step that runs, or of the loop of another stage that has suspended it; ``None`` without either."""
         self.wrapped: nn.Module | None = None
         """The monitored module, if a strategy has wrapped it."""
+        self.may_be_captured = False
+        """Whether CUDA is in use, so that a stream may be captured. Asked once a step: nothing else pays for it where there is no CUDA."""
         self._closed_by: set[object] = set()
 
     @property
