@@ -12,10 +12,10 @@ from helpers.textbook import textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from helpers.zoo import raw_tensors
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_module_monitor import ModuleMonitorCallback, Rule
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel
 from lightning_module_monitor.probes.operator_norms import operator_norms
@@ -101,3 +101,35 @@ def test_the_host_does_not_wait_for_operator_norms_and_the_torch_kernel() -> Non
         torch.cuda.set_sync_debug_mode("default")
     assert norm.item() == pytest.approx(torch.linalg.matrix_norm(weight, 2).item(), rel=0.1)
     assert moments[1].tolist() == pytest.approx(rows.double().mean(1).tolist())
+
+
+def small_monitor() -> tuple[nn.Module, ModuleMonitor, Tensor]:
+    """A network on the device, a monitor of its outputs, and an input."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).cuda()
+    monitor = ModuleMonitor(rules=[Rule(kinds="activation", sites="[012]", statistics="norm")])
+    monitor.set_module(net)
+    return net, monitor, torch.randn(4, 8, device="cuda")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_graph_that_is_captured_in_a_monitored_step() -> None:
+    """It is captured and replayed as without a monitor, and the values are those of the calls around it."""
+    net, monitor, x = small_monitor()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        net(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph, static = torch.cuda.CUDAGraph(), 100 * x
+    monitor.begin_step(0)
+    with torch.cuda.graph(graph):
+        captured = net(static)
+    graph.replay()
+    output = net(x)
+    record = monitor.end_step()
+    monitor.close()
+    assert record is not None
+    assert record.values["activation/2/norm"] == pytest.approx(output.double().norm().item(), rel=1e-6)
+    torch.testing.assert_close(captured, net(static), rtol=0, atol=0)
