@@ -149,7 +149,7 @@ def test_summary_prints_the_verdict(store: Path, capsys: pytest.CaptureFixture[s
     loss, rate = "   loss: 1 to 0.08333, best 0.08333 at step 110", "   lr: 0.1 to 0.2, largest 0.2 at step 10"
     assert lines[1:5] == ["Loss", loss, "Learning rate", rate]
     assert lines[-1].startswith("healthy: loss 1 to 0.106; no fault in gradients")
-    write_store(Path("many.h5"), {f"activation/[bold]{number}/rms": [0.0] * 10 for number in range(40)})
+    write_store(Path("many.h5"), {f"gradient/[bold]{number}.weight/norm": [0.0] * 10 for number in range(40)})
     out = printed(capsys, "summary", "many.h5")
     assert "and 35 more" in out
     assert "[bold]4" in out

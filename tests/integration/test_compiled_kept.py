@@ -215,7 +215,8 @@ def test_attention_beside_compiled_code_compiles_nothing_more(how: str, options:
         return
     *monitored, callback = fit_beside(how, tmp_path, options)
     assert monitored == [*plain[:-1]]
-    keys = [key for key in callback.last_record.values if key.startswith("attention_relative_entropy/model.attention.head")]
+    prefixes = ("attention_relative_entropy/model.attention.head", "attention_max_logit/model.attention.head")
+    keys = [key for key in callback.last_record.values if key.startswith(prefixes)]
     assert bool(keys) == (how != "a function elsewhere")
 
 
