@@ -19,12 +19,13 @@ from lightning_module_monitor.model.compiled import is_compiler_loaded
 Result = TypeVar("Result")
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Number of the backward pass that runs, or -1. torch has no public function for it."""
+"""Number of the backward pass that runs, or ``NO_PASS``. torch has no public function for it."""
+NO_PASS = -1
 
 
 def is_in_backward() -> bool:
     """Whether a backward pass runs: a forward pass within it recomputes a checkpointed forward pass, which was already observed."""
-    return backward_pass() != -1
+    return backward_pass() != NO_PASS
 
 
 def is_tracing() -> bool:

@@ -16,11 +16,11 @@ from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.elements import without_transforms
 from lightning_module_monitor.model.hooks import (
+    NO_PASS,
     HookSet,
     UncopiedHook,
     backward_pass,
     is_capturing,
-    is_in_backward,
     is_tracing,
     register_gradient_hook,
     requires_gradient,
@@ -157,7 +157,7 @@ class ModuleTap(Probe):
         """Take the output of a call apart once, and give it to every consumer."""
         if self.gate.observer is not self.step:
             return
-        is_repeated = is_in_backward()
+        is_repeated = backward_pass() != NO_PASS  # is_in_backward without a further call for every module
         try:
             tensors: NamedTensors = (((), output),) if isinstance(output, Tensor) else [*named_tensors(output)]
         except Exception as error:  # e.g. of an output that contains itself
