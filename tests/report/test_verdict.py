@@ -98,6 +98,20 @@ def test_a_loss_that_does_not_fall_is_no_health() -> None:
     assert learned([*FALLING], Facts(is_manual=True)) == "unknown"
 
 
+@pytest.mark.parametrize("num", [40, 60])
+def test_a_loss_that_comes_down_from_a_peak_has_not_fallen(num: int) -> None:
+    """Where it ends above its start, or is not finite in the end, whatever its ranks say; back at its start it has fallen."""
+    flat, peak = table("activation/mean", {"fc": [0.5] * num}), [7.0, *np.geomspace(1e6, 60.0, num - 1)]
+    verdict = verdict_on([flat], [loss(peak)])
+    assert (verdict.level, verdict.findings) == ("unknown", [])
+    reason = f"loss 7 to {np.median(verdict.history.ends[1]):.3g}, which is above its start"
+    assert verdict.headline.startswith(f"{reason}; no fault in ")
+    assert status_of(verdict, "not_learning") == ("unclear", reason)
+    assert verdict_on([flat], [loss([7.0, *np.geomspace(1e6, 1e-6, num - 1)])]).level == "healthy"
+    assert learned([*np.linspace(7.0, 3.0, num), *[math.nan] * 5]) == "unknown"
+    assert learned([*np.linspace(7.0, 3.0, num - 1), math.nan, 2.9]) == "healthy"
+
+
 def test_a_loss_that_is_low_at_once() -> None:
     """Ranks of thirds do not show a fall between the first two records: it may be the lowest loss there is, or that of the mean alone."""
     noise = np.random.default_rng(0).normal(0, 0.02, 29)

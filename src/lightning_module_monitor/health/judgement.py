@@ -30,6 +30,8 @@ WITHOUT_FINDING = (NOT_FOUND, PASSED_OVER, *WITHOUT_ANSWER, NOT_APPLICABLE)
 """Statuses of checks without a finding, in the order in which reports show them."""
 
 _LOSS_IN_WORDS = {
+    "above": "loss {first:.3g} to {last:.3g}, which is above its start",
+    "not finite": "the loss is not finite at the end",
     "stalled": "loss {first:.3g} to {last:.3g}, without a clear fall since step {stalled_since}",
     "chance": "loss {first:.3g} to {last:.3g}, which is that of guessing among {num_classes} classes",
     "at once": "loss {first:.3g} to {last:.3g} within the first records, without a clear fall since",

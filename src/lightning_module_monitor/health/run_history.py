@@ -52,8 +52,9 @@ NO_FACTS = Facts()
 """The facts of a run of which only numbers are known: none."""
 
 Learning = Literal[
-    "falls", "chance", "stalled", "stopped", "at once", "flat", "still", "settled", "unclear", "too few", "none", "manual", "negative"
-]
+    "falls", "above", "not finite", "chance", "stalled", "stopped", "at once", "flat", "still", "settled", "unclear", "too few", "none",
+    "manual", "negative",
+]  # fmt: skip
 
 
 def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
@@ -274,14 +275,20 @@ class History:
         before, after = self.ends
         is_chance = np.median(after) > NEAR_CHANCE * math.log(self.facts.num_classes or math.inf)
         if rank_test(before, after) > FALLS or fell_at_once(self.first_loss, after, A_LARGE_PART):
-            if is_chance:
-                return "chance"
-            return "falls" if self.stalled_since is None else "stopped" if self.is_stopped_by_schedule else "stalled"
+            return "chance" if is_chance else self._fall_to(float(np.median(after)))
         if fell_at_once(self.first_loss, after) and not is_chance:
             return "at once"
         if not excludes_fall(before, after, A_GOOD_PART) or may_have_fallen_at_once(self.first_loss, after):
             return "unclear"
         return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
+
+    def _fall_to(self, last: float) -> Learning:
+        """What a fall by ranks amounts to: none where the loss only came down from a peak, or is lost in the end."""
+        if not math.isfinite(self.losses[-1]):
+            return "not finite"
+        if last > self.first_loss:
+            return "above"
+        return "falls" if self.stalled_since is None else "stopped" if self.is_stopped_by_schedule else "stalled"
 
     @property
     def stalled_since(self) -> int | None:
