@@ -13,13 +13,12 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers.stores import open_store, write_store
+from helpers.stores import copy_of_killed, open_store, write_store
 
 from lightning_module_monitor import Histogram, load_store
 from lightning_module_monitor.cli import COMMANDS, main
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.histogram import NUM_COUNTS
-from lightning_module_monitor.sinks.store.read_access import is_in_use
 
 SERIES: dict[str, list[float | None]] = {
     "activation/fc/rms": [1.0, 2.0, math.inf],
@@ -274,11 +273,11 @@ def test_repair(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A closed store is unchanged; the store of a killed run becomes plain; the store of a live run is an error."""
     assert printed(capsys, "repair", "monitor.h5") == "monitor.h5: was closed; nothing to repair\n"
     live = open_store(Path("live.h5"), SERIES)
-    shutil.copy("live.h5", "killed.h5")
+    copy_of_killed(Path("live.h5"), Path("killed.h5"))
     assert "being written by a live run" in error(capsys, "repair", "live.h5")
     live.close()
-    assert is_in_use(Path("killed.h5"))
     assert printed(capsys, "repair", "killed.h5") == "killed.h5: repaired\n"
+    assert printed(capsys, "repair", "killed.h5") == "killed.h5: was closed; nothing to repair\n"
     with h5py.File("killed.h5") as file:
         assert file["gradient/values"][:, 0].tolist() == [3.0, 4.0, 5.0]
 

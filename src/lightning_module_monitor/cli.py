@@ -400,15 +400,12 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _repair(arguments: argparse.Namespace) -> int:
-    from lightning_module_monitor.sinks.store.read_access import is_in_use
-
     store = _open_store(arguments.store)
-    was_open = is_in_use(store.path)
     try:
-        store.repair()
+        had_journal = store.repair()
     except RuntimeError as error:
         raise ConfigError(str(error)) from error
-    print(f"{store.path}: {'repaired' if was_open else 'was closed; nothing to repair'}")
+    print(f"{store.path}: {'repaired' if had_journal else 'was closed; nothing to repair'}")
     return 0
 
 

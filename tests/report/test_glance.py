@@ -9,7 +9,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers.stores import write_store
+from helpers.stores import copy_of_killed, write_store
 
 from lightning_module_monitor import Record, load_store
 from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts
@@ -56,7 +56,7 @@ def store_with(path: Path, series: Mapping[str, Sequence[float | None]], facts: 
 def clock(monkeypatch: pytest.MonkeyPatch, *times: str) -> None:
     """Let the next records be written at these times."""
     remaining = [*times]
-    monkeypatch.setattr("lightning_module_monitor.sinks.store.open_file.now", lambda: f"2026-01-01T{remaining.pop(0)}+00:00")
+    monkeypatch.setattr("lightning_module_monitor.sinks.store.encoder.now", lambda: f"2026-01-01T{remaining.pop(0)}+00:00")
 
 
 def words(html: str, section: str) -> str:
@@ -164,7 +164,7 @@ def test_the_duration_is_that_of_all_runs_of_a_store(tmp_path: Path, monkeypatch
     resumed.write(Record.of(100, {"context/loss": 1.0}))
     resumed.write(Record.of(150, {"context/loss": 1.0, "context/late": 1.0}))
     killed = tmp_path / "killed.h5"
-    killed.write_bytes(path.read_bytes())
+    copy_of_killed(path, killed)
     resumed.close()
     load_store(killed).repair()
     for file in (path, killed):

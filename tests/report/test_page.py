@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from helpers.processes import kill, start
@@ -21,7 +22,7 @@ from lightning_module_monitor.cli import main
 from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
 from lightning_module_monitor.record import Finding
 from lightning_module_monitor.report.page import distinct_names, write_report
-from lightning_module_monitor.sinks.store import rewrite, schema
+from lightning_module_monitor.sinks.store import schema
 
 SERIES: dict[str, list[float | None]] = {"activation/fc/rms": [1.0, 2.0, 3.0], "activation/out/rms": [4.0, 5.0, 6.0]}
 
@@ -222,10 +223,13 @@ import time; time.sleep(60)
 
 
 def test_a_store_without_a_record_has_a_page(tmp_path: Path) -> None:
-    """A run that was killed before its first row was whole."""
+    """With the tables of a run, and no row."""
     run = {"started": "2026-01-01", "first_step": 0, "configuration": {}}
-    tables = {"activation": ["fc/rms"], "gradient/histograms": ["w/hist"]}
-    rewrite.new_file(tmp_path / "m.h5", schema.Attributes("0.1.0", "2026-01-01", [run]), tables)
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        schema.create(file, of_tensors=False)
+        schema.write_attributes(file, schema.Attributes("0.1.0", "2026-01-01", [run]))
+        for group, column in (("activation", "fc/rms"), ("gradient/histograms", "w/hist")):
+            schema.require_table(file, group, [column])
     assert "nothing recorded yet" in page_of(tmp_path / "m.html", tmp_path / "m.h5")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import h5py
 import pytest
 import torch
+from helpers.stores import copy_of_killed
 from helpers.tiny import Tiny, fit
 from torch import Tensor, nn
 
@@ -84,7 +84,7 @@ def test_a_module_that_has_run_costs_nothing_afterwards() -> None:
 
 
 def test_a_late_shape_is_read_by_others_while_the_file_is_written(tmp_path: Path) -> None:
-    """In place: the file is not written anew, and a reader in another process has it with the record that brings it."""
+    """The file is not written anew, and a reader in another process has it with the record that brings it."""
     path = tmp_path / "m.h5"
     store = Store(path, configuration={})
     store.write(Record.of(0, {"a/b/c": 0.0}, modules=FIRST))
@@ -100,13 +100,13 @@ def test_a_late_shape_is_read_by_others_while_the_file_is_written(tmp_path: Path
 
 
 def test_late_keys_and_repair_keep_the_table(tmp_path: Path) -> None:
-    """Every rewrite of the file copies it."""
+    """Every replacement of the file has it."""
     path, killed = tmp_path / "m.h5", tmp_path / "killed.h5"
     store = Store(path, configuration={})
     store.write(Record.of(0, {"a/b/c": 0.0}, modules=KNOWN))
     store.write(Record.of(1, {"a/b/late": 0.0}, modules=KNOWN))
     assert load_store(path).modules() == KNOWN
-    shutil.copy(path, killed)
+    copy_of_killed(path, killed)
     store.close()
     load_store(killed).repair()
     assert load_store(killed).modules() == KNOWN

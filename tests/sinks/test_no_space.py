@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -16,10 +14,9 @@ import pytest
 import torch
 from helpers.processes import start
 
-from lightning_module_monitor.histogram import NUM_COUNTS, Histogram
-from lightning_module_monitor.record import Finding, RawTensor, Record
-from lightning_module_monitor.sinks.store import space
-from lightning_module_monitor.sinks.store.paths import temporary_path
+from lightning_module_monitor.record import RawTensor, Record
+from lightning_module_monitor.sinks.store import journal, successor, writer
+from lightning_module_monitor.sinks.store.paths import journal_path, temporary_path
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
 from lightning_module_monitor.sinks.store.writer import Store
@@ -35,22 +32,35 @@ class Disk:
         self.refusal: int | None = None
         """What it says, when it is full."""
         self.num_refused = 0
-        self._reserve = os.posix_fallocate
 
-    def reserve(self, descriptor: int, start: int, num_bytes: int) -> None:
-        """In place of ``os.posix_fallocate``."""
+    def check(self) -> None:
+        """Raise the refusal."""
         if self.refusal is not None:
             self.num_refused += 1
             raise OSError(self.refusal, os.strerror(self.refusal))
-        self._reserve(descriptor, start, num_bytes)
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """Replaces ``posix_fallocate``, which is called before a file grows."""
-    disk = Disk()
-    monkeypatch.setattr(os, "posix_fallocate", disk.reserve)
-    monkeypatch.setattr(space, "_BYTES_AHEAD", 0)
+    """Stands before the writes of the journal, and before those of HDF5's files."""
+    disk, write = Disk(), os.write
+
+    def limited(descriptor: int, data: bytes) -> int:
+        if disk.refusal is not None and len(data) > 1:
+            write(descriptor, data[: len(data) // 2])  # as at the end of the space: a part is written, then nothing
+        disk.check()
+        return write(descriptor, data)
+
+    class LimitedFile(successor._Disk):
+        def write(self, data: memoryview) -> int:
+            try:
+                disk.check()
+            except OSError as error:
+                self.fail(error)
+            return super().write(data)
+
+    monkeypatch.setattr(journal, "os", SimpleNamespace(**{**vars(os), "write": limited}))
+    monkeypatch.setattr(successor, "_Disk", LimitedFile)
     return disk
 
 
@@ -60,7 +70,7 @@ def tensor_record(step: int) -> Record:
 
 
 def steps_of(path: Path) -> list[int]:
-    """The steps of a store, after a check of its values and that plain h5py opens it."""
+    """The steps of a store, after a check of its values, and that plain h5py opens it."""
     steps, values = load_store(path).series(RMS)
     assert values.tolist() == steps.tolist()
     h5py.File(path).close()
@@ -75,16 +85,21 @@ def steps_of(path: Path) -> list[int]:
 def test_no_space_is_one_warning_and_nothing_raises(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, refusal: int) -> None:
     """For any reason; earlier records are in the file, and it is closed."""
     opened = Store(tmp_path / "m.h5", configuration={})
-    opened.write(Record.of(0, {RMS: 0.0}))
-    disk.refusal = refusal
-    for step in range(1, 40):
+    for step in (0, 1):
         opened.write(Record.of(step, {RMS: float(step)}))
+    disk.refusal = refusal
+    for step in range(2, 40):
+        opened.write(Record.of(step, {RMS: float(step)}))
+        assert steps_of(tmp_path / "m.h5") == [0, 1]
     opened.close()
     assert opened.failed
     (message,) = caplog.messages
-    assert f"m.h5 cannot be written at step 1 ([Errno {refusal}] {os.strerror(refusal)})" in message
+    assert f"m.h5 cannot be written at step 2 ([Errno {refusal}] {os.strerror(refusal)})" in message
     assert message.endswith("Training goes on; what was written before can be read with load_store, and later records are tried again.")
-    assert steps_of(tmp_path / "m.h5") == [0]
+    assert steps_of(tmp_path / "m.h5") == [0, 1]
+    disk.refusal = None
+    assert load_store(tmp_path / "m.h5").repair()
+    assert steps_of(tmp_path / "m.h5") == [0, 1]
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
 
 
@@ -109,27 +124,28 @@ def test_a_disk_that_is_freed_is_used_again(tmp_path: Path, disk: Disk, caplog: 
     assert caplog.messages[1] == f"{tmp_path / 'm.h5'} is written again from step 135 on; 134 records are missing."
 
 
-@pytest.mark.parametrize("when", ["the values", "the step"])
-def test_a_row_that_was_begun_is_written_over_or_taken_out(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """If space ends between a row's values and its step, other programs read no partial row."""
-    rooms = 0
-
-    @contextmanager
-    def room(file: h5py.File, num_bytes: int, original: Any = space.room) -> Iterator[None]:
-        nonlocal rooms
-        rooms += 1
-        disk.refusal = errno.ENOSPC if rooms in ({3, 7} if when == "the values" else {4, 8}) else None
-        with original(file, num_bytes + 2 * (1 << 20) * rooms):
-            yield
-
-    monkeypatch.setattr(space, "room", room)
-    opened = Store(tmp_path / "m.h5", configuration={})
-    for step in (0, 1, 2, 3, 4, 5):
+def test_a_file_that_cannot_be_replaced_goes_on_in_its_journal(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning; no record is lost, and it is tried again with a larger journal."""
+    monkeypatch.setattr(writer, "_SMALL", 2000)
+    path = tmp_path / "m.h5"
+    opened = Store(path, configuration={})
+    monkeypatch.setattr(journal, "os", os)
+    num_bytes = 0
+    for step in range(400):
+        disk.refusal = errno.ENOSPC if 100 < step < 300 else None
         opened.write(Record.of(step, {RMS: float(step)}))
+        num_bytes = max(num_bytes, journal_path(path).stat().st_size if journal_path(path).exists() else 0)
+    assert steps_of(path) == list(range(400))
+    with h5py.File(path) as file:
+        assert file["activation/steps"][-1] > 300
+    assert not opened.failed
+    assert disk.num_refused > 5
     opened.close()
-    assert steps_of(tmp_path / "m.h5") == [0, 3]
-    with h5py.File(tmp_path / "m.h5") as file:
-        assert len(file["activation/values"]) == 2
+    assert steps_of(path) == list(range(400))
+    (message,) = caplog.messages
+    assert f"They stay in {path}.journal; load_store reads both." in message
 
 
 def test_the_tensors_file_without_space(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,16 +166,16 @@ def test_the_tensors_file_without_space(tmp_path: Path, disk: Disk, caplog: pyte
     assert [message.split()[2].rpartition("/")[2] for message in caplog.messages] == ["m.h5", "m.tensors.h5"]
 
 
-@pytest.mark.parametrize("writer", [Store, TensorStore])
-def test_a_resumed_run_without_space_goes_on_later(tmp_path: Path, disk: Disk, writer: type[Store] | type[TensorStore]) -> None:
+@pytest.mark.parametrize("kind", [Store, TensorStore])
+def test_a_resumed_run_without_space_goes_on_later(tmp_path: Path, disk: Disk, kind: type[Store] | type[TensorStore]) -> None:
     """Its file is unchanged until then, and no other file is created."""
     path = tmp_path / "m.h5"
-    first = writer(path, configuration={})
+    first = kind(path, configuration={})
     for step in range(4):
         first.write(tensor_record(step))
     first.close()
     before = path.read_bytes()
-    resumed = writer(path, configuration={}, resumed=path, resume_from=2)
+    resumed = kind(path, configuration={}, resumed=path, resume_from=2)
     disk.refusal = errno.ENOSPC
     resumed.write(tensor_record(2))
     assert path.read_bytes() == before
@@ -168,7 +184,7 @@ def test_a_resumed_run_without_space_goes_on_later(tmp_path: Path, disk: Disk, w
         resumed.write(tensor_record(step))
     resumed.close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
-    if writer is Store:
+    if kind is Store:
         assert steps_of(path) == [0, 1, 4]
     else:
         assert [one.step for one in load_store(path).tensors()] == [0, 1, 4]
@@ -188,91 +204,6 @@ def test_late_keys_without_space(tmp_path: Path, disk: Disk) -> None:
     opened.close()
     assert steps_of(path) == [0, 3]
     assert load_store(path).series("loss")[0].tolist() == [3]
-
-
-# ------------------------------------------------------------------ what is reserved
-
-
-def test_what_is_reserved_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No change makes a file larger than the reserved space: rows, late keys, histograms, findings, resumed runs, tensors."""
-    grown: list[tuple[int, int]] = []
-
-    @contextmanager
-    def room(file: h5py.File, num_bytes: int, original: Any = space.room) -> Iterator[None]:
-        before = file.id.get_filesize()
-        with original(file, num_bytes):
-            yield
-        grown.append((file.id.get_filesize() - before, num_bytes))
-
-    monkeypatch.setattr(space, "room", room)
-    path, rng = tmp_path / "m.h5", np.random.default_rng(0)
-    for run, first in enumerate((0, 1500)):
-        files = RunFiles(
-            path, configuration={}, resumed=path if run else None, resume_from=first if run else None, logger=logging.getLogger("test")
-        )
-        for step in range(first, first + 2000):
-            values = {f"activation/m.{i}/rms": rng.standard_normal() for i in range(3)} | (
-                {f"update/{run}/rms": 1.0} if step > 1900 else {}
-            )
-            is_rich = step % 50 == 0
-            files.write(
-                Record.of(
-                    step,
-                    values,
-                    {"activation/m/hist": Histogram(rng.integers(0, 1 << 60, NUM_COUNTS))} if is_rich else {},
-                    tensors=[RawTensor("activation", f"m.{i}", 0, torch.randn(1000)) for i in range(20)] if is_rich else (),
-                ),
-                [Finding(step, "spike", "m", RMS, "It is high.")] * 3 if is_rich else (),
-            )
-        files.close()
-    assert len(grown) > 8000
-    assert max(growth for growth, _reserved in grown) > 20_000
-    assert [one for one in grown if one[0] > one[1]] == []
-
-
-def test_a_closed_file_has_no_space_left_over(tmp_path: Path) -> None:
-    """It ends with its content; while it is written it has reserved space, and can be read."""
-    path = tmp_path / "m.h5"
-    opened = Store(path, configuration={})
-    opened.write(tensor_record(0))
-    assert path.stat().st_size > 1 << 20
-    opened.close()
-    assert path.stat().st_size < 20_000
-    assert steps_of(path) == [0]
-
-
-def not_supported(*_arguments: int) -> None:
-    """Raises the error of some file systems."""
-    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-
-@pytest.mark.parametrize("how", ["missing", "not supported"])
-def test_without_posix_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str) -> None:
-    """As on macOS and some file systems: zeros are written instead, by the system and not by HDF5."""
-    if how == "missing":
-        monkeypatch.delattr(os, "posix_fallocate")
-    else:
-        monkeypatch.setattr(os, "posix_fallocate", not_supported)
-    files = RunFiles(tmp_path / "m.h5", configuration={}, logger=logging.getLogger("test"))
-    for step in range(3):
-        files.write(tensor_record(step))
-    is_full = True
-
-    def pwrite(descriptor: int, data: bytes, start: int, original: Callable[[int, bytes, int], int] = os.pwrite) -> int:
-        if is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return original(descriptor, data[:1000], start)  # the system may write less than it was asked for
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr(space, "index_bytes", lambda *_rows: 1 << 21)  # more than is ahead by now
-    files.write(tensor_record(3))
-    is_full = False
-    for step in range(4, 7):
-        files.write(tensor_record(step))
-    files.close()
-    assert steps_of(tmp_path / "m.h5") == [0, 1, 2, 5, 6]
-    assert [one.step for one in load_store(tmp_path / "m.h5").tensors()] == [0, 1, 2, 5, 6]
-    assert len(caplog.messages) == 2
 
 
 # ------------------------------------------------------------------ limits and disks of the system
@@ -322,7 +253,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
             assert "load_store" not in warned[0]
     assert num_steps[-1] == 200
     assert len([number for number in num_steps if number < 200]) > 3
-    assert {path.name.split(".", 1)[1] for path in tmp_path.iterdir()} == {"h5", "tensors.h5"}
+    assert {path.name.split(".", 1)[1] for path in tmp_path.iterdir()} <= {"h5", "h5.journal", "tensors.h5"}
 
 
 LOWERED = """
@@ -339,14 +270,14 @@ print("trained to the end")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no limits on the size of files")
-def test_a_limit_that_is_lowered_below_what_was_reserved(tmp_path: Path) -> None:
+def test_a_limit_that_is_lowered_below_what_was_written(tmp_path: Path) -> None:
     """The file is complete, later records are written without the limit, and the process ends with status 0."""
     process = start(LOWERED, tmp_path / "m.h5")
     output, errors = process.communicate()
     assert (process.returncode, output) == (0, "trained to the end\n"), errors
     steps, values = load_store(tmp_path / "m.h5").series("activation/m.7/rms")
     assert list(steps[:5]) == [0, 1, 2, 3, 4]
-    assert 5 not in steps
+    assert 15 not in steps
     assert steps[-1] == 59
     assert list(values) == list(steps)
 
@@ -374,7 +305,7 @@ def test_a_disk_that_really_fills_up(small_disk: Path) -> None:
     steps, values = load_store(small_disk / "m.h5").series("activation/m.7/rms")
     np.testing.assert_array_equal(steps, np.arange(last_step + 1))
     np.testing.assert_array_equal(np.floor(values), steps)
-    assert (small_disk / "m.h5").stat().st_size > 8 * 2**20
+    assert sum(entry.stat().st_size for entry in small_disk.iterdir()) > 8 * 2**20
 
 
 TENSORS = """

@@ -6,12 +6,14 @@ import math
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lightning_module_monitor.histogram import FINITE, NUM_COUNTS, Histogram
-from lightning_module_monitor.record import Record
+from lightning_module_monitor.keys import Columns
+from lightning_module_monitor.record import ABSENT, Record
 from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import Store
@@ -48,15 +50,20 @@ def test_keys_are_those_that_were_recorded(path: Path) -> None:
 
 def test_what_never_came_is_nowhere(tmp_path: Path) -> None:
     """A planned key without a record is never returned; a key recorded as NaN is. The same holds while the store is written."""
-    keys = ["activation/seldom/rms", "activation/never/rms", "activation/nan/rms", "activation/never/std", "validation/activation/nan/rms"]
-    histograms = ["activation/never/hist", "activation/seldom/hist", "gradient/never/hist"]
+    columns = Columns.of(
+        ["activation/seldom/rms", "activation/never/rms", "activation/nan/rms", "activation/never/std", "validation/activation/nan/rms"]
+    )
+
+    def record(step: int, values: dict[str, float], **options: Any) -> Record:
+        return Record(step, columns, np.array([values.get(key, ABSENT) for key in columns.texts]), **options)
+
     row = np.arange(NUM_COUNTS)
-    with closing(Store(tmp_path / "monitor.h5", configuration={}, keys=keys, histogram_keys=histograms)) as store:
-        store.write(Record.of(0, {"activation/nan/rms": math.nan}))
+    with closing(Store(tmp_path / "monitor.h5", configuration={})) as store:
+        store.write(record(0, {"activation/nan/rms": math.nan}))
         reader = load_store(tmp_path / "monitor.h5")
         assert (reader.keys(), reader.histogram_keys(), reader.histogram_kinds()) == (["activation/nan/rms"], [], [])
-        store.write(Record.of(10, {"activation/seldom/rms": 1.0}, {"activation/seldom/hist": Histogram(row)}))
-        store.write(Record.of(20, {"activation/nan/rms": 2.0}))
+        store.write(record(10, {"activation/seldom/rms": 1.0}, histograms={"activation/seldom/hist": Histogram(row)}))
+        store.write(record(20, {"activation/nan/rms": 2.0}))
     assert (reader.keys(), reader.kinds()) == (["activation/seldom/rms", "activation/nan/rms"], ["activation"])
     matrix = reader.matrix("activation")
     assert [key.format() for key in matrix.keys] == reader.keys()

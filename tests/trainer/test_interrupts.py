@@ -40,7 +40,7 @@ EVERY_LINE_OF_MONITOR = (
     hooks_of_torch.__file__,
 )
 EVERY_LINE_OF_CALLBACK = ("/callback.py", "trainer/step.py", "trainer/optimizers.py")
-FILES_THAT_READ = ("store/schema.py", "store/read_access.py")
+FILES_OF_STORES = ("store/schema.py", "store/read_access.py", "store/successor.py", "store/journal.py")
 """Files that close what a step has opened: an interrupt comes before each line that they run, of others before some."""
 
 RULES = [
@@ -267,10 +267,11 @@ def test_an_interrupt_at_any_line_of_the_store_reaches_the_user(tmp_path: Path) 
         shutil.copytree(tmp_path / "before", tmp_path / "now")
         return Interrupted(at)
 
-    whole = interrupted()
-    whole.run(lambda: use_a_store(tmp_path / "now", "m.h5"))
+    for _ in range(2):  # the second run finds the names of keys in a cache, as all later ones do
+        whole = interrupted()
+        whole.run(lambda: use_a_store(tmp_path / "now", "m.h5"))
     indices = {line: index for index, line in enumerate(whole.lines)}
-    inner = [index for (path, _line), index in indices.items() if path.endswith(FILES_THAT_READ)]
+    inner = [index for (path, _line), index in indices.items() if path.endswith(FILES_OF_STORES)]
     points = inner + [index for index in indices.values() if index not in inner][::20]
     assert len(points) > 80
     for point in points:

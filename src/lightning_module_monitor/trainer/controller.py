@@ -189,7 +189,8 @@ class RunController:
             state["health"] = self.steps.health.state()
             state["gradient_noise"] = self._run.model.noise.state()
             reference = {} if self.steps.reference is None else self.steps.reference.state()
-        return state | {"store": self._sinks.store_path} | reference
+        self._sinks.checkpoint()
+        return state | {"store": self._sinks.store_path, "run": self._sinks.store_run} | reference
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from the :meth:`state` of an earlier run; validating or testing a checkpoint resumes nothing."""

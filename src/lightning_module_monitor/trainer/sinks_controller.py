@@ -47,6 +47,8 @@ class SinksController:
         self._stages = [name for stage, name in STAGES.items() if run.options.observes(stage)]
         self.store_path = run.results.store_of(run.trainer)
         """The store of this run, for its checkpoints; before it exists, the store to continue: of the resumed run or the Trainer's last."""
+        self.store_run = ""
+        """Identifier of the run that writes the store; before it does, of the resumed run."""
         self._open: _OpenSinks | None = None
         """The open sinks, from the first record to :meth:`close`."""
         self._runs_steps_again = False
@@ -66,11 +68,17 @@ class SinksController:
             message = "The store of the resumed run, %r, does not exist: this run's store begins without its earlier steps."
             messages.warning(message, path)
         self.store_path = str(path) if is_file else None
+        self.store_run = str(state.get("run", ""))
         self._runs_steps_again = True
 
     def begin_step(self, step: int) -> None:
         """A training step begins: from its first step on, a resumed run repeats steps of the earlier run."""
         self._first_step = min(self._first_step, step)
+
+    def checkpoint(self) -> None:
+        """A checkpoint is saved: the file of the store is brought up to date."""
+        if self._open is not None and self._open.files is not None:
+            self._open.files.checkpoint()
 
     def close(self) -> None:
         """Close the files, write the page about them, and log their paths; a second call does nothing."""
@@ -141,6 +149,7 @@ class SinksController:
         if files is not None:
             files.write(record, findings, facts)
             self.store_path = str(files.path)
+            self.store_run = files.run
             self._run.results.note_store(self._trainer, self.store_path)
         self._open.loggers.write(record, findings)
         if findings:
@@ -174,11 +183,10 @@ class SinksController:
         return RunFiles(
             earlier if earlier is not None and is_numbered_path_of(earlier, path) else path,
             configuration=self._options.described(),
-            keys=self.planned_keys(),
-            histogram_keys=self.planned_histograms(),
             resumed=earlier,
             # Only a checkpoint runs steps again: a further run of the same Trainer supersedes no row.
             resume_from=self._first_step if self._runs_steps_again else None,
+            resumed_run=self.store_run,
             logger=messages,
         )
 

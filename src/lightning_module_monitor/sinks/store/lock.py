@@ -60,17 +60,6 @@ def acquire(path: Path, *, needs_lock: bool = True) -> Lock | None:
             return None
 
 
-def has_holder(path: Path) -> bool:
-    """Whether a writer, in this or another process, holds the lock of ``path``; true if that is unknown."""
-    try:
-        lock = acquire(path) if exists(path) else None
-    except OSError:  # for example a folder without permission
-        return True
-    if lock is not None:
-        release(lock)
-    return exists(path)
-
-
 def exists(path: Path) -> bool:
     """Whether there is a hidden file for ``path``, left by an open or a killed writer."""
     return _file_of(path).exists()

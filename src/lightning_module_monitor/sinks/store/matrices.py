@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,8 +12,9 @@ from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.record import is_undefined
 from lightning_module_monitor.sinks.store import schema
+from lightning_module_monitor.sinks.store.content import Content, StoredTable
 
-_BYTES_PER_READ = 1 << 20
+_ROWS_PER_READ = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,42 +84,40 @@ class HistogramMatrix:
     """Edges of the bins, shape ``(bins + 1,)``."""
 
 
-def filled_columns(group: h5py.Group) -> NDArray[np.bool_]:
+def filled_columns(table: StoredTable) -> NDArray[np.bool_]:
     """Which columns of a table were ever recorded, shape ``(columns,)``; reads in blocks until all are."""
-    values, num_rows = group["values"], len(schema.read_steps(group))
-    filled = np.zeros(values.shape[1], dtype=np.bool_)
-    rows_per_read = max(1, _BYTES_PER_READ // max(1, 8 * int(np.prod(values.shape[1:]))))
-    for first in range(0, num_rows, rows_per_read):
+    filled = np.zeros(len(table.columns), dtype=np.bool_)
+    for _first, block in table.blocks(0, _ROWS_PER_READ):
+        filled |= schema.is_recorded(block).any(axis=0)
         if filled.all():
             break
-        filled |= schema.is_recorded(values[first : min(first + rows_per_read, num_rows)]).any(axis=0)
     return filled
 
 
 def _read(
-    file: h5py.File, group: str, max_rows: int | None = None
+    content: Content, group: str, max_rows: int | None = None
 ) -> tuple[list[Key], NDArray[np.int64], schema.Values, NDArray[np.bool_]]:
     """Keys, steps, values and ``is_recorded`` of the recorded columns of a group."""
-    columns, steps = schema.read_columns_of(file, group), schema.read_steps(file[group])
-    if max_rows is None or len(steps) <= max_rows:
-        values: schema.Values = file[group]["values"][: len(steps)]
+    table = content.table(group)
+    if max_rows is None or len(table.steps) <= max_rows:
+        steps, values = table.steps, table.read()
     else:
-        rows = np.linspace(0, len(steps) - 1, max_rows).round().astype(np.int64)
-        steps, values = steps[rows], file[group]["values"][rows]
+        rows = np.linspace(0, len(table.steps) - 1, max_rows).round().astype(np.int64)
+        steps, values = table.steps[rows], np.concatenate([table.read(row, row + 1) for row in rows.tolist()])
     is_recorded = schema.is_recorded(values)
     filled = np.flatnonzero(is_recorded.any(axis=0))
-    keys = [Key.parse(schema.join(group, columns[index])) for index in filled]
+    keys = [Key.parse(schema.join(group, table.columns[index])) for index in filled]
     return keys, steps, values[:, filled], is_recorded[:, filled]
 
 
-def read_numbers(file: h5py.File, group: str) -> Matrix:
+def read_numbers(content: Content, group: str) -> Matrix:
     """The numbers of a group."""
-    keys, steps, values, is_recorded = _read(file, group)
+    keys, steps, values, is_recorded = _read(content, group)
     return Matrix(keys, steps, np.where(is_recorded, values, np.nan), is_recorded)
 
 
-def read_histograms(file: h5py.File, group: str, max_rows: int | None) -> HistogramMatrix:
+def read_histograms(content: Content, group: str, max_rows: int | None) -> HistogramMatrix:
     """The histograms of a group, or of at most ``max_rows`` of its rows, evenly spaced."""
-    keys, steps, rows, is_recorded = _read(file, group, max_rows)
+    keys, steps, rows, is_recorded = _read(content, group, max_rows)
     counts: NDArray[np.int64] = np.where(is_recorded[..., np.newaxis], rows, 0)
     return HistogramMatrix(keys, steps, counts[..., FINITE], counts[..., NOT_FINITE], EDGES.copy())

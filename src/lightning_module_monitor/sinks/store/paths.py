@@ -21,6 +21,11 @@ def tensors_path(path: Path) -> Path:
     return path.with_name(f"{path.name.removesuffix('.h5')}.tensors.h5")
 
 
+def journal_path(path: Path) -> Path:
+    """Path of the journal of a store: ``monitor.h5.journal`` beside ``monitor.h5``."""
+    return path.with_name(f"{path.name}.journal")
+
+
 def has_content(path: Path) -> bool:
     """Whether there is anything but an empty file at a path."""
     return path.exists() and not (path.is_file() and path.stat().st_size == 0)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import os
-import struct
 import textwrap
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import h5py
 import numpy as np
 
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.histogram import EDGES, LABELS
-from lightning_module_monitor.sinks.store import rows, schema
-from lightning_module_monitor.sinks.store.space import NoSpaceError
+from lightning_module_monitor.sinks.store import paths, rows, schema
+from lightning_module_monitor.sinks.store.content import Content
+from lightning_module_monitor.sinks.store.journal import Journal, read_head
+from lightning_module_monitor.sinks.store.successor import NotWrittenError
 
 _logger = logging.getLogger(__name__)
 """Without Lightning it has no handler, and Python prints its warnings to the standard error."""
@@ -26,8 +27,6 @@ _logger = logging.getLogger(__name__)
 _MAX_LISTED = 10
 
 _ATTEMPTS = 3
-"""A run can begin or end between the check of a file and its opening."""
-
 _MAX_COMPRESSION = 1032
 """Largest compression factor of deflate, the only filter that the store uses (zlib's own figure)."""
 
@@ -46,7 +45,7 @@ def find_store(path: Path) -> Path:
     """The file of a run: ``path`` itself, or the newest file below a folder, with a warning that lists the others; or an error."""
     if not path.is_dir():
         return path
-    newest_first = sorted(filter(_is_of_run, path.rglob("*.h5")), key=lambda file: (file.stat().st_mtime_ns, file), reverse=True)
+    newest_first = sorted(filter(_is_of_run, path.rglob("*.h5")), key=lambda file: (_modified(file), file), reverse=True)
     if not newest_first:
         message = f"There is no store at {str(path)!r}. No folder from here down has a run's .h5 file; give the path of a store."
         raise FileNotFoundError(message)
@@ -59,11 +58,17 @@ def find_store(path: Path) -> Path:
     return newest
 
 
+def _modified(path: Path) -> int:
+    """When a store was written to, in nanoseconds."""
+    journal = paths.journal_path(path)
+    return max(path.stat().st_mtime_ns, journal.stat().st_mtime_ns if journal.exists() else 0)
+
+
 def _is_of_run(path: Path) -> bool:
     """Whether a file is a store. A damaged file counts: the newest run must not be skipped without an error."""
     try:
-        with open_store(path) as file:
-            return not schema.has_tensors(file)
+        with open_store(path) as content:
+            return not schema.has_tensors(content.file)
     except ForeignFileError:
         return False
     except (OSError, ValueError):
@@ -71,13 +76,11 @@ def _is_of_run(path: Path) -> bool:
 
 
 @contextmanager
-def open_store(path: Path, *, has_writer: bool = True, is_checked: bool = True) -> Iterator[h5py.File]:
-    """A store's file opened for reading.
+def open_store(path: Path, *, is_checked: bool = True) -> Iterator[Content]:
+    """A store's file and its journal, or a file of raw tensors, opened for reading.
 
     Args:
         path: The file.
-        has_writer: Whether another run may be writing to it. If not, damage by a crash of the machine is an error at once; with a writer
-            HDF5 waits for the writer to complete the file.
         is_checked: Whether the content was checked before; otherwise it is checked now.
 
     Raises:
@@ -86,33 +89,72 @@ def open_store(path: Path, *, has_writer: bool = True, is_checked: bool = True) 
     """
     if not path.is_file():
         raise FileNotFoundError(f"There is no store at {str(path)!r}.")
-    flags, end = _flags_and_end(path)
-    # HDF5 would read a plain file that was cut short, as by an interrupted copy, as if it were growing.
-    is_cut = flags != 0 and end > path.stat().st_size
     with ExitStack() as stack:
-        view = stack.enter_context(ClosedView(path)) if is_cut or (not has_writer and is_in_use(path)) else None
-        file = stack.enter_context(_open(path, view))
         try:
-            _check_version(file, path)
+            content = _open(path, stack)
             if not is_checked:
-                _check_content(file, path)
-            yield file
-        except (FileNotFoundError, ConfigError, AbsentKeyError, NoSpaceError):
+                _check_content(content, path)
+            yield content
+        except (FileNotFoundError, ConfigError, AbsentKeyError, NotWrittenError):
             raise
         except Exception as error:  # h5py, numpy and json raise different exceptions for a damaged file
-            damage = "cut short: the requested data lies behind its end" if is_cut else "damaged: the requested data cannot be read"
             cause = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
-            raise ConfigError(f"{str(path)!r} is {damage} ({cause}). Give a complete copy of it.") from error
+            message = f"{str(path)!r} is damaged: the requested data cannot be read ({cause}). Give a complete copy of it."
+            raise ConfigError(message) from error
 
 
-def _open(path: Path, view: ClosedView | None) -> h5py.File:
+def _open(path: Path, stack: ExitStack) -> Content:
+    """The file with its journal, if that goes on from this file.
+
+    The journal is opened first. A writer replaces the file first: so a file of a later generation has what this journal has.
+    """
     for _ in range(_ATTEMPTS):
-        with suppress(OSError):
-            # Without HDF5's lock: a reader's shared lock would make the writer fail. Writers use lock.py.
-            return h5py.File(view, "r") if view else h5py.File(path, "r", swmr=is_in_use(path), locking=False)
-    path.open("rb").close()  # raises the reason if the file may not be read at all
-    message = f"{str(path)!r} is not a readable HDF5 file: damaged, cut short, or of another kind. Give the path of a monitor's store."
-    raise ValueError(message)
+        journal = _open_journal(path, stack)
+        file = stack.enter_context(_open_file(path))
+        version = schema.read_version(file)
+        try:
+            found = None if journal is None else read_head(journal)
+            if journal is None or found is None or found.lineage != version.lineage or found.generation < version.generation:
+                return Content(file)
+            if found.generation == version.generation:
+                return Content(file, Journal(journal))
+        except ConfigError:
+            raise
+        except Exception as error:  # a stranger's journal can have anything
+            cause = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+            message = f"{str(paths.journal_path(path))!r} is damaged ({cause}). Remove it to read the store without its latest records."
+            raise ConfigError(message) from error
+        stack.close()  # both were replaced in between
+    message = "%s is older than its journal, which is not read: records are missing. Give the file that the journal goes on from."
+    _logger.warning(message, path)
+    return Content(stack.enter_context(_open_file(path)))
+
+
+def _open_journal(path: Path, stack: ExitStack) -> BinaryIO | None:
+    try:
+        journal = stack.enter_context(paths.journal_path(path).open("rb", buffering=0))
+    except FileNotFoundError:
+        return None
+    return journal if os.fstat(journal.fileno()).st_size else None  # after a power cut it can be empty
+
+
+def _open_file(path: Path) -> h5py.File:
+    try:
+        # Without HDF5's lock, which some file systems do not have: a file is never changed, only replaced.
+        file = h5py.File(path, "r", locking=False)
+    except OSError as error:
+        path.open("rb").close()  # raises the reason if the file may not be read at all
+        if "h5clear" in str(error):
+            message = f"{str(path)!r} was not closed, by a program that wrote into it. HDF5's own tool closes it: h5clear -s {str(path)!r}"
+            raise ConfigError(message) from error
+        message = f"{str(path)!r} is not a readable HDF5 file: damaged, cut short, or of another kind. Give the path of a monitor's store."
+        raise ConfigError(message) from error
+    try:
+        _check_version(file, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _check_version(file: h5py.File, path: Path) -> None:
@@ -125,12 +167,12 @@ def _check_version(file: h5py.File, path: Path) -> None:
         raise ConfigError(f"{str(path)!r} has format version {version}, newer than {schema.FORMAT_VERSION}. {remedy}")
 
 
-def _check_content(file: h5py.File, path: Path) -> None:
+def _check_content(content: Content, path: Path) -> None:
     """Check that a file holds all of its data itself, and that its tables are consistent.
 
     HDF5 follows links out of a file to any file of the machine, whose content would be exported as if it were recorded.
     """
-    num_bytes = path.stat().st_size
+    file, num_bytes = content.file, path.stat().st_size
     items = list(schema.walk(file))
     for name, item in items:
         if item is None or (isinstance(item, h5py.Dataset) and (item.external or item.is_virtual)):
@@ -140,7 +182,8 @@ def _check_content(file: h5py.File, path: Path) -> None:
         name.encode()  # fails for a name that is not a text
         if isinstance(item, h5py.Dataset):  # memory is allocated by its shape
             size = math.prod(item.shape or ()) * item.dtype.itemsize
-            if size > num_bytes * (_MAX_COMPRESSION if item.compression else 1):
+            # A chunk in which nothing was recorded takes no space.
+            if size > num_bytes * (_MAX_COMPRESSION if item.chunks else 1):
                 raise ValueError(f"{name!r} has the shape {item.shape}, of {size} bytes; the file has {num_bytes}")
     schema.read_attributes(file)
     rows.read_modules(file)
@@ -150,6 +193,12 @@ def _check_content(file: h5py.File, path: Path) -> None:
         if schema.has_findings_or_facts(name):
             rows.read_findings(file[name].parent)
             rows.read_facts(file[name].parent)
+    if content.journal is not None:
+        for group in content.journal.tables:
+            content.table(group)
+        if content.journal.damaged_at is not None:
+            message = "The journal of %s is damaged at byte %d: the records from there on cannot be read."
+            _logger.warning(message, path, content.journal.damaged_at)
 
 
 def _check_table(group: h5py.Group, columns: list[str], histograms: bool) -> None:
@@ -164,77 +213,3 @@ def _check_table(group: h5py.Group, columns: list[str], histograms: bool) -> Non
     for name, is_as_expected in expected.items():
         if not is_as_expected:
             raise ValueError(f"{name!r} of {group.name!r} has another form than the store writes")
-
-
-# Files that a kill left in SWMR mode
-#
-# HDF5 opens such a file only as if its writer were alive: it reads metadata that it cannot parse again and again, and waits twice as long
-# each time for the writer to complete it. After a crash of the machine that never ends. So such a file is read as if it had been closed.
-
-# Superblock version 3: signature, version, sizes of offsets and lengths, flags; base address, extension's address, end of file,
-# root group's address; then a checksum. HDF5 File Format Specification, section II.A.
-_SUPERBLOCK = struct.Struct("<11sBQQQQ")
-_SIZE = _SUPERBLOCK.size + 4
-_SIGNATURE_3 = b"\x89HDF\r\n\x1a\n\x03"
-_WORD = 0xFFFF_FFFF
-
-
-class ClosedView(io.FileIO):
-    """A store's file as if it had been closed: not in use, and of its actual length. For ``h5py.File``, for reading only."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "r")
-        self._head = _closed(super().read(_SIZE), os.fstat(self.fileno()).st_size)
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # h5py hands over a memoryview
-        """Read from the current position; the superblock is that of a closed file."""
-        position = self.tell()
-        count = super().readinto(buffer)
-        if position < len(self._head):
-            end = min(count, len(self._head) - position)
-            buffer[:end] = self._head[position : position + end]
-        return count
-
-
-def is_in_use(path: Path) -> bool:
-    """Whether a file is marked as open for writing, by a live or a killed writer."""
-    return _flags_and_end(path)[0] != 0
-
-
-def _flags_and_end(path: Path) -> tuple[int, int]:
-    """The flags of a file's superblock, and the length of the file by it; zeros for a superblock of another version."""
-    with path.open("rb") as file:
-        head = file.read(_SIZE)
-    fields = _SUPERBLOCK.unpack_from(head) if len(head) == _SIZE and head.startswith(_SIGNATURE_3) else (b"", 0, 0, 0, 0, 0)
-    return fields[1], fields[4]
-
-
-def _closed(head: bytes, num_bytes: int) -> bytes:
-    """The superblock without flags and with this end of file; any other head is unchanged, for HDF5 to report."""
-    # A damaged superblock must not get a valid checksum.
-    if len(head) < _SIZE or _lookup3(head[:-4]) != int.from_bytes(head[-4:], "little"):
-        return head
-    constants, _, base, extension, _, root = _SUPERBLOCK.unpack_from(head)
-    closed = _SUPERBLOCK.pack(constants, 0, base, extension, num_bytes, root)
-    return closed + _lookup3(closed).to_bytes(4, "little")
-
-
-def _lookup3(data: bytes) -> int:
-    """HDF5's checksum of metadata: Bob Jenkins' ``lookup3``, ``hashlittle`` with start value 0; for at least 1 byte."""
-    a = b = c = (0xDEAD_BEEF + len(data)) & _WORD
-    blocks: list[tuple[int, ...]] = list(struct.iter_unpack("<III", data + bytes(-len(data) % 12)))
-    for x, y, z in blocks[:-1]:
-        a, b, c = (a + x) & _WORD, (b + y) & _WORD, (c + z) & _WORD
-        for bits in (4, 6, 8, 16, 19, 4):
-            # One line of the original, then the three are rotated.
-            a, c = ((a - c) & _WORD) ^ _rotate(c, bits), (c + b) & _WORD
-            a, b, c = b, c, a
-    a, b, c = ((word + more) & _WORD for word, more in zip((a, b, c), blocks[-1], strict=True))
-    for bits in (14, 11, 25, 16, 4, 14, 24):
-        c = ((c ^ b) - _rotate(b, bits)) & _WORD
-        a, b, c = b, c, a
-    return b
-
-
-def _rotate(word: int, bits: int) -> int:
-    return ((word << bits) | (word >> (32 - bits))) & _WORD

@@ -16,10 +16,12 @@ from lightning_module_monitor.errors import require
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.record import Finding
-from lightning_module_monitor.sinks.store import paths, rewrite, rows, schema, tensors
+from lightning_module_monitor.sinks.store import paths, schema, tensors
+from lightning_module_monitor.sinks.store.content import Content
 from lightning_module_monitor.sinks.store.matrices import read_numbers
 from lightning_module_monitor.sinks.store.plot import StorePlots
 from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, find_store, open_store
+from lightning_module_monitor.sinks.store.repair import repair
 from lightning_module_monitor.sinks.store.series import StoredSeries
 from lightning_module_monitor.sinks.store.tensor_paths import StoredTensor, read_tensors, tensor_path
 from lightning_module_monitor.suggestions import nearest
@@ -74,8 +76,8 @@ class StoreReader(StoredSeries, Described):
     def _describe(self) -> Description:
         def cells() -> list[tuple[str, ...]]:
             recorded = {**self._recorded_columns(histograms=False), **self._recorded_columns(histograms=True)}
-            with open_store(self.path) as file:
-                return [_cells(file, group, columns) for group, columns in recorded.items()]
+            with open_store(self.path) as content:
+                return [_cells(content, group, columns) for group, columns in recorded.items()]
 
         return description_of_file(self.path, "table", ("kind", "sites", "statistics", "records", "steps"), cells)
 
@@ -89,13 +91,13 @@ class StoreReader(StoredSeries, Described):
 
     def findings(self) -> list[Finding]:
         """The findings of training, in their order; a notebook shows them as a table."""
-        with open_store(self.path) as file:
-            return Findings(rows.read_findings(file))
+        with open_store(self.path) as content:
+            return Findings(content.findings())
 
     def facts(self) -> list[tuple[int, Facts]]:
         """Facts about training besides numbers, each with the first step that it holds for."""
-        with open_store(self.path) as file:
-            return rows.read_facts(file)
+        with open_store(self.path) as content:
+            return content.facts()
 
     @property
     def attributes(self) -> dict[str, object]:
@@ -105,8 +107,8 @@ class StoreReader(StoredSeries, Described):
         ``{"started", "last_record", "first_step", "configuration"}`` for each run that wrote to the file. Stores of
         earlier versions have no ``last_record``, the time of the run's last record.
         """
-        with open_store(self.path) as file:
-            return {"format_version": int(file.attrs["format_version"]), **vars(schema.read_attributes(file))}
+        with open_store(self.path) as content:
+            return {"format_version": int(content.file.attrs["format_version"]), **vars(content.attributes())}
 
     def to_frame(self) -> pandas.DataFrame:
         """All numbers as a tidy frame with a row for each recorded value.
@@ -119,8 +121,8 @@ class StoreReader(StoredSeries, Described):
             ImportError: If pandas is not installed.
         """
         pd = require("pandas", "pandas")
-        with open_store(self.path) as file:
-            matrices = [read_numbers(file, group) for group in schema.read_columns(file, histograms=False)]
+        with open_store(self.path) as content:
+            matrices = [read_numbers(content, group) for group in content.columns(histograms=False)]
         parts = []
         for matrix in matrices:
             row, column = np.nonzero(matrix.is_recorded)
@@ -202,27 +204,28 @@ class StoreReader(StoredSeries, Described):
     def _open_tensors(self) -> Iterator[h5py.File]:
         # If a run could not continue the file beside the store, its tensors are in a numbered file, which is opened by its path.
         beside = paths.tensors_path(self.path)
-        with open_store(beside if beside.exists() else self.path, is_checked=self._has_checked_tensors) as file:
+        with open_store(beside if beside.exists() else self.path, is_checked=self._has_checked_tensors) as content:
             self._has_checked_tensors = True
-            if not schema.has_tensors(file):
+            if not schema.has_tensors(content.file):
                 message = f"{str(self.path)!r} has no raw tensors: there is no {beside.name!r}. The callback's option capture writes them."
                 raise FileNotFoundError(message)
-            yield file
+            yield content.file
 
-    def repair(self) -> None:
-        """Make a store that a killed run left open readable for every HDF5 program; its content stays. Atomic.
+    def repair(self) -> bool:
+        """Take the journal that a killed run left into the file, so that every HDF5 program reads all of it. Atomic.
 
-        A closed file is not changed, nor are the raw tensors beside it, whose file is always closed.
+        Returns:
+            Whether there was such a journal.
 
         Raises:
             RuntimeError: If a run is still writing to it.
         """
-        rewrite.repair(self.path.resolve())
+        return repair(self.path.resolve())
 
 
-def _cells(file: h5py.File, group: str, columns: list[str]) -> tuple[str, ...]:
+def _cells(content: Content, group: str, columns: list[str]) -> tuple[str, ...]:
     """Kind, number of sites, statistics, number of records, and steps of a table."""
-    keys, steps = [Key.parse(schema.join(group, column)) for column in columns], schema.read_steps(file[group])
+    keys, steps = [Key.parse(schema.join(group, column)) for column in columns], content.table(group).steps
     statistics = ", ".join(dict.fromkeys(key.statistic for key in keys))
     num_sites = len({key.site for key in keys if key.site})
     return schema.kind_of(group), str(num_sites or ""), statistics, str(len(steps)), f"{steps.min()} to {steps.max()}"

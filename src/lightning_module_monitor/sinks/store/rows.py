@@ -32,7 +32,7 @@ def read_findings(group: h5py.Group) -> list[Finding]:
     """The findings in a file or in a group ``superseded``, in the order in which they were written; old files have none."""
     if FINDINGS not in group:
         return []
-    # A kill can leave a row without a name.
+    # In a file of an earlier version a kill could leave a row without a name.
     rows = group[FINDINGS][...]
     complete = ([value.decode() if isinstance(value, bytes) else value for value in row.tolist()] for row in rows if row["name"])
     return [Finding(**dict(zip(rows.dtype.names, values, strict=True))) for values in complete]
@@ -50,7 +50,7 @@ def read_facts(file: h5py.File) -> list[tuple[int, Facts]]:
         texts[step] = texts.get(step, b"") + text
     facts = []
     for step, text in texts.items():
-        with suppress(ValueError):  # a kill can leave an incomplete text
+        with suppress(ValueError):  # in a file of an earlier version a kill could leave an incomplete text
             facts.append((step, Facts.of_json(json.loads(text))))
     return facts
 

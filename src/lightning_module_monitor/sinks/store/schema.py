@@ -1,7 +1,7 @@
 """The schema of a run's HDF5 files, for writers, reader and copies.
 
-The store has a group for each kind, with ``values`` (steps x columns, float64), ``steps`` (int64) and ``columns`` (``site/statistic``). A
-row of ``values`` is a chunk: it is compressed and written once, and never rewritten while others read.
+The store has a group for each kind, with ``values`` (steps x columns, float64), ``steps`` (int64) and ``columns`` (``site/statistic``).
+Rows and columns are added at the ends.
 
 The histograms of a kind are a table of the same form, in the group ``histograms`` of the kind: ``values`` are steps x columns x ``bins``
 (int64 counts), ``bins`` is a text for each bin, and the attribute ``edges`` has the edges of the bins.
@@ -9,9 +9,10 @@ The histograms of a kind are a table of the same form, in the group ``histograms
 ``findings`` has a row for each finding. ``facts`` has the JSON of facts, each with the first step they hold for, in parts of 500 bytes.
 
 ``module table`` has a row for each module: its name in keys, type, number of parameters, and the shape (``[32, 64]``) and dtype of its
-first output. All rows exist from the start; shape and dtype are written in place once they are known.
+first output.
 
-``last record`` is the time of the last record (ISO 8601, UTC), written in place with each record.
+``last record`` is the time of the last record (ISO 8601, UTC). The attribute ``lineage`` is a random identifier of the file, and
+``generation`` counts how often the run replaced it: so its journal is known, see ``journal.py``.
 
 ``superseded/1``, ``superseded/2``, ... have the rows of steps that a resumed run has repeated, in groups like those above. Readers skip
 them.
@@ -21,9 +22,12 @@ A file of raw tensors has a dataset for each tensor, see ``tensors.py``; the att
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -50,6 +54,10 @@ LAST_RECORD = "last record"
 
 _RESERVED = {"", ".", WITHOUT_KIND, HISTOGRAMS, SUPERSEDED, FINDINGS, FACTS, "values", "steps", "columns"}
 _STEPS_PER_CHUNK = 256
+_NUMBERS_PER_CHUNK, _HISTOGRAMS_PER_CHUNK = (16, 512), (4, 32)
+"""Rows, and the most columns."""
+_FEWEST_COLUMNS = 8
+_BYTES_PER_BLOCK = 1 << 22
 _ROWS_PER_CHUNK = 4
 _TIME = np.dtype("S25")
 _RAW_TENSORS = "raw tensors"
@@ -61,6 +69,7 @@ Values = NDArray[np.float64] | NDArray[np.int64]
 # ------------------------------------------------------------------ keys and groups
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def split(key: str) -> tuple[str, str]:
     """Group and column of a key, e.g. ``("validation/activation", "model.fc/rms")``."""
     parsed = Key.parse(key)
@@ -97,12 +106,15 @@ def is_of_histograms(group: str) -> bool:
     return group.endswith(f"/{HISTOGRAMS}")
 
 
-def columns_by_group(keys: Iterable[str], histogram_keys: Iterable[str] = ()) -> dict[str, list[str]]:
-    """Columns by group for these keys, in their order, each column once."""
-    tables: dict[str, dict[str, None]] = {}
-    for group, column in (*map(split, keys), *map(split_histogram, histogram_keys)):
-        tables.setdefault(group, {})[column] = None
-    return {group: list(columns) for group, columns in tables.items()}
+def is_group(name: str) -> bool:
+    """Whether a name is that of a table that is not superseded."""
+    group = name.removesuffix(f"/{HISTOGRAMS}")
+    return group == WITHOUT_KIND or split(join(group, "site/statistic")) == (group, "site/statistic")
+
+
+def order_of(group: str) -> list[str]:
+    """Sorts tables as :func:`walk` finds them."""
+    return f"{group}/columns".split("/")
 
 
 def is_recorded(values: Values) -> NDArray[np.bool_]:
@@ -120,6 +132,13 @@ def is_superseded(name: str) -> bool:
 def has_findings_or_facts(name: str) -> bool:
     """Whether a dataset has findings or facts, also superseded ones."""
     return name.rpartition("/")[2] in DTYPES
+
+
+def empty_rows(group: str, num_rows: int, num_columns: int) -> Values:
+    """Rows of a table in which nothing was recorded."""
+    if is_of_histograms(group):
+        return np.full((num_rows, num_columns, len(LABELS)), NOT_COUNTED, np.int64)
+    return np.full((num_rows, num_columns), ABSENT)
 
 
 # ------------------------------------------------------------------ reading
@@ -159,13 +178,44 @@ class Attributes:
     earlier versions did not write; ``"copied_from"`` the path of the file with the rows of earlier runs, if they were copied."""
 
 
+def fixed(text: str) -> np.bytes_:
+    """A text as HDF5 stores it in a place of its own.
+
+    Those of variable length are in a heap, and reading a damaged heap never ends.
+    """
+    found: np.bytes_ = np.bytes_(text.encode())
+    return found
+
+
+def text_of(value: object) -> str:
+    """An attribute that is a text, of fixed or, in a file of an earlier version, of variable length; or a ``TypeError``."""
+    if not isinstance(value, bytes | str):
+        raise TypeError(f"an attribute is {value!r}, and not a text")
+    text = value.decode() if isinstance(value, bytes) else value
+    text.encode()  # fails for what is not a text
+    return text
+
+
+class Version(NamedTuple):
+    """Which file a store is."""
+
+    lineage: str
+    """Random identifier of the file; copies that begin another file have another."""
+    generation: int
+    """How often it was replaced."""
+    run: str
+    """Random identifier of the run that wrote it last."""
+
+
+def read_version(file: h5py.File) -> Version:
+    """The version; without a lineage for files that never had a journal."""
+    lineage, run = (text_of(file.attrs.get(name, b"")) for name in ("lineage", "run"))
+    return Version(lineage, int(file.attrs.get("generation", 0)), run)
+
+
 def read_attributes(file: h5py.File) -> Attributes:
     """The attributes of a file, checked for their types."""
-    texts = {name: file.attrs[name] for name in ("package_version", "started", "configurations")}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise TypeError(f"{name!r} is {text!r}")
-        text.encode()  # fails for bytes that are not a text
+    texts = {name: text_of(file.attrs[name]) for name in ("package_version", "started", "configurations")}
     runs = json.loads(texts["configurations"])
     if not isinstance(runs, list):
         raise TypeError(f"'configurations' is {runs!r}")
@@ -194,52 +244,87 @@ def read_columns_of(file: h5py.File, group: str) -> list[str]:
 
 
 def read_steps(group: h5py.Group) -> NDArray[np.int64]:
-    """The steps of the complete rows of a table, shape ``(rows,)``: a row is complete once its step is written."""
+    """The steps of the rows of a table, shape ``(rows,)``; a kill could leave a row without a step in files of earlier versions."""
     return np.asarray(group["steps"][: len(group["values"])], np.int64)
+
+
+def rows_per_block(dataset: h5py.Dataset) -> int:
+    """How many rows, whole chunks of them, to read or write at a time: a store can be larger than memory."""
+    num_rows: int = dataset.chunks[0]
+    bytes_per_row = dataset.dtype.itemsize * math.prod(dataset.shape[1:])
+    num_chunks: int = max(1, _BYTES_PER_BLOCK // (num_rows * max(1, bytes_per_row)))
+    return num_rows * num_chunks
 
 
 # ------------------------------------------------------------------ writing
 
 
-def create(file: h5py.File, attributes: Attributes, tables: Mapping[str, Sequence[str]] | None, modules: Sequence[ModuleInfo] = ()) -> None:
-    """Fill a new file with every group and dataset: readers with SWMR do not find those that are created later.
-
-    ``tables`` are columns by group, or ``None`` for a file of raw tensors; ``superseded/1/findings`` and ``superseded/1/facts`` are
-    datasets without columns.
-    """
+def create(file: h5py.File, *, of_tensors: bool) -> None:
+    """Fill a new file with what every store, or every file of raw tensors, has."""
     file.attrs["format_version"] = FORMAT_VERSION
-    file.attrs["package_version"] = attributes.package_version
-    file.attrs["started"] = attributes.started
-    file.attrs["configurations"] = json.dumps(attributes.configurations, default=str)
-    if tables is None:
-        file.attrs["content"] = _RAW_TENSORS
+    if of_tensors:
+        file.attrs["content"] = fixed(_RAW_TENSORS)
         return
-    last_record = attributes.configurations[-1].get("last_record", "") if attributes.configurations else ""
-    file.create_dataset(LAST_RECORD, data=np.bytes_(str(last_record)), dtype=_TIME)
+    file.create_dataset(LAST_RECORD, data=np.bytes_(""), dtype=_TIME)
+    for name in (FINDINGS, FACTS):
+        create_rows(file, name)
+
+
+def write_attributes(file: h5py.File, attributes: Attributes) -> None:
+    """Write the attributes."""
+    file.attrs["package_version"] = fixed(attributes.package_version)
+    file.attrs["started"] = fixed(attributes.started)
+    file.attrs["configurations"] = fixed(json.dumps(attributes.configurations, default=str))
+
+
+def write_version(file: h5py.File, version: Version) -> None:
+    """Write which file it is."""
+    file.attrs.update({"lineage": fixed(version.lineage), "generation": version.generation, "run": fixed(version.run)})
+
+
+def write_modules(file: h5py.File, modules: Sequence[ModuleInfo]) -> None:
+    """Write the table of modules."""
     if modules:
+        if MODULES in file:
+            del file[MODULES]
         file.create_dataset(MODULES, data=module_rows(modules)).make_scale(MODULES)
-    for name, columns in {FINDINGS: (), FACTS: (), **tables}.items():
-        if has_findings_or_facts(name):
-            last = name.rpartition("/")[2]
-            # Not compressed: a partly filled chunk would be compressed again, and move while others read it.
-            rows = file.create_dataset(name, (0,), DTYPES[last], maxshape=(None,), chunks=(_ROWS_PER_CHUNK,))
-            rows.make_scale(last)  # xarray requires a dimension for each axis
-        else:
-            # The group may exist: "validation/activation" lies in "validation", the group of a user's "validation/loss".
-            _create_table(file.require_group(name), columns, is_of_histograms(name))
+
+
+def create_rows(file: h5py.File, name: str) -> h5py.Dataset:
+    """Add an empty dataset for findings or facts."""
+    last = name.rpartition("/")[2]
+    dataset = file.create_dataset(name, (0,), DTYPES[last], maxshape=(None,), chunks=(_ROWS_PER_CHUNK,))
+    dataset.make_scale(last)  # xarray requires a dimension for each axis
+    return dataset
+
+
+def require_table(file: h5py.File, name: str, columns: Sequence[str]) -> h5py.Group:
+    """The table of this name, with these columns, of which it may have only the first ones, or be absent."""
+    # The group may exist without a table: "validation/activation" lies in "validation", the group of a user's "validation/loss".
+    group = file.require_group(name)
+    if "values" not in group:
+        _create_table(group, columns, is_of_histograms(name))
+    elif len(columns) > len(group["columns"]):
+        values, names = group["values"], group["columns"]
+        values.resize(len(columns), axis=1)
+        values.dims[1].detach_scale(names)
+        del group["columns"]
+        _attach(values, 1, _texts(group, "columns", columns))
+    return group
 
 
 def _create_table(group: h5py.Group, columns: Sequence[str], histograms: bool) -> None:
-    shape = (len(columns), len(LABELS)) if histograms else (len(columns),)
+    bins = (len(LABELS),) if histograms else ()
+    num_rows, most_columns = _HISTOGRAMS_PER_CHUNK if histograms else _NUMBERS_PER_CHUNK
     values = group.create_dataset(
         "values",
-        (0, *shape),
+        (0, len(columns), *bins),
         "i8" if histograms else "f8",
-        maxshape=(None, *shape),
-        chunks=(1, *shape),
-        shuffle=True,
-        compression="gzip",
-        compression_opts=1,
+        maxshape=(None, None, *bins),
+        # A column of a wide table is read without the others.
+        chunks=(num_rows, min(most_columns, max(len(columns), _FEWEST_COLUMNS)), *bins),
+        # Most counts are zero; the bits of numbers are random, and compressing them takes twenty times as long as writing them.
+        **({"shuffle": True, "compression": "gzip", "compression_opts": 1} if histograms else {}),
         fillvalue=NOT_COUNTED if histograms else ABSENT,
     )
     scales = [group.create_dataset("steps", (0,), "i8", maxshape=(None,), chunks=(_STEPS_PER_CHUNK,)), _texts(group, "columns", columns)]
@@ -247,16 +332,18 @@ def _create_table(group: h5py.Group, columns: Sequence[str], histograms: bool) -
         scales.append(_texts(group, "bins", LABELS))
         values.attrs["edges"] = EDGES
     for axis, scale in enumerate(scales):
-        scale.make_scale(scale.name.rpartition("/")[2])
-        values.dims[axis].attach_scale(scale)
+        _attach(values, axis, scale)
+
+
+def _attach(values: h5py.Dataset, axis: int, scale: h5py.Dataset) -> None:
+    scale.make_scale(scale.name.rpartition("/")[2])
+    values.dims[axis].attach_scale(scale)
 
 
 def _texts(group: h5py.Group, name: str, texts: Sequence[str]) -> h5py.Dataset:
-    # Of fixed length: SWMR does not support variable length.
-    encoded = [text.encode() for text in texts]
-    return group.create_dataset(name, data=np.array(encoded, dtype=f"S{max(1, *map(len, encoded))}"))
+    return group.create_dataset(name, data=np.array([text.encode() for text in texts], dtype=np.bytes_))
 
 
 def has_tensors(file: h5py.File) -> bool:
     """Whether a file has raw tensors."""
-    return bool(file.attrs.get("content") == _RAW_TENSORS)
+    return file.attrs.get("content") in (_RAW_TENSORS, _RAW_TENSORS.encode())

@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.display import Modules
 from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
 from lightning_module_monitor.record import ModuleInfo
-from lightning_module_monitor.sinks.store import rows, schema
+from lightning_module_monitor.sinks.store import schema
+from lightning_module_monitor.sinks.store.content import Content
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
 from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, open_store
 from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_examples
@@ -91,9 +91,9 @@ class StoredSeries:
     def _joined(self, keys: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The steps in which any of the keys was recorded, and the values, with a column for each key."""
         by_key = {}
-        with open_store(self.path) as file:
+        with open_store(self.path) as content:
             for group in dict.fromkeys(schema.split(key)[0] for key in keys):
-                matrix = read_numbers(file, group)
+                matrix = read_numbers(content, group)
                 for parts, numbers, recorded in zip(matrix.keys, matrix.values.T, matrix.is_recorded.T, strict=True):
                     by_key[parts.format()] = matrix.steps[recorded], numbers[recorded]
         steps = np.unique(np.concatenate([by_key[key][0] for key in keys]))
@@ -136,14 +136,14 @@ class StoredSeries:
 
     def _column(self, group: str, column: str) -> tuple[NDArray[np.int64], schema.Values] | None:
         """The recorded rows of a column, with their steps; ``None`` if there is no such column."""
-        with open_store(self.path) as file:
-            columns = schema.read_columns_of(file, group)
-            if column not in columns:
+        with open_store(self.path) as content:
+            table = content.table(group)
+            if column not in table.columns:
                 return None
-            steps, index = schema.read_steps(file[group]), columns.index(column)
-            rows: schema.Values = file[group]["values"][: len(steps), index : index + 1]
+            index = table.columns.index(column)
+            rows = table.read(columns=slice(index, index + 1))
         recorded = schema.is_recorded(rows)[:, 0]
-        return steps[recorded], rows[recorded, 0]
+        return table.steps[recorded], rows[recorded, 0]
 
     # -------------------------------------------------------------- by kind
 
@@ -152,8 +152,8 @@ class StoredSeries:
 
         A notebook shows them as a table. Empty for a store of an earlier version, and if no module was monitored.
         """
-        with open_store(self.path) as file:
-            return Modules(rows.read_modules(file))
+        with open_store(self.path) as content:
+            return Modules(content.modules())
 
     def kinds(self) -> list[str]:
         """The parts of keys before site and statistic, for :meth:`matrix`: ``activation``, ``validation/activation``.
@@ -175,8 +175,8 @@ class StoredSeries:
         Returns:
             Steps, keys and values.
         """
-        with open_store(self.path) as file:
-            return read_numbers(file, self._group(file, kind, histograms=False))
+        with open_store(self.path) as content:
+            return read_numbers(content, self._group(content, kind, histograms=False))
 
     def histogram_matrix(self, kind: str, max_rows: int | None = None) -> HistogramMatrix:
         """The histograms of a kind, in one read.
@@ -188,11 +188,11 @@ class StoredSeries:
         Returns:
             Steps, keys and counts.
         """
-        with open_store(self.path) as file:
-            return read_histograms(file, self._group(file, kind, histograms=True), max_rows)
+        with open_store(self.path) as content:
+            return read_histograms(content, self._group(content, kind, histograms=True), max_rows)
 
-    def _group(self, file: h5py.File, kind: str, *, histograms: bool) -> str:
-        group_by_kind = {schema.kind_of(group): group for group in schema.read_columns(file, histograms=histograms)}
+    def _group(self, content: Content, kind: str, *, histograms: bool) -> str:
+        group_by_kind = {schema.kind_of(group): group for group in content.columns(histograms=histograms)}
         if kind not in group_by_kind:
             raise AbsentKeyError(f"{str(self.path)!r} has no kind {kind!r}{nearest(kind, group_by_kind)}")
         return group_by_kind[kind]
@@ -200,7 +200,7 @@ class StoredSeries:
     def _recorded_columns(self, *, histograms: bool) -> dict[str, list[str]]:
         """The columns of numbers, or of histograms, by group, that were ever recorded: a planned site may never run."""
         recorded = {}
-        with open_store(self.path) as file:
-            for group, columns in schema.read_columns(file, histograms=histograms).items():
-                recorded[group] = [columns[index] for index in np.flatnonzero(filled_columns(file[group]))]
+        with open_store(self.path) as content:
+            for group, columns in content.columns(histograms=histograms).items():
+                recorded[group] = [columns[index] for index in np.flatnonzero(filled_columns(content.table(group)))]
         return {group: columns for group, columns in recorded.items() if columns}

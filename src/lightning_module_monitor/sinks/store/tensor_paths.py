@@ -42,6 +42,6 @@ def read_tensors(file: h5py.File) -> list[StoredTensor]:
             kind, _, rest = path.partition("/")
             site, _, last = rest.rpartition("/")
             call = int(last.partition(_CALL)[2] or 0)
-            stored = StoredTensor(kind, site, step_of(path), call, dataset.attrs["dtype"], dataset.shape)
+            stored = StoredTensor(kind, site, step_of(path), call, schema.text_of(dataset.attrs["dtype"]), dataset.shape)
             tensors[stored] = int(dataset.attrs["index"])
     return sorted(tensors, key=lambda stored: (stored.step, tensors[stored]))

@@ -22,11 +22,14 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks.store import lock, paths, rewrite, space
-from lightning_module_monitor.sinks.store.open_file import Entry
+from lightning_module_monitor.sinks.store import paths, schema
+from lightning_module_monitor.sinks.store.encoder import Entry
+from lightning_module_monitor.sinks.store.file_writer import Writer
 from lightning_module_monitor.sinks.store.read_access import open_store
+from lightning_module_monitor.sinks.store.schema import Version
+from lightning_module_monitor.sinks.store.successor import successor
 from lightning_module_monitor.sinks.store.tensor_paths import read_tensors, tensor_path
-from lightning_module_monitor.sinks.store.writer import Store, Writer
+from lightning_module_monitor.sinks.store.writer import Store
 
 if TYPE_CHECKING:  # numbers are read without torch
     from torch import Tensor
@@ -39,10 +42,10 @@ class TensorStore(Writer):
     copies the earlier run's tensors, even if the record has no tensors.
     """
 
-    _ITEMS = "tensors"
+    _HAS_TENSORS = True
 
-    def _concerns(self, record: Entry) -> bool:
-        return bool(record.tensors) or (self._lock is None and self._has_to_resume)
+    def _concerns(self, entry: Entry) -> bool:
+        return bool(entry.record.tensors) or (self._lock is None and self._has_to_resume)
 
     @functools.cached_property
     def _has_to_resume(self) -> bool:
@@ -50,26 +53,22 @@ class TensorStore(Writer):
         if self._resumed is None or self._resume_from is None or not paths.has_content(self._resumed):
             return False
         try:
-            with open_store(self._resumed, has_writer=lock.has_holder(self._resumed)) as file:
-                return any((stored.step >= self._resume_from) is (self._resumed == self.path) for stored in read_tensors(file))
+            with open_store(self._resumed) as content:
+                stored = read_tensors(content.file)
+                return any((tensor.step >= self._resume_from) is (self._resumed == self.path) for tensor in stored)
         except Exception:  # the damage is logged once there are tensors to write
             return False
 
     def _finish(self) -> None:
-        """Do nothing: the file is closed after each record."""
+        """Do nothing: the file has every record."""
 
-    def _append(self, record: Entry) -> None:
-        if not record.tensors:
-            return
-        num_bytes = sum(raw.value.numel() * raw.value.element_size() for raw in record.tensors)
-        with rewrite.successor(self.path) as file, space.room(file, num_bytes + space.bytes_beside_tensors(len(record.tensors))):
-            for index, raw in enumerate(record.tensors):
-                path = tensor_path(raw.kind, raw.site, record.step, raw.call)
-                if path in file:  # a second record of the step replaces the first, as in the store
-                    del file[path]
-                dataset = file.create_dataset(path, data=_to_array(raw.value))
-                dataset.attrs["dtype"] = str(raw.value.dtype).removeprefix("torch.")
-                dataset.attrs["index"] = index
+    def _append(self, entry: Entry) -> None:
+        if entry.record.tensors:
+            with successor(self.path, self.path) as file:
+                _write(file, entry.record)
+
+    def _fill(self, file: h5py.File, entry: Entry, version: Version) -> None:
+        _write(file, entry.record)
 
 
 class RunFiles(Store):
@@ -81,8 +80,7 @@ class RunFiles(Store):
     def __init__(self, path: str | os.PathLike[str], *, resumed: Path | None = None, **options: Any) -> None:
         super().__init__(path, resumed=resumed, **options)
         self._tensors: TensorStore | None = None
-        self._options = {name: value for name, value in options.items() if name not in ("keys", "histogram_keys")}
-        self._options["resumed"] = None if resumed is None else paths.tensors_path(resumed)
+        self._options = options | {"resumed": None if resumed is None else paths.tensors_path(resumed)}
 
     def write(self, record: Record, findings: Sequence[Finding] = (), facts: Facts | None = None) -> None:
         """Append a record, what was found with it, and the facts of its step. Never raises."""
@@ -99,6 +97,16 @@ class RunFiles(Store):
             self._tensors.close()
 
 
+def _write(file: h5py.File, record: Record) -> None:
+    for index, raw in enumerate(record.tensors):
+        path = tensor_path(raw.kind, raw.site, record.step, raw.call)
+        if path in file:  # a second record of the step replaces the first, as in the store
+            del file[path]
+        dataset = file.create_dataset(path, data=_to_array(raw.value))
+        dataset.attrs["dtype"] = schema.fixed(str(raw.value.dtype).removeprefix("torch."))
+        dataset.attrs["index"] = index
+
+
 def find_tensor(file: h5py.File, path: str) -> Tensor | None:
     """A tensor of a file, on the CPU, bit for bit as it was; ``None`` if the file does not have it."""
     import torch
@@ -106,7 +114,7 @@ def find_tensor(file: h5py.File, path: str) -> Tensor | None:
     dataset = file.get(path)
     if not isinstance(dataset, h5py.Dataset):
         return None
-    value = torch.empty(dataset.shape, dtype=getattr(torch, dataset.attrs["dtype"]))
+    value = torch.empty(dataset.shape, dtype=getattr(torch, schema.text_of(dataset.attrs["dtype"])))
     if value.numel():
         dataset.read_direct(_to_array(value))
     return value
