@@ -22,6 +22,8 @@ from lightning_module_monitor.sinks.store.writer import Store
 
 # Says each step once its record is written; with "widen" every seventh step brings a new key.
 WRITER = """
+from lightning_module_monitor.sinks.store import writer
+writer._SMALL = 20_000  # the file is replaced often
 store = Store(path, configuration={"by": "writer"})
 for step in range(100_000):
     late = {f"activation/late.{step // 7}/rms": 1.0} if sys.argv[2] == "widen" else {}
@@ -31,11 +33,19 @@ for step in range(100_000):
 
 
 def run_and_kill(path: Path, mode: str, wait_s: float) -> int:
-    """Kill a writer so long after its first record; returns the last step that it reported."""
+    """Kill a writer so long after its first record, and read all the time; returns the last step that it reported."""
     process = start(WRITER, path, mode)
     assert process.stdout is not None
     first = process.stdout.readline()
-    time.sleep(wait_s)
+    end, num_before = time.monotonic() + wait_s, 0
+    while time.monotonic() < end:
+        steps, values = load_store(path).series("activation/fc/rms")
+        np.testing.assert_array_equal(steps, np.arange(len(steps)))
+        np.testing.assert_array_equal(values, 0.5 * steps)
+        assert len(steps) >= num_before
+        num_before = len(steps)
+        with h5py.File(path) as file:  # at any time a plain file
+            assert file["activation/values"][0, 0] == 0
     return kill(process, first)
 
 
@@ -52,9 +62,9 @@ def assert_written(path: Path, last_step: int) -> None:
 @pytest.mark.parametrize("mode", ["append", "widen"])
 @pytest.mark.shows("kill -9", "store and loggers")
 def test_what_was_written_survives_kill_9(tmp_path: Path, mode: str) -> None:
-    """Killed at any moment, also while columns are added: readable at once, and as plain HDF5 after a repair."""
+    """Killed at any moment, also while columns are added or the file is replaced: read all the time, and plain HDF5 after a repair."""
     rng = np.random.default_rng()
-    for number in range(6):
+    for number in range(10):
         path = tmp_path / f"m{number}.h5"
         last_step = run_and_kill(path, mode, wait_s=float(rng.uniform(0, 0.25)))
         assert_written(path, last_step)

@@ -33,13 +33,15 @@ class StoredTable:
         """How many of the rows the file has."""
         self._row_of: NDArray[np.intp] = np.empty(0, np.intp)
         """The row to which each of the journal's belongs, ascending."""
-        added = None if journal is None else journal.tables.get(group)
+        added = None if journal is None else journal.index.tables.get(group)
         if added is None:
             return
         self.columns = self.columns + added.new_columns
-        if len(added.widths) and max(added.widths) > len(self.columns):
-            raise ValueError(f"the journal's table {group!r} has rows of {max(added.widths)} columns, and not {len(self.columns)}")
-        steps = np.array(added.steps, np.int64)
+        num_added = len(added.widths)  # another thread may add some
+        widest = max(added.widths, default=0)
+        if widest > len(self.columns):
+            raise ValueError(f"the journal's table {group!r} has rows of {widest} columns, and not {len(self.columns)}")
+        steps = np.array(added.steps[:num_added], np.int64)
         is_new = np.ones(len(steps), np.bool_)
         is_new[1:] = steps[1:] != steps[:-1]
         is_new[:1] &= steps[:1] != self.steps[-1:] if self.num_in_file else True
@@ -86,7 +88,7 @@ class Content:
         """The columns of every table, of those of histograms, or of the others, by group."""
         columns = schema.read_columns(self.file, histograms=histograms)
         if self.journal is not None:
-            for group, table in self.journal.tables.items():
+            for group, table in self.journal.index.tables.items():
                 if histograms in (None, schema.is_of_histograms(group)):
                     columns[group] = columns.get(group, []) + table.new_columns
         return {group: columns[group] for group in sorted(columns, key=schema.order_of)}
@@ -97,20 +99,20 @@ class Content:
 
     def findings(self) -> list[Finding]:
         """The findings, in the order in which they were written."""
-        return rows.read_findings(self.file) + ([] if self.journal is None else self.journal.findings)
+        return rows.read_findings(self.file) + ([] if self.journal is None else self.journal.index.findings)
 
     def facts(self) -> list[tuple[int, Facts]]:
         """The facts of training, each with the first step that they hold for."""
-        return rows.read_facts(self.file) + ([] if self.journal is None else self.journal.facts)
+        return rows.read_facts(self.file) + ([] if self.journal is None else self.journal.index.facts)
 
     def modules(self) -> list[ModuleInfo]:
         """The modules of the model, in its order."""
         modules = rows.read_modules(self.file)
-        return modules if self.journal is None else rows.merged_modules(modules, self.journal.modules)
+        return modules if self.journal is None else rows.merged_modules(modules, self.journal.index.modules)
 
     def attributes(self) -> schema.Attributes:
         """The attributes."""
         attributes = schema.read_attributes(self.file)
-        if self.journal is not None and self.journal.last_record:
-            attributes.configurations[-1]["last_record"] = self.journal.last_record
+        if self.journal is not None and self.journal.index.last_record:
+            attributes.configurations[-1]["last_record"] = self.journal.index.last_record
         return attributes

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,9 +84,10 @@ def record_frame(part: Part, columns: Mapping[str, Sequence[str]], rows: Mapping
     return _frame(_RECORD, _LENGTH.pack(len(text)), text, *(np.ascontiguousarray(row) for row in rows.values()))
 
 
-def _as_number(number: np.generic) -> float:
+def _as_number(number: np.generic) -> int | float:
     """A number of numpy as one of Python."""
-    return float(number)
+    plain: int | float = number.item()
+    return plain
 
 
 def _frame(kind: bytes, *parts: Any) -> bytes:
@@ -150,7 +152,7 @@ class JournalFile:
 
     def opened(self) -> BinaryIO:
         """The file opened for reading, even if it has no name any more."""
-        return os.fdopen(os.dup(self._descriptor), "rb", buffering=0)
+        return os.fdopen(os.dup(self._descriptor), "rb")
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -162,8 +164,8 @@ class JournalFile:
 def set_aside(path: Path, lineage: str) -> Path | None:
     """Give a journal that is not of this lineage another name, if it has records; returns the name."""
     try:
-        with path.open("rb", buffering=0) as file:
-            found = Journal(file)
+        with path.open("rb") as file:
+            found = Journal(file).index
             is_kept = found.head.lineage != lineage and bool(found.tables)
     except FileNotFoundError:
         return None
@@ -176,7 +178,7 @@ def remove(path: Path, lineage: str) -> None:
     """Remove a journal, all of which is in the file of this lineage."""
     # Windows removes no open file. A journal of an earlier generation does no harm, nor does one that cannot be read.
     with suppress(OSError, ValueError, TypeError):
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             is_of_file = read_head(file).lineage == lineage
         if is_of_file:
             path.unlink()
@@ -202,18 +204,11 @@ class JournalRows:
     """Numbers of columns."""
 
 
-class Journal:
-    """What a journal has: an index of its rows, which are read when they are asked for, and all the rest.
+class Index:
+    """What a journal has, but for the rows, which it has the places of. It grows with the journal."""
 
-    Args:
-        file: The journal opened for reading, without a buffer; it stays open as long as rows are read.
-
-    Raises:
-        ValueError: If it is no journal, of a newer format, or has a frame that no run writes.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, head: Head) -> None:
+        self.head = head
         self.tables: dict[str, JournalRows] = {}
         self.findings: list[Finding] = []
         self.facts: list[tuple[int, Facts]] = []
@@ -225,25 +220,24 @@ class Journal:
         """Whether the run that wrote it ended."""
         self.damaged_at: int | None = None
         """Where a frame in the middle of the file does not have its checksum: nothing from there on is read."""
-        frames = _frames(file)
-        self.head = _head_of(next(frames, _NONE))
-        for frame in frames:
-            if not frame.is_whole:
-                self.damaged_at = frame.offset
-            elif frame.kind == _RECORD:
-                self._take(frame.payload, frame.offset)
-            elif frame.kind == _END:
-                self.has_ended = True
-            else:
-                raise ValueError(f"it has a frame of the unknown type {frame.kind!r}")
+        self._end = 0
+        self._lock = threading.Lock()
 
-    def read(self, group: str, row: int, first: int, last: int) -> schema.Values:
-        """The columns from ``first`` to before ``last`` of a row of a table, as many of them as it has."""
-        rows, item = self.tables[group], _dtype_of(group)
-        last = min(last, rows.widths[row])
-        count = max(0, last - first)
-        self._file.seek(rows.offsets[row] + first * item.itemsize)
-        return np.frombuffer(_read(self._file, count * item.itemsize), item, count)
+    def update(self, file: BinaryIO) -> None:
+        """Take in the frames that came since."""
+        with self._lock:
+            for frame in _frames(file, self._end):
+                if not frame.is_whole:
+                    self.damaged_at = frame.offset
+                elif frame.kind == _RECORD:
+                    self._take(frame.payload, frame.offset)
+                elif frame.kind == _END:
+                    self.has_ended = True
+                elif frame.kind != _HEAD or self._end:
+                    raise ValueError(f"it has a frame of the unknown type {frame.kind!r}")
+                if self.has_ended or not frame.is_whole:
+                    return
+                self._end = frame.offset + len(frame.payload)
 
     def _take(self, payload: bytes, offset: int) -> None:
         """Take a record in."""
@@ -281,6 +275,30 @@ class Journal:
         self._rows_of(group).new_columns += columns
 
 
+class Journal:
+    """A journal that is open for reading. Its rows are read when they are asked for.
+
+    Args:
+        file: The file, which stays open as long as rows are read.
+        known: The same journal when it was read before: only what came since is read.
+
+    Raises:
+        ValueError: If it is no journal, of a newer format, or has a frame that no run writes.
+    """
+
+    def __init__(self, file: BinaryIO, known: Journal | None = None) -> None:
+        self._file, head = file, read_head(file)
+        self.index: Index = known.index if known is not None and known.index.head == head else Index(head)
+        self.index.update(file)
+
+    def read(self, group: str, row: int, first: int, last: int) -> schema.Values:
+        """The columns from ``first`` to before ``last`` of a row of a table, as many of them as it has."""
+        rows, item = self.index.tables[group], _dtype_of(group)
+        count = max(0, min(last, rows.widths[row]) - first)
+        self._file.seek(rows.offsets[row] + first * item.itemsize)
+        return np.frombuffer(_read(self._file, count * item.itemsize), item, count)
+
+
 class _Frame(NamedTuple):
     kind: bytes
     payload: bytes
@@ -293,11 +311,11 @@ class _Frame(NamedTuple):
 _NONE = _Frame(b"", b"", 0, is_whole=False)
 
 
-def _frames(file: BinaryIO) -> Iterator[_Frame]:
-    """The frames, up to the first that has another checksum, or is cut off."""
-    num_bytes, at = file.seek(0, os.SEEK_END), 0
+def _frames(file: BinaryIO, at: int = 0) -> Iterator[_Frame]:
+    """The frames from a place on, up to the first that has another checksum, or is cut off."""
+    num_bytes = file.seek(0, os.SEEK_END)
+    file.seek(at)
     while at + _FRAME.size <= num_bytes:
-        file.seek(at)
         try:
             length, checksum, kind = _FRAME.unpack(_read(file, _FRAME.size))
             offset = at + _FRAME.size

@@ -47,8 +47,8 @@ def has_ended(path: Path, clock: Path, resumed_run: str) -> bool:
         resumed_run: Identifier of the run that is resumed, if its checkpoint has one: that run has ended.
     """
     try:
-        with path.open("rb", buffering=0) as file:
-            found = Journal(file)
+        with path.open("rb") as file:
+            found = Journal(file).index
             modified = os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return True

@@ -76,12 +76,13 @@ def _is_of_run(path: Path) -> bool:
 
 
 @contextmanager
-def open_store(path: Path, *, is_checked: bool = True) -> Iterator[Content]:
+def open_store(path: Path, *, is_checked: bool = True, known: Journal | None = None) -> Iterator[Content]:
     """A store's file and its journal, or a file of raw tensors, opened for reading.
 
     Args:
         path: The file.
         is_checked: Whether the content was checked before; otherwise it is checked now.
+        known: Its journal when it was read before.
 
     Raises:
         FileNotFoundError: If there is no file.
@@ -91,7 +92,7 @@ def open_store(path: Path, *, is_checked: bool = True) -> Iterator[Content]:
         raise FileNotFoundError(f"There is no store at {str(path)!r}.")
     with ExitStack() as stack:
         try:
-            content = _open(path, stack)
+            content = _open(path, stack, known)
             if not is_checked:
                 _check_content(content, path)
             yield content
@@ -103,7 +104,7 @@ def open_store(path: Path, *, is_checked: bool = True) -> Iterator[Content]:
             raise ConfigError(message) from error
 
 
-def _open(path: Path, stack: ExitStack) -> Content:
+def _open(path: Path, stack: ExitStack, known: Journal | None) -> Content:
     """The file with its journal, if that goes on from this file.
 
     The journal is opened first. A writer replaces the file first: so a file of a later generation has what this journal has.
@@ -117,7 +118,7 @@ def _open(path: Path, stack: ExitStack) -> Content:
             if journal is None or found is None or found.lineage != version.lineage or found.generation < version.generation:
                 return Content(file)
             if found.generation == version.generation:
-                return Content(file, Journal(journal))
+                return Content(file, Journal(journal, known))
         except ConfigError:
             raise
         except Exception as error:  # a stranger's journal can have anything
@@ -132,7 +133,7 @@ def _open(path: Path, stack: ExitStack) -> Content:
 
 def _open_journal(path: Path, stack: ExitStack) -> BinaryIO | None:
     try:
-        journal = stack.enter_context(paths.journal_path(path).open("rb", buffering=0))
+        journal = stack.enter_context(paths.journal_path(path).open("rb"))
     except FileNotFoundError:
         return None
     return journal if os.fstat(journal.fileno()).st_size else None  # after a power cut it can be empty
@@ -194,11 +195,11 @@ def _check_content(content: Content, path: Path) -> None:
             rows.read_findings(file[name].parent)
             rows.read_facts(file[name].parent)
     if content.journal is not None:
-        for group in content.journal.tables:
+        for group in content.journal.index.tables:
             content.table(group)
-        if content.journal.damaged_at is not None:
+        if content.journal.index.damaged_at is not None:
             message = "The journal of %s is damaged at byte %d: the records from there on cannot be read."
-            _logger.warning(message, path, content.journal.damaged_at)
+            _logger.warning(message, path, content.journal.index.damaged_at)
 
 
 def _check_table(group: h5py.Group, columns: list[str], histograms: bool) -> None:

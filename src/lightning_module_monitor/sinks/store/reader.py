@@ -76,7 +76,7 @@ class StoreReader(StoredSeries, Described):
     def _describe(self) -> Description:
         def cells() -> list[tuple[str, ...]]:
             recorded = {**self._recorded_columns(histograms=False), **self._recorded_columns(histograms=True)}
-            with open_store(self.path) as content:
+            with self._open() as content:
                 return [_cells(content, group, columns) for group, columns in recorded.items()]
 
         return description_of_file(self.path, "table", ("kind", "sites", "statistics", "records", "steps"), cells)
@@ -91,12 +91,12 @@ class StoreReader(StoredSeries, Described):
 
     def findings(self) -> list[Finding]:
         """The findings of training, in their order; a notebook shows them as a table."""
-        with open_store(self.path) as content:
+        with self._open() as content:
             return Findings(content.findings())
 
     def facts(self) -> list[tuple[int, Facts]]:
         """Facts about training besides numbers, each with the first step that it holds for."""
-        with open_store(self.path) as content:
+        with self._open() as content:
             return content.facts()
 
     @property
@@ -107,7 +107,7 @@ class StoreReader(StoredSeries, Described):
         ``{"started", "last_record", "first_step", "configuration"}`` for each run that wrote to the file. Stores of
         earlier versions have no ``last_record``, the time of the run's last record.
         """
-        with open_store(self.path) as content:
+        with self._open() as content:
             return {"format_version": int(content.file.attrs["format_version"]), **vars(content.attributes())}
 
     def to_frame(self) -> pandas.DataFrame:
@@ -121,7 +121,7 @@ class StoreReader(StoredSeries, Described):
             ImportError: If pandas is not installed.
         """
         pd = require("pandas", "pandas")
-        with open_store(self.path) as content:
+        with self._open() as content:
             matrices = [read_numbers(content, group) for group in content.columns(histograms=False)]
         parts = []
         for matrix in matrices:

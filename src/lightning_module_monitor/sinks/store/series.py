@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.content import Content
+from lightning_module_monitor.sinks.store.journal import Journal
 from lightning_module_monitor.sinks.store.matrices import HistogramMatrix, Matrix, filled_columns, read_histograms, read_numbers
 from lightning_module_monitor.sinks.store.read_access import AbsentKeyError, open_store
 from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_examples
@@ -25,6 +27,14 @@ class StoredSeries:
     def __init__(self, path: Path) -> None:
         self.path = path
         """The file."""
+        self._journal: Journal | None = None
+        """As it was last read."""
+
+    @contextmanager
+    def _open(self) -> Iterator[Content]:
+        with open_store(self.path, known=self._journal) as content:
+            self._journal = content.journal
+            yield content
 
     # -------------------------------------------------------------- by key
 
@@ -91,7 +101,7 @@ class StoredSeries:
     def _joined(self, keys: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The steps in which any of the keys was recorded, and the values, with a column for each key."""
         by_key = {}
-        with open_store(self.path) as content:
+        with self._open() as content:
             for group in dict.fromkeys(schema.split(key)[0] for key in keys):
                 matrix = read_numbers(content, group)
                 for parts, numbers, recorded in zip(matrix.keys, matrix.values.T, matrix.is_recorded.T, strict=True):
@@ -136,7 +146,7 @@ class StoredSeries:
 
     def _column(self, group: str, column: str) -> tuple[NDArray[np.int64], schema.Values] | None:
         """The recorded rows of a column, with their steps; ``None`` if there is no such column."""
-        with open_store(self.path) as content:
+        with self._open() as content:
             table = content.table(group)
             if column not in table.columns:
                 return None
@@ -152,7 +162,7 @@ class StoredSeries:
 
         A notebook shows them as a table. Empty for a store of an earlier version, and if no module was monitored.
         """
-        with open_store(self.path) as content:
+        with self._open() as content:
             return Modules(content.modules())
 
     def kinds(self) -> list[str]:
@@ -175,7 +185,7 @@ class StoredSeries:
         Returns:
             Steps, keys and values.
         """
-        with open_store(self.path) as content:
+        with self._open() as content:
             return read_numbers(content, self._group(content, kind, histograms=False))
 
     def histogram_matrix(self, kind: str, max_rows: int | None = None) -> HistogramMatrix:
@@ -188,7 +198,7 @@ class StoredSeries:
         Returns:
             Steps, keys and counts.
         """
-        with open_store(self.path) as content:
+        with self._open() as content:
             return read_histograms(content, self._group(content, kind, histograms=True), max_rows)
 
     def _group(self, content: Content, kind: str, *, histograms: bool) -> str:
@@ -200,7 +210,7 @@ class StoredSeries:
     def _recorded_columns(self, *, histograms: bool) -> dict[str, list[str]]:
         """The columns of numbers, or of histograms, by group, that were ever recorded: a planned site may never run."""
         recorded = {}
-        with open_store(self.path) as content:
+        with self._open() as content:
             for group, columns in content.columns(histograms=histograms).items():
                 recorded[group] = [columns[index] for index in np.flatnonzero(filled_columns(content.table(group)))]
         return {group: columns for group, columns in recorded.items() if columns}

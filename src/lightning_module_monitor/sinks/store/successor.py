@@ -94,17 +94,17 @@ class _Disk(io.FileIO):
 def take_in(file: h5py.File, journal: Journal) -> None:
     """Add what a journal has to a store's file."""
     content = Content(file, journal)
-    for group, table in {group: content.table(group) for group in journal.tables}.items():
+    for group, table in {group: content.table(group) for group in journal.index.tables}.items():
         target = schema.require_table(file, group, table.columns)
         for first, block in table.blocks(table.first_changed, schema.rows_per_block(target["values"])):
             _put(target["values"], first, block)
         _put(target["steps"], table.num_in_file, table.steps[table.num_in_file :])
     schema.write_modules(file, content.modules())
-    _append(file[rows.FINDINGS], rows.finding_rows(journal.findings))
-    for step, facts in journal.facts:
+    _append(file[rows.FINDINGS], rows.finding_rows(journal.index.findings))
+    for step, facts in journal.index.facts:
         _append(file[rows.FACTS], rows.fact_rows(step, facts))
-    if journal.last_record:
-        file[schema.LAST_RECORD][()] = journal.last_record.encode()
+    if journal.index.last_record:
+        file[schema.LAST_RECORD][()] = journal.index.last_record.encode()
 
 
 def supersede(file: h5py.File, before_step: int | None, *, keep: bool) -> tuple[int, int]:
