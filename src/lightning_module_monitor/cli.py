@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_module_monitor.errors import ConfigError, in_bytes, package_version, printable, require
+from lightning_module_monitor.sinks.store.remote import is_url
 from lightning_module_monitor.suggestions import nearest_pattern
 from lightning_module_monitor.width_check import command as coordinate_check
 
@@ -73,14 +74,18 @@ _STORE = "path of a run's monitor.h5, or of a folder, whose newest run is used; 
 
 
 def _add_store(parser: argparse.ArgumentParser, num: int | str | None = None, help_text: str = _STORE) -> None:
-    parser.add_argument("store", metavar="STORE", type=Path, nargs=num, help=help_text)
+    parser.add_argument("store", metavar="STORE", type=_path_or_url, nargs=num, help=help_text)
 
 
 def _add_output(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help=f"default: {default}")
 
 
-def _open_store(path: Path) -> StoreReader:
+def _path_or_url(text: str) -> Path | str:
+    return text if is_url(text) else Path(text)
+
+
+def _open_store(path: Path | str) -> StoreReader:
     from lightning_module_monitor.sinks.store.reader import load_store
 
     try:
@@ -89,15 +94,15 @@ def _open_store(path: Path) -> StoreReader:
         raise ConfigError(str(error)) from error
 
 
-def _output_path(wanted: Path | None, store: Path, suffix: str) -> Path:
+def _output_path(wanted: Path | None, store: StoreReader, suffix: str) -> Path:
     """The path to write to, by default beside the store.
 
     Raises:
         ConfigError: If the folder does not exist, or the path is the store.
     """
-    path = store.with_suffix(suffix) if wanted is None else wanted
+    path = store.default_path(suffix) if wanted is None else wanted
     with _writing(path):
-        is_in_folder, is_folder, is_store = path.parent.is_dir(), path.is_dir(), path.resolve() == store.resolve()
+        is_in_folder, is_folder, is_store = path.parent.is_dir(), path.is_dir(), path.resolve() == store.path.resolve()
     if not is_in_folder:
         raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
     if is_folder or is_store:
@@ -220,7 +225,7 @@ def _check_series(paths: Sequence[Path], patterns: Sequence[re.Pattern[str]], ra
 def _write_page(arguments: argparse.Namespace) -> int:
     stores = [_open_store(path) for path in arguments.store]
     for store in stores:
-        path = _output_path(arguments.output, store.path, ".html")
+        path = _output_path(arguments.output, store, ".html")
     from lightning_module_monitor.report.page import write_report
 
     with _writing(path):
@@ -381,11 +386,11 @@ def _export(arguments: argparse.Namespace) -> int:
     has_several, suffix = len(stores) > 1, f".{arguments.format}"
     output = arguments.output or (Path(f"export{suffix}") if has_several else None)
     for store in stores:
-        path = _output_path(output, store.path, suffix)
+        path = _output_path(output, store, suffix)
     pandas = require("pandas", "pandas")
     if arguments.format == "parquet":
         require("pyarrow", "parquet")
-    frames = {str(store.path): store.to_frame() for store in stores}
+    frames = {store.location: store.to_frame() for store in stores}
     frame = pandas.concat(frames, names=["run"]).reset_index("run").reset_index(drop=True) if has_several else frames.popitem()[1]
     with _writing(path):
         if arguments.format == "parquet":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from html import escape
-from pathlib import Path
 from typing import NamedTuple
 
 from lightning_module_monitor.record import Finding, ModuleInfo
@@ -22,13 +21,13 @@ class Description(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-def description_of_file(path: Path, noun: str, columns: Sequence[str], read: Callable[[], Sequence[Sequence[str]]]) -> Description:
+def description_of_file(path: str, noun: str, columns: Sequence[str], read: Callable[[], Sequence[Sequence[str]]]) -> Description:
     """The description of a file by the rows that are read from it, or by the error: a display raises none."""
     try:
         rows = read()
     except (OSError, ValueError) as error:  # for example, the file is missing
-        return Description(f"{str(path)!r}, which cannot be read: {error}", (), ())
-    return Description(f"{str(path)!r}: {counted(len(rows), noun)}", columns, rows)
+        return Description(f"{path!r}, which cannot be read: {error}", (), ())
+    return Description(f"{path!r}: {counted(len(rows), noun)}", columns, rows)
 
 
 class Described(ABC):

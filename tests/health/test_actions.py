@@ -130,7 +130,7 @@ import os, sys
 sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.sinks.store.writer import Store
-store = Store({str(tmp_path / "monitor.h5")!r}, configuration={{}})
+store = Store({str(tmp_path / "monitor.h5")!r}, configuration={{}}, keys=["activation/fc/rms"])
 store.write(Record.of(0, {{"activation/fc/rms": 1.0}}), [Finding(0, "a", "fc", "", "é" * 2000)])
 store.write(Record(3), [Finding(3, "b", "", "k", "w", "error")])
 os.kill(os.getpid(), 9)

@@ -38,7 +38,7 @@ def open_store(
         The open store.
     """
     histograms = histograms or {}
-    store = Store(path, configuration=configuration or {})
+    store = Store(path, configuration=configuration or {}, keys=series, histogram_keys=histograms)
     for row in range(max(map(len, [*series.values(), *histograms.values()]))):
         values = {key: value for key, values in series.items() if row < len(values) and (value := values[row]) is not None}
         counts = {key: of_key[row] for key, of_key in histograms.items() if row < len(of_key)}

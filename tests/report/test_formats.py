@@ -102,7 +102,7 @@ def test_a_recorded_run(tmp_path: Path) -> None:
     monitor.module(1 + torch.rand(100, generator=torch.Generator().manual_seed(0)))
     record = monitor.end_step()
     assert record is not None
-    with_store = Store(tmp_path / "monitor.h5", configuration={})
+    with_store = Store(tmp_path / "monitor.h5", configuration={}, keys=record.values, histogram_keys=())
     with_store.write(record)
     with_store.close()
     (fit,) = format_fits(read_run(load_store(tmp_path / "monitor.h5")))

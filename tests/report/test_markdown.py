@@ -92,7 +92,7 @@ def test_the_queries_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_page_has_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first modules of a large one, with the number of the others."""
     modules = [ModuleInfo(f"layer{number}", "Linear", 1200, (5, 3), "float32") for number in range(MAX_MODULES + 7)]
-    store = Store(tmp_path / "monitor.h5", configuration={})
+    store = Store(tmp_path / "monitor.h5", configuration={}, keys=["gradient/a/norm"])
     store.write(Record.of(0, {"gradient/a/norm": 1.0}, modules=modules))
     store.close()
     main(["summary", str(store.path), "--markdown"])

@@ -8,6 +8,7 @@ import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from helpers.tiny import Tiny, fit, loader, trainer
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule, cli
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.sinks.store import successor
 from lightning_module_monitor.trainer import sinks_controller as trainer_sinks
 
 
@@ -112,7 +114,7 @@ def test_no_store_is_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture, m
     def refuse(*_arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(successor, "os", SimpleNamespace(fsync=refuse))
     fit(tmp_path, [ModuleMonitorCallback(1, report=True)])
     (warned,) = [message for message in caplog.messages if str(tmp_path) in message]
     assert warned.endswith("Training goes on; there is no file yet; later records are tried again.")

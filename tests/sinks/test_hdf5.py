@@ -138,7 +138,7 @@ def test_xarray_opens_a_closed_file(tmp_path: Path) -> None:
 
 def test_nothing_recorded_leaves_no_file(tmp_path: Path) -> None:
     """A run without records creates neither file nor folder; a run without tensors only the store, and no lock."""
-    store(tmp_path / "logs" / "m.h5", Record.of(0, {}))
+    store(tmp_path / "logs" / "m.h5", Record.of(0, {}), keys=[RMS])
     assert list(tmp_path.iterdir()) == []
     files = RunFiles(tmp_path / "m.h5", configuration={})
     files.write(Record.of(0, {RMS: 1.0}))
@@ -195,9 +195,10 @@ def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
         assert file["activation/steps"][...].tolist() == [4, 5]
 
 
-def test_late_keys_are_added(tmp_path: Path) -> None:
+def test_late_keys_are_added_and_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A branch that first runs at step 2 gets columns; earlier rows stay; an existing reader reads both."""
-    opened = Store(tmp_path / "m.h5", configuration={})
+    caplog.set_level(logging.INFO)
+    opened = Store(tmp_path / "m.h5", configuration={}, keys=[RMS])
     for step in range(2):
         opened.write(Record.of(step, {RMS: float(step)}))
     reader = load_store(tmp_path / "m.h5")
@@ -211,6 +212,7 @@ def test_late_keys_are_added(tmp_path: Path) -> None:
     opened.close()
     assert reader.keys() == [RMS, STD, "update/model.fc/ratio"]
     assert reader.series(STD)[1].tolist() == [8.0, 8.0]
+    assert [record.getMessage() for record in caplog.records] == [f"Step 2 brought 2 new keys ({STD}, update/model.fc/ratio)."]
     assert [entry.name for entry in tmp_path.iterdir()] == ["m.h5"]
 
 

@@ -38,7 +38,7 @@ def assert_steps(path: Path, steps: list[int], key: str = KEY) -> None:
 def test_a_round_trip(tmp_path: Path) -> None:
     """Beside numbers, alone, of several kinds and stages; a step without one has no row; counts beyond float64 are exact."""
     path = tmp_path / "m.h5"
-    store = Store(path, configuration={})
+    store = Store(path, configuration={}, keys=["activation/fc/rms"], histogram_keys=[KEY])
     store.write(Record.of(0, {"activation/fc/rms": 1.0}, {KEY: made(0)}))
     store.write(Record.of(1, {"activation/fc/rms": 2.0}))
     store.write(Record.of(2, {}, {KEY: made(2), "validation/activation/fc/hist": made(7), "run/gradient/w/hist": made(8)}))
@@ -61,7 +61,7 @@ def test_a_round_trip(tmp_path: Path) -> None:
 
 def test_a_kind_is_read_as_a_matrix(tmp_path: Path) -> None:
     """All records, or ``max_rows`` of them, evenly spaced; zeros if a record has no histogram of a key."""
-    store = Store(tmp_path / "m.h5", configuration={})
+    store = Store(tmp_path / "m.h5", configuration={}, histogram_keys=[KEY, "activation/out/hist"])
     for step in range(5):
         store.write(Record.of(step, {}, {KEY: made(step)} | ({"activation/out/hist": made(9)} if step == 4 else {})))
     store.close()
@@ -119,7 +119,7 @@ def test_a_key_that_looks_like_the_group(tmp_path: Path) -> None:
 def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
     """Keys that the second record lacks keep the value of the first."""
     path = tmp_path / "m.h5"
-    store = Store(path, configuration={})
+    store = Store(path, configuration={}, histogram_keys=[KEY, "activation/out/hist"])
     store.write(Record.of(0, {}, {KEY: made(0)}))
     store.write(Record.of(0, {}, {"activation/out/hist": made(9)}))
     store.close()
@@ -130,7 +130,7 @@ def test_two_records_of_one_step_are_one_row(tmp_path: Path) -> None:
 def test_a_late_one_is_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The file gets a column or a group for it, and keeps its content."""
     path = tmp_path / "m.h5"
-    store = Store(path, configuration={})
+    store = Store(path, configuration={}, histogram_keys=[KEY])
     with caplog.at_level(logging.INFO):
         for step in range(3):
             late = {"activation/late/hist": made(step), "gradient/w/hist": made(step)} if step == 2 else {}
@@ -139,7 +139,7 @@ def test_a_late_one_is_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     store.close()
     assert_steps(path, [2], "activation/late/hist")
     assert_steps(path, [2], "gradient/w/hist")
-    assert caplog.messages == []
+    assert ["2 new keys (activation/late/hist, gradient/w/hist)" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_resumed_run_takes_out_what_it_runs_again(tmp_path: Path) -> None:

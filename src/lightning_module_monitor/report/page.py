@@ -84,7 +84,7 @@ def write_report(stores: OneStore | Sequence[OneStore], path: str | os.PathLike[
     sources = [stores] if isinstance(stores, str | os.PathLike | StoreReader) else stores
     readers = [source if isinstance(source, StoreReader) else load_store(source) for source in sources]
     if path is None:
-        path = "compare.html" if len(readers) > 1 else readers[0].path.with_suffix(".html")
+        path = "compare.html" if len(readers) > 1 else readers[0].default_path(".html")
     path = Path(path)
     runs = [read_run(store) for store in readers]
     payload = _payload(readers, runs)

@@ -113,7 +113,7 @@ def read_run(store: StoreReader) -> StoredRun:
     attributes: dict[str, Any] = store.attributes
     configurations = attributes["configurations"]
     watched = frozenset(map(str, (configurations[-1]["configuration"].get("watched") if configurations else None) or ()))
-    return StoredRun(str(store.path), attributes, tables, figures, store.findings(), store.facts(), watched, histograms, modules)
+    return StoredRun(store.location, attributes, tables, figures, store.findings(), store.facts(), watched, histograms, modules)
 
 
 def _columns_in_order(keys: Sequence[Key], modules: Sequence[ModuleInfo]) -> list[int]:

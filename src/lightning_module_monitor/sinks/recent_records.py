@@ -94,7 +94,8 @@ class StorageManager:
         Raises:
             OSError: If the file cannot be written; a warning has the reason.
         """
-        store = Store(path, configuration={})
+        keys = dict.fromkeys(key for row in self._rows.values() for key in row.values())
+        store = Store(path, configuration={}, keys=keys, histogram_keys=self._histograms)
         last = self.last_step()
         for step, row in self._rows.items():
             store.write(Record(step, row.columns, row.numbers, self._histograms if step == last else {}))

@@ -21,6 +21,7 @@ from lightning_module_monitor.keys import MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.lightning_packages import is_a, messages
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.sinks.store.paths import first_free_path
+from lightning_module_monitor.sinks.store.remote import first_free_url
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
 from lightning_module_monitor.trainer.nonfinite_search import NonfiniteSearch
 from lightning_module_monitor.trainer.run import Run
@@ -114,8 +115,9 @@ class HealthController:
                 self._trainer.should_stop = True
             elif action == "checkpoint" and (path := self._sinks.folder()) is not None:
                 name = fit_for_loggers(finding.name, MAX_STATISTIC_LENGTH)
-                free_path = first_free_path(path / f"monitor-{name}-step={finding.step}.ckpt")
-                self._save_checkpoint(self._trainer.strategy.broadcast(free_path))
+                file = f"monitor-{name}-step={finding.step}.ckpt"
+                free = first_free_path(path / file) if isinstance(path, Path) else first_free_url(f"{path}/{file}")
+                self._save_checkpoint(self._trainer.strategy.broadcast(free))
             elif action == "capture":
                 steps = range(finding.step + 1, finding.step + 1 + self.options.capture_steps)
                 self._record_in_detail(finding.site, list(steps))
@@ -126,19 +128,19 @@ class HealthController:
             level = logging.ERROR if finding.severity == "error" else logging.WARNING
             messages.log(level, "[monitor] Step %d, %s: %s", finding.step, finding.name, finding.message)
 
-    def _save_checkpoint(self, path: Path) -> None:
-        """Save a checkpoint, on every rank; the file gets its name when it is complete."""
+    def _save_checkpoint(self, path: Path | str) -> None:
+        """Save a checkpoint, on every rank; the file gets its name when it is complete, as an object at a URL does by itself."""
         trainer = self._trainer
         # This plugin writes in a thread of its own, possibly after save_checkpoint has returned.
         is_written_later = is_a(trainer.strategy.checkpoint_io, "AsyncCheckpointIO")
-        written = path if is_written_later else path.with_name(f".{path.name}.new")
+        written = path if is_written_later or isinstance(path, str) else path.with_name(f".{path.name}.new")
         try:
             trainer.save_checkpoint(written)
-            if trainer.is_global_zero and written != path:
+            if trainer.is_global_zero and isinstance(written, Path) and written != path:
                 written.replace(path)
         except Exception as error:
             messages.warning("The checkpoint %s was not saved (%s: %s). Training goes on.", path, type(error).__name__, error)
-            if written.is_file():
+            if isinstance(written, Path) and written.is_file():
                 written.unlink()
             trainer.strategy.barrier("Trainer.save_checkpoint")  # other ranks wait there
 

@@ -19,6 +19,7 @@ from lightning_module_monitor.config.rules import as_tuple, check_choice, parse_
 from lightning_module_monitor.config.schedule import ParsedSchedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.kinds import TRAIN
+from lightning_module_monitor.sinks.store.remote import is_url
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
 """Name of a stage in keys, by the name that Lightning gives it."""
@@ -135,6 +136,8 @@ def _parse_store(value: object, name: str) -> bool | str:
         raise ConfigError(f"{name} is {value!r}; expected the path of a file, or true or false.")
     if isinstance(value, bool):
         return value
+    if value and is_url(value):
+        return os.fspath(value)
     path = Path(value).expanduser()
     blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
     if not value or path.is_dir() or blocking is not None:

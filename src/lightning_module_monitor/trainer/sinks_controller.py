@@ -19,6 +19,7 @@ from lightning_module_monitor.report.page import write_report
 from lightning_module_monitor.sinks.loggers import CallbackMetrics, HeatMaps, LoggerSink
 from lightning_module_monitor.sinks.roll_ups import without_context
 from lightning_module_monitor.sinks.store.paths import is_numbered_path_of
+from lightning_module_monitor.sinks.store.remote import RemoteFolder, is_url
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.trainer import strategy
 from lightning_module_monitor.trainer.context import CONTEXT
@@ -31,6 +32,8 @@ class _OpenSinks(NamedTuple):
     """The files and loggers of a run that has a record."""
 
     files: RunFiles | None
+    remote: RemoteFolder | None
+    """The folder at a URL to which the files are copied."""
     loggers: LoggerSink
     heat_maps: HeatMaps
 
@@ -63,13 +66,18 @@ class SinksController:
         The path may come from an untrusted checkpoint: it never names the file to write to.
         """
         path = state.get("store")
-        is_file = isinstance(path, str) and os.path.isfile(path)  # noqa: PTH113  # Path.is_file raises for a text that is no path
+        is_file = isinstance(path, str) and (self._is_at_url(path) or os.path.isfile(path))  # noqa: PTH113  # Path.is_file raises for a text that is no path
         if path is not None and not is_file and self._options.store is not False:
             message = "The store of the resumed run, %r, does not exist: this run's store begins without its earlier steps."
             messages.warning(message, path)
         self.store_path = str(path) if is_file else None
         self.store_run = str(state.get("run", ""))
         self._runs_steps_again = True
+
+    def _is_at_url(self, path: str) -> bool:
+        """Whether the resumed run's store is where this run may read: a checkpoint must not name any server."""
+        own = self._location()
+        return is_url(path) and isinstance(own, str) and path.partition("://")[0] == own.partition("://")[0]
 
     def begin_step(self, step: int) -> None:
         """A training step begins: from its first step on, a resumed run repeats steps of the earlier run."""
@@ -87,6 +95,8 @@ class SinksController:
             return
         sinks.files.close()
         if not sinks.files.has_begun:
+            if sinks.remote is not None:
+                sinks.remote.close()
             return
         path, page = sinks.files.path, None
         sinks.heat_maps.draw(path, self._last_step)
@@ -95,8 +105,11 @@ class SinksController:
                 page = write_report(path)
             except Exception as error:  # the error that ended the run must reach the user, and not an error of the page
                 messages.warning("The page was not written (%s: %s).", type(error).__name__, error)
-        command, label = ("summary", f"; page: {page}. Verdict") if page else ("report", ". Page")
-        messages.info("Monitored values: %s%s: lightning-module-monitor %s %s", path, label, command, shlex.quote(str(path)))
+        store, shown = str(path), str(page)
+        if sinks.remote is not None and sinks.remote.close():
+            store, shown = sinks.remote.url_of(path), "" if page is None else sinks.remote.url_of(page)
+        command, label = ("summary", f"; page: {shown}. Verdict") if page else ("report", ". Page")
+        messages.info("Monitored values: %s%s: lightning-module-monitor %s %s", store, label, command, shlex.quote(store))
 
     # Keys
 
@@ -149,6 +162,10 @@ class SinksController:
         if files is not None:
             files.write(record, findings, facts)
             self.store_path = str(files.path)
+            if self._open.remote is not None:
+                self.store_path = self._open.remote.url_of(files.path)
+                if files.has_begun:
+                    self._open.remote.copy_if_due(files.path)
             self.store_run = files.run
             self._run.results.note_store(self._trainer, self.store_path)
         self._open.loggers.write(record, findings)
@@ -170,19 +187,27 @@ class SinksController:
         if sum(Key.parse(key).site in blocks for key in {*keys}) > self._options.max_logged_keys:
             blocks = []  # the values of the blocks are many, too
         loggers = LoggerSink(self._trainer.loggers, rolls_up, self._patterns, messages, keys, modules=modules, blocks=blocks)
-        path = self._new_store_path() if self._options.store else None
-        files = None if path is None else self._open_files(path.resolve())
-        return _OpenSinks(files, loggers, HeatMaps(self._trainer.loggers, messages))
+        location = self._location() if self._options.store else None
+        files = remote = None
+        if isinstance(location, str):
+            folder, _, name = location.rpartition("/")
+            remote = RemoteFolder(folder, messages)
+            resumed = self.store_path if self.store_path is not None and is_url(self.store_path) else None
+            files = self._open_files(remote.local / name, remote.prepare(name, resumed))
+        elif location is not None:
+            files = self._open_files(location.resolve(), None if self.store_path is None else Path(self.store_path).resolve())
+        return _OpenSinks(files, remote, loggers, HeatMaps(self._trainer.loggers, messages))
 
-    def _open_files(self, path: Path) -> RunFiles:
+    def _open_files(self, path: Path, earlier: Path | None) -> RunFiles:
         """The store of this run, and the file of raw tensors beside it.
 
-        A resumed run continues the store only if it would write there anyway. Else it begins with a copy.
+        A resumed run continues the store ``earlier`` only if it would write there anyway. Else it begins with a copy.
         """
-        earlier = None if self.store_path is None else Path(self.store_path).resolve()
         return RunFiles(
             earlier if earlier is not None and is_numbered_path_of(earlier, path) else path,
             configuration=self._options.described(),
+            keys=self.planned_keys(),
+            histogram_keys=self.planned_histograms(),
             resumed=earlier,
             # Only a checkpoint runs steps again: a further run of the same Trainer supersedes no row.
             resume_from=self._first_step if self._runs_steps_again else None,
@@ -190,13 +215,13 @@ class SinksController:
             logger=messages,
         )
 
-    def folder(self) -> Path | None:
-        """The folder of this run's store, also without a store; ``None`` if the run writes no files."""
-        path = self._new_store_path()
-        return None if path is None else path.parent
+    def folder(self) -> Path | str | None:
+        """The folder of this run's store, a path or a URL, also without a store; ``None`` if the run writes no files."""
+        location = self._location()
+        return location.rpartition("/")[0] if isinstance(location, str) else None if location is None else location.parent
 
-    def _new_store_path(self) -> Path | None:
-        """The path of this run's store; by default in the first logger's directory, as for ModelCheckpoint.
+    def _location(self) -> Path | str | None:
+        """The path, or the URL, of this run's store; by default in the first logger's directory, as for ModelCheckpoint.
 
         ``None`` in a trial (``fast_dev_run``), in which Lightning writes no files either.
         """
@@ -204,9 +229,10 @@ class SinksController:
         if getattr(trainer, "fast_dev_run", False):
             return None
         if not isinstance(self._options.store, bool):
-            return Path(self._options.store).expanduser()
-        if not trainer.loggers:
-            return Path(trainer.default_root_dir, "monitor.h5")
-        logger = trainer.loggers[0]
-        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-        return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version, "monitor.h5")
+            return self._options.store if is_url(self._options.store) else Path(self._options.store).expanduser()
+        folders: list[str] = [trainer.default_root_dir]
+        if trainer.loggers:
+            logger = trainer.loggers[0]
+            version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+            folders = [os.fspath(logger.save_dir or trainer.default_root_dir), str(logger.name), version]
+        return "/".join([folders[0].rstrip("/"), *folders[1:], "monitor.h5"]) if is_url(folders[0]) else Path(*folders, "monitor.h5")

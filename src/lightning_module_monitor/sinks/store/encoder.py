@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -43,16 +43,24 @@ class Encoder:
 
     Args:
         columns: The columns that the store has, by table.
+        keys: Keys of numbers that get columns with the first record, in this order, whether it has them or not.
+        histogram_keys: Keys of histograms, likewise.
     """
 
-    def __init__(self, columns: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, columns: Mapping[str, Sequence[str]], keys: Iterable[str] = (), histogram_keys: Iterable[str] = ()) -> None:
         self._columns = {group: {name: index for index, name in enumerate(names)} for group, names in columns.items()}
         self._new: dict[str, list[str]] = {}
         """Columns that no written frame has brought yet."""
         self._bound: tuple[Columns | None, int] = None, 0
         self._places: list[_Place] = []
+        for group, column in (*map(schema.split, keys), *map(schema.split_histogram, histogram_keys)):
+            self._column(group, column)
         self._last_facts: Facts | None = None
         self._last_modules: Sequence[ModuleInfo] = ()
+
+    def new_keys(self) -> list[str]:
+        """The keys whose columns the last frame brings."""
+        return [schema.join(group, column) for group, columns in self._new.items() for column in columns]
 
     def frame(self, entry: Entry) -> bytes:
         """The frame of a record; call :meth:`note_written` once it is in the journal or in the file."""

@@ -61,7 +61,7 @@ class StorePlots(Described):
         self._store = store
 
     def _describe(self) -> Description:
-        return description_of_file(self._store.path, "figure", ("store.plot",), lambda: [[call] for call in self._calls()])
+        return description_of_file(self._store.location, "figure", ("store.plot",), lambda: [[call] for call in self._calls()])
 
     def _calls(self) -> Iterator[str]:
         keys, modules = self._store.keys(), {module.name for module in self._store.modules()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from lightning_module_monitor.errors import require
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.record import Finding
-from lightning_module_monitor.sinks.store import paths, schema, tensors
+from lightning_module_monitor.sinks.store import paths, remote, schema, tensors
 from lightning_module_monitor.sinks.store.content import Content
 from lightning_module_monitor.sinks.store.matrices import read_numbers
 from lightning_module_monitor.sinks.store.plot import StorePlots
@@ -36,7 +38,8 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
     """Open the file of a run, at any time: while it is written, after a ``kill -9``, after a clean end.
 
     Args:
-        path: The ``.h5`` file; or the folder of a run or a log directory, whose newest run is used. A warning lists the others.
+        path: The ``.h5`` file; or the folder of a run or a log directory, whose newest run is used. A warning lists the others. Or the URL
+            of a file, which is copied now: later records of a live run are not in the copy.
 
     Returns:
         Its reader.
@@ -50,7 +53,7 @@ def load_store(path: str | os.PathLike[str]) -> StoreReader:
 
         steps, values = load_store("monitor.h5").series("activation/fc/rms")
     """
-    reader = StoreReader(find_store(Path(path)))
+    reader = StoreReader(remote.fetched(os.fspath(path)), os.fspath(path)) if remote.is_url(path) else StoreReader(find_store(Path(path)))
     with open_store(reader.path, is_checked=False):
         return reader
 
@@ -64,9 +67,15 @@ class StoreReader(StoredSeries, Described):
     ``with load_store(path) as store`` works, too; no file stays open.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, url: str | None = None) -> None:
+        super().__init__(path, url)
         self._has_checked_tensors = False
+        if url is not None:
+            weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
+
+    def default_path(self, suffix: str) -> Path:
+        """Where a file about this store is written: beside it, or, for a URL, in the current folder."""
+        return self.path.with_suffix(suffix) if self.location == str(self.path) else Path(self.path.with_suffix(suffix).name)
 
     @property
     def plot(self) -> StorePlots:
@@ -79,7 +88,7 @@ class StoreReader(StoredSeries, Described):
             with self._open() as content:
                 return [_cells(content, group, columns) for group, columns in recorded.items()]
 
-        return description_of_file(self.path, "table", ("kind", "sites", "statistics", "records", "steps"), cells)
+        return description_of_file(self.location, "table", ("kind", "sites", "statistics", "records", "steps"), cells)
 
     def __enter__(self) -> StoreReader:
         return self

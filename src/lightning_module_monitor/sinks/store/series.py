@@ -24,9 +24,11 @@ from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_ex
 class StoredSeries:
     """The numbers and histograms of a store, by key and by kind."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, url: str | None = None) -> None:
         self.path = path
         """The file."""
+        self.location = str(path) if url is None else url
+        """The path, or the URL that the file was copied from."""
         self._journal: Journal | None = None
         """As it was last read."""
 

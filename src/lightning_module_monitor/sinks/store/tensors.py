@@ -80,7 +80,8 @@ class RunFiles(Store):
     def __init__(self, path: str | os.PathLike[str], *, resumed: Path | None = None, **options: Any) -> None:
         super().__init__(path, resumed=resumed, **options)
         self._tensors: TensorStore | None = None
-        self._options = options | {"resumed": None if resumed is None else paths.tensors_path(resumed)}
+        self._options = {name: value for name, value in options.items() if name not in ("keys", "histogram_keys")}
+        self._options["resumed"] = None if resumed is None else paths.tensors_path(resumed)
 
     def write(self, record: Record, findings: Sequence[Finding] = (), facts: Facts | None = None) -> None:
         """Append a record, what was found with it, and the facts of its step. Never raises."""

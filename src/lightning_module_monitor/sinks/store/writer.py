@@ -7,12 +7,15 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import h5py
 
+from lightning_module_monitor.display import counted
+from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.sinks.store import journal, lock, owner, paths, schema
 from lightning_module_monitor.sinks.store.encoder import Encoder, Entry
 from lightning_module_monitor.sinks.store.file_writer import REMOVED, REPLACED, Writer, reason_of
@@ -30,15 +33,18 @@ _MAX_SHARE = 0.01
 class Store(Writer):
     """Writes the values, histograms and findings of the records of one run: a row in each table for which the record has a key.
 
-    A second record of a step is merged into the first. Read it with ``load_store``. Arguments are those of
-    :class:`~lightning_module_monitor.sinks.store.file_writer.Writer`.
+    A second record of a step is merged into the first. Read it with ``load_store``. ``keys`` and ``histogram_keys`` get their columns
+    at the start, in this order. The other arguments are those of :class:`~lightning_module_monitor.sinks.store.file_writer.Writer`.
 
     The first record creates the file. Later records are in the journal beside it, until the file is replaced by one that has them:
     when the journal is as large as the file (at least 16 MiB), when it is ten minutes old, at a checkpoint, and at the end.
     """
 
-    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, keys: Iterable[str] = (), histogram_keys: Iterable[str] = (), **options: Any
+    ) -> None:
         super().__init__(path, **options)
+        self._keys, self._histogram_keys = tuple(keys), tuple(histogram_keys)
         self._version = Version("", 0, self.run)
         self._signature: tuple[int, ...] = ()
         """Of the file as this run wrote it."""
@@ -86,7 +92,7 @@ class Store(Writer):
             self._begin_journal()
 
     def _fill(self, file: h5py.File, entry: Entry, version: Version) -> None:
-        self._encoder = Encoder(schema.read_columns(file))
+        self._encoder = Encoder(schema.read_columns(file), self._keys, self._histogram_keys)
         frames = journal.head_frame(owner.head(version)) + self._encoder.frame(entry)
         take_in(file, Journal(io.BytesIO(frames)))
         schema.write_version(file, version)
@@ -95,6 +101,8 @@ class Store(Writer):
     def _append(self, entry: Entry) -> None:
         opened = self._journal or self._begin_journal()
         opened.append(self._encoder.frame(entry))
+        if new := self._encoder.new_keys():
+            self._logger.info("Step %d brought %s (%s).", entry.record.step, counted(len(new), "new key"), shortened(new))
         self._encoder.note_written(entry)
         now = time.monotonic()
         is_old = now - self._written_at >= _AGE_S and self._is_cheap()
