@@ -10,14 +10,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
+import torch
 from helpers.processes import PROLOGUE, start
+from helpers.training import Classifier, loader, trainer
 
+from lightning_module_monitor import ModuleMonitorCallback
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.store import lock
+from lightning_module_monitor.sinks.store import lock, owner
+from lightning_module_monitor.sinks.store.journal import head_frame, read_head
+from lightning_module_monitor.sinks.store.paths import journal_path
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import Store
 
@@ -157,3 +165,93 @@ def test_a_lock_that_is_held_is_told_from_none(tmp_path: Path) -> None:
     lock.release(own)
     assert not lock.exists(path)
     assert not lock.exists(path)
+
+
+# ------------------------------------------------------------------ who writes, by the journal alone
+
+LIVE = """
+import time, fcntl, errno
+def flock(descriptor, operation):
+    raise OSError(errno.ENOSYS, "no flock")
+fcntl.flock = flock
+store = Store(path, configuration={})
+for step in range(3):
+    store.write(Record.of(step, {"activation/fc/rms": 0.5 * step}))
+print(store.run, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_live_run_on_this_host_keeps_its_file(tmp_path: Path) -> None:
+    """By its process; a run that is killed does not, at once."""
+    path = tmp_path / "m.h5"
+    with start(LIVE, path) as live:
+        assert live.stdout is not None
+        live.stdout.readline()
+        assert write(path, 3, 4, resumed=path).path == tmp_path / "m-2.h5"
+        with pytest.raises(RuntimeError, match="being written by a live run"):
+            load_store(path).repair()
+        live.kill()
+    assert write(path, 3, 4, resumed=path).path == path
+    assert load_store(path).series(RMS)[0].tolist() == [0, 1, 2, 3]
+
+
+def killed_elsewhere(path: Path, seconds_ago: float) -> str:
+    """A store that a run on another host has left, whose journal is so old; returns the identifier of that run."""
+    with start(LIVE, path) as live:
+        assert live.stdout is not None
+        run = live.stdout.readline().strip()
+        live.kill()
+    (path.parent / ".m.h5.lock").unlink()
+    with journal_path(path).open("rb") as file:
+        head = read_head(file)
+    content = journal_path(path).read_bytes()[len(head_frame(head)) :]
+    journal_path(path).write_bytes(head_frame(head._replace(host="another")) + content)
+    modified = time.time() - seconds_ago
+    os.utime(journal_path(path), (modified, modified))
+    return run
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize(("seconds_ago", "names_run", "goes_on"), [(100, False, False), (140, False, True), (0, True, True)])
+def test_a_run_on_another_host(tmp_path: Path, seconds_ago: float, names_run: bool, goes_on: bool) -> None:
+    """It has ended if it has not renewed the journal's time for two minutes, or if the checkpoint that is resumed names it."""
+    path = tmp_path / "m.h5"
+    run = killed_elsewhere(path, seconds_ago)
+    resumed = Store(path, configuration={}, resumed=path, resume_from=3, resumed_run=run if names_run else "")
+    resumed.write(Record.of(3, {RMS: 1.5}))
+    resumed.close()
+    assert (resumed.path == path) is goes_on
+    assert load_store(resumed.path).series(RMS)[0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_the_time_is_renewed_while_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a lock, and no longer than the run."""
+    monkeypatch.setattr(owner, "_RENEWED_EVERY_S", 0.02)
+    path = tmp_path / "m.h5"
+    store = Store(path, configuration={})
+    store.write(Record.of(0, {RMS: 0.0}))
+    os.utime(journal_path(path), (1, 1))
+    end = time.monotonic() + WAIT_S
+    while journal_path(path).stat().st_mtime < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert journal_path(path).stat().st_mtime > time.time() - 60
+    store.close()
+    end = time.monotonic() + WAIT_S
+    while any(thread.name == "monitor-renewal" for thread in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(thread.name == "monitor-renewal" for thread in threading.enumerate())
+
+
+def test_a_checkpoint_names_the_run(tmp_path: Path) -> None:
+    """So that a run that is requeued on another host takes its store over at once."""
+    callback = ModuleMonitorCallback(every_n_steps=1)
+    training = trainer(tmp_path, [callback], max_steps=2)
+    training.fit(Classifier(), loader(), loader())
+    training.save_checkpoint(tmp_path / "c.ckpt")
+    states = torch.load(tmp_path / "c.ckpt", weights_only=False)["callbacks"]
+    [state] = [state for name, state in states.items() if "ModuleMonitor" in name]
+    with h5py.File(tmp_path / "monitor.h5") as file:
+        assert file.attrs["run"].decode() == state["run"] != ""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from helpers.processes import start
+from helpers.processes import PROLOGUE, start
 
 from lightning_module_monitor.record import RawTensor, Record
 from lightning_module_monitor.sinks.store import journal, successor, writer
@@ -127,7 +130,8 @@ def test_a_disk_that_is_freed_is_used_again(tmp_path: Path, disk: Disk, caplog: 
 def test_a_file_that_cannot_be_replaced_goes_on_in_its_journal(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning; no record is lost, and it is tried again with a larger journal."""
+    """One line says so; no record is lost, and it is tried again with a larger journal."""
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(writer, "_SMALL", 2000)
     path = tmp_path / "m.h5"
     opened = Store(path, configuration={})
@@ -280,6 +284,77 @@ def test_a_limit_that_is_lowered_below_what_was_written(tmp_path: Path) -> None:
     assert 15 not in steps
     assert steps[-1] == 59
     assert list(values) == list(steps)
+
+
+QUOTA = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static size_t total = 0;
+
+static int is_refused(int descriptor, size_t count) {
+    char link[64], name[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+    ssize_t length = readlink(link, name, sizeof name - 1);
+    if (length <= 0) return 0;
+    name[length] = 0;
+    if (!strstr(name, "/quota/")) return 0;
+    total += count;
+    return total > (size_t) atol(getenv("QUOTA"));
+}
+
+ssize_t write(int descriptor, const void *data, size_t count) {
+    ssize_t (*original)(int, const void *, size_t) = dlsym(RTLD_NEXT, "write");
+    if (is_refused(descriptor, count)) { errno = EDQUOT; return -1; }
+    return original(descriptor, data, count);
+}
+
+ssize_t pwrite(int descriptor, const void *data, size_t count, off_t place) {
+    ssize_t (*original)(int, const void *, size_t, off_t) = dlsym(RTLD_NEXT, "pwrite");
+    if (is_refused(descriptor, count)) { errno = EDQUOT; return -1; }
+    return original(descriptor, data, count, place);
+}
+
+ssize_t pwrite64(int descriptor, const void *data, size_t count, off_t place) { return pwrite(descriptor, data, count, place); }
+"""
+FILLED = """
+from lightning_module_monitor.sinks.store import writer
+writer._SMALL = 30_000
+store = Store(path, configuration={})
+for step in range(300):
+    store.write(Record.of(step, {f"activation/m.{index}/rms": float(step) for index in range(20)}))
+store.close()
+print("trained to the end")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="LD_PRELOAD is of Linux")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc) here")
+def test_a_quota_is_one_warning_wherever_it_ends(tmp_path: Path) -> None:
+    """In the journal, in a consolidation, and in every write of one: status 0, and what was written before is read."""
+    (tmp_path / "quota.c").write_text(QUOTA)
+    library = tmp_path / "quota.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "quota.c"), "-ldl"], check=True, timeout=60)
+    lengths = []
+    for quota in (500, 12_000, 20_000, 48_000, 60_000, 75_000, 90_000, 130_000, 10_000_000):
+        path = tmp_path / "quota" / f"{quota}.h5"
+        environment = os.environ | {"LD_PRELOAD": str(library), "QUOTA": str(quota)}
+        command = [sys.executable, "-c", PROLOGUE + FILLED, str(path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout) == (0, "trained to the end\n"), (quota, done.stderr)
+        assert done.stderr.count("\n") == (quota < 10_000_000), (quota, done.stderr)
+        steps, values = load_store(path).series("activation/m.7/rms") if path.exists() else (np.empty(0), np.empty(0))
+        assert steps.tolist() == values.tolist() == [*range(len(steps))]
+        lengths.append(len(steps))
+    assert lengths[0] == 0
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 300
+    assert len({*lengths}) > 4
 
 
 FILLER = """

@@ -135,8 +135,9 @@ class Store(Writer):
                 take_in(file, Journal(opened))
                 schema.write_version(file, version)
         except Exception as error:  # HDF5 raises many types of error
-            if not self._has_failed_to_replace:
-                level = logging.INFO if self.failed else logging.WARNING  # one warning for one reason
+            if self._is_closed or not self._has_failed_to_replace:
+                # A warning at the end, if there was none about records that are lost: until then nothing is missing.
+                level = logging.WARNING if self._is_closed and not self.failed else logging.INFO
                 message = "The store %s cannot be replaced by one with its latest records (%s). They stay in %s; load_store reads both."
                 self._logger.log(level, message, self.path, reason_of(error), paths.journal_path(self.path))
             self._has_failed_to_replace = True
