@@ -56,7 +56,7 @@ def store_with(path: Path, series: Mapping[str, Sequence[float | None]], facts: 
 def clock(monkeypatch: pytest.MonkeyPatch, *times: str) -> None:
     """Let the next records be written at these times."""
     remaining = [*times]
-    monkeypatch.setattr("lightning_module_monitor.sinks.store.encoder.now", lambda: f"2026-01-01T{remaining.pop(0)}+00:00")
+    monkeypatch.setattr("lightning_module_monitor.sinks.store.file_writer.now", lambda: f"2026-01-01T{remaining.pop(0)}+00:00")
 
 
 def words(html: str, section: str) -> str:

@@ -10,16 +10,16 @@ import textwrap
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 
 from lightning_module_monitor.errors import Log, package_version
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks.store import encoder, lock, paths, schema
-from lightning_module_monitor.sinks.store.encoder import Entry
+from lightning_module_monitor.sinks.store import lock, paths, schema
 from lightning_module_monitor.sinks.store.read_access import open_store
 from lightning_module_monitor.sinks.store.schema import Version
 from lightning_module_monitor.sinks.store.successor import NotWrittenError, successor, supersede, take_in
@@ -27,6 +27,19 @@ from lightning_module_monitor.sinks.store.successor import NotWrittenError, succ
 _logger = logging.getLogger(__name__)
 
 REMOVED, REPLACED = "removed or renamed", "replaced"
+
+
+def now() -> str:
+    """The present time: ISO 8601, UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+class Entry(NamedTuple):
+    """What a step brings to the files of a run."""
+
+    record: Record
+    findings: Sequence[Finding] = ()
+    facts: Facts | None = None
 
 
 class Writer(ABC):
@@ -184,7 +197,7 @@ class Writer(ABC):
 
     def _begin(self, entry: Entry) -> None:
         """Continue the resumed run's file, or create a new one, and write the first entry; after an error no file is begun."""
-        run: dict[str, object] = {"started": encoder.now(), "first_step": entry.record.step, "configuration": dict(self._configuration)}
+        run: dict[str, object] = {"started": now(), "first_step": entry.record.step, "configuration": dict(self._configuration)}
         try:
             if self._resumed is not None and not paths.has_content(self._resumed):
                 self._resumed = None

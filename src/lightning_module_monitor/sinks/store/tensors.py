@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.sinks.store import paths, schema
-from lightning_module_monitor.sinks.store.encoder import Entry
-from lightning_module_monitor.sinks.store.file_writer import Writer
+from lightning_module_monitor.sinks.store.file_writer import Entry, Writer
 from lightning_module_monitor.sinks.store.read_access import open_store
 from lightning_module_monitor.sinks.store.schema import Version
 from lightning_module_monitor.sinks.store.successor import successor

@@ -7,19 +7,24 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import shortened
-from lightning_module_monitor.sinks.store import journal, lock, owner, paths, schema
-from lightning_module_monitor.sinks.store.encoder import Encoder, Entry
-from lightning_module_monitor.sinks.store.file_writer import REMOVED, REPLACED, Writer, reason_of
-from lightning_module_monitor.sinks.store.journal import Journal, JournalFile
+from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.keys import Columns
+from lightning_module_monitor.record import ModuleInfo, Record, is_absent
+from lightning_module_monitor.sinks.store import file_writer, journal, lock, owner, paths, schema
+from lightning_module_monitor.sinks.store.file_writer import REMOVED, REPLACED, Entry, Writer, reason_of
+from lightning_module_monitor.sinks.store.journal import Journal, JournalFile, Part, record_frame
 from lightning_module_monitor.sinks.store.schema import Version
 from lightning_module_monitor.sinks.store.successor import successor, take_in
 
@@ -62,11 +67,9 @@ class Store(Writer):
     def checkpoint(self) -> None:
         """Bring the file up to date for a checkpoint, if that is cheap. Never raises."""
         if self._journal is not None and not self._is_closed and self._journal.has_records:
-            try:
+            with suppress(OSError):  # a file that was removed is reported with the next record
                 if self._journal.size + self.path.stat().st_size <= _SMALL or self._is_cheap():
                     self._replace_file()
-            except Exception as error:  # no error may end the training
-                self._give_up(error)
 
     # -------------------------------------------------------------- content
 
@@ -210,6 +213,90 @@ class Store(Writer):
 
     def _may_take_over(self, held: lock.Lock) -> bool:
         return held.is_exclusive or owner.has_ended(paths.journal_path(self.path), held.file, self._resumed_run)
+
+
+class _Place(NamedTuple):
+    """Some of the numbers of a record, and where they stand in the row of a table."""
+
+    group: str
+    numbers: NDArray[np.intp]
+    columns: NDArray[np.intp]
+
+
+class Encoder:
+    """Makes the frames of records.
+
+    Args:
+        columns: The columns that the store has, by table.
+        keys: Keys of numbers that get columns with the first record, in this order, whether it has them or not.
+        histogram_keys: Keys of histograms, likewise.
+    """
+
+    def __init__(self, columns: Mapping[str, Sequence[str]], keys: Iterable[str] = (), histogram_keys: Iterable[str] = ()) -> None:
+        self._columns = {group: {name: index for index, name in enumerate(names)} for group, names in columns.items()}
+        self._new: dict[str, list[str]] = {}
+        """Columns that no written frame has brought yet."""
+        self._bound: tuple[Columns | None, int] = None, 0
+        self._places: list[_Place] = []
+        for group, column in (*map(schema.split, keys), *map(schema.split_histogram, histogram_keys)):
+            self._column(group, column)
+        self._last_facts: Facts | None = None
+        self._last_modules: Sequence[ModuleInfo] = ()
+
+    def new_keys(self) -> list[str]:
+        """The keys whose columns the last frame brings."""
+        return [schema.join(group, column) for group, columns in self._new.items() for column in columns]
+
+    def frame(self, entry: Entry) -> bytes:
+        """The frame of a record; call :meth:`note_written` once it is in the journal or in the file."""
+        record, rows = entry.record, {}
+        for group, numbers, columns in self._places_of(record):
+            taken = record.numbers[numbers]
+            if not is_absent(taken).all():
+                row = schema.empty_rows(group, 1, len(self._columns[group]))[0]
+                row[columns] = taken
+                rows[group] = row
+        rows |= self._rows_of_histograms(record.histograms)
+        facts = entry.facts if entry.facts != self._last_facts else None
+        modules = record.modules if record.modules is not self._last_modules else ()
+        return record_frame(Part(int(record.step), file_writer.now(), entry.findings, facts, modules), self._new, rows)
+
+    def note_written(self, entry: Entry) -> None:
+        """The frame of an entry was written: later frames leave out what it brought."""
+        self._new = {}
+        self._last_facts = entry.facts or self._last_facts
+        self._last_modules = entry.record.modules
+
+    def _places_of(self, record: Record) -> list[_Place]:
+        """Looked up once for all records with the same columns."""
+        bound = record.columns, len(record.numbers)
+        if self._bound[0] is not bound[0] or self._bound[1] != bound[1]:
+            by_group: dict[str, tuple[list[int], list[int]]] = {}
+            for number, key in enumerate(record.columns.texts[: len(record.numbers)]):
+                group, column = schema.split(key)
+                numbers, columns = by_group.setdefault(group, ([], []))
+                numbers.append(number)
+                columns.append(self._column(group, column))
+            self._places = [_Place(group, np.array(numbers), np.array(columns)) for group, (numbers, columns) in by_group.items()]
+            self._bound = bound
+        return self._places
+
+    def _rows_of_histograms(self, histograms: Mapping[str, Histogram]) -> dict[str, schema.Values]:
+        places = [(*schema.split_histogram(key), histogram) for key, histogram in histograms.items()]
+        indices = [self._column(group, column) for group, column, _histogram in places]
+        groups = dict.fromkeys(group for group, _column, _histogram in places)
+        rows = {group: schema.empty_rows(group, 1, len(self._columns[group]))[0] for group in groups}
+        for (group, _column, histogram), index in zip(places, indices, strict=True):
+            rows[group][index] = histogram.row
+        return rows
+
+    def _column(self, group: str, name: str) -> int:
+        """The index of a column, which is added if there is none."""
+        columns = self._columns.setdefault(group, {})
+        if name not in columns:
+            columns[name] = len(columns)
+            self._new.setdefault(group, []).append(name)
+        return columns[name]
 
 
 def _signature(path: Path) -> tuple[int, ...]:
