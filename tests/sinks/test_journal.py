@@ -133,6 +133,25 @@ def test_a_checkpoint_brings_the_file_up_to_date(tmp_path: Path) -> None:
     assert_has(load_store(path), 3)
 
 
+def test_columns_that_come_twice_are_columns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an interrupt between the write of a frame and the note that it was written, at any frame."""
+    path = tmp_path / "m.h5"
+    store = Store(path, configuration={})
+    for step in range(6):
+        with monkeypatch.context() as context:
+            if step in (0, 2, 3):
+                context.setattr(writer.Encoder, "note_written", lambda *_arguments: None)
+            store.write(Record.of(step, {RMS: 0.5 * step} | ({LATE: 1.0, "gradient/out/norm": float(step)} if step >= 2 else {})))
+    for _ in range(2):
+        reader = load_store(path)
+        assert reader.keys() == [RMS, LATE, "gradient/out/norm"]
+        assert reader.series(RMS)[1].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+        assert reader.series("gradient/out/norm")[1].tolist() == [2.0, 3.0, 4.0, 5.0]
+        store.close()
+    with h5py.File(path) as file:
+        assert file["gradient/columns"][...].tolist() == [b"fc/norm", b"out/norm"]
+
+
 # ------------------------------------------------------------------ what a kill leaves
 
 

@@ -18,7 +18,7 @@ import torch
 from helpers.processes import PROLOGUE, start
 
 from lightning_module_monitor.record import RawTensor, Record
-from lightning_module_monitor.sinks.store import journal, successor, writer
+from lightning_module_monitor.sinks.store import journal, paths, successor, writer
 from lightning_module_monitor.sinks.store.paths import journal_path, temporary_path
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.tensors import RunFiles, TensorStore
@@ -150,6 +150,32 @@ def test_a_file_that_cannot_be_replaced_goes_on_in_its_journal(
     assert steps_of(path) == list(range(400))
     (message,) = caplog.messages
     assert f"They stay in {path}.journal; load_store reads both." in message
+
+
+def test_a_folder_that_may_not_be_changed_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after ``chmod``, or on Windows while a reader holds the file: the journal goes on; one warning at the end."""
+    monkeypatch.setattr(writer, "_SMALL", 2000)
+    path = tmp_path / "m.h5"
+    opened = Store(path, configuration={})
+    opened.write(Record.of(0, {RMS: 0.0}))
+
+    def refuse(_temporary: Path, refused: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(refused))
+
+    with monkeypatch.context() as context:
+        context.setattr(paths, "replace", refuse)
+        for step in range(1, 100):
+            opened.write(Record.of(step, {RMS: float(step)}))
+        assert steps_of(path) == [*range(100)]
+        opened.close()
+    (message,) = caplog.messages
+    assert f"m.h5 cannot be replaced by one with its latest records ([Errno 13] {os.strerror(errno.EACCES)})" in message
+    assert not opened.failed
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m.h5", "m.h5.journal"]
+    assert load_store(path).repair()
+    assert steps_of(path) == [*range(100)]
 
 
 def test_the_tensors_file_without_space(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:

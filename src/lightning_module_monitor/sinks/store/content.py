@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.record import Finding, ModuleInfo
 from lightning_module_monitor.sinks.store import rows, schema
-from lightning_module_monitor.sinks.store.journal import Journal
+from lightning_module_monitor.sinks.store.journal import Journal, JournalRows
 
 
 class StoredTable:
@@ -36,7 +36,7 @@ class StoredTable:
         added = None if journal is None else journal.index.tables.get(group)
         if added is None:
             return
-        self.columns = self.columns + added.new_columns
+        self.columns = _with_new(self.columns, added)
         num_added = len(added.widths)  # another thread may add some
         widest = max(added.widths, default=0)
         if widest > len(self.columns):
@@ -76,6 +76,11 @@ class StoredTable:
             first = last
 
 
+def _with_new(columns: list[str], added: JournalRows) -> list[str]:
+    # An interrupt right after a frame was written lets the next one bring its columns once more.
+    return list(dict.fromkeys([*columns, *added.new_columns])) if added.new_columns else columns
+
+
 class Content:
     """What a store has."""
 
@@ -90,7 +95,7 @@ class Content:
         if self.journal is not None:
             for group, table in self.journal.index.tables.items():
                 if histograms in (None, schema.is_of_histograms(group)):
-                    columns[group] = columns.get(group, []) + table.new_columns
+                    columns[group] = _with_new(columns.get(group, []), table)
         return {group: columns[group] for group in sorted(columns, key=schema.order_of)}
 
     def table(self, group: str) -> StoredTable:
