@@ -237,6 +237,8 @@ class Encoder:
         self._new: dict[str, list[str]] = {}
         """Columns that no written frame has brought yet."""
         self._bound: tuple[Columns | None, int] = None, 0
+        """The columns that the places are of, and how many of them."""
+        self._texts: list[str] = []
         self._places: list[_Place] = []
         for group, column in (*map(schema.split, keys), *map(schema.split_histogram, histogram_keys)):
             self._column(group, column)
@@ -271,14 +273,18 @@ class Encoder:
         """Looked up once for all records with the same columns."""
         bound = record.columns, len(record.numbers)
         if self._bound[0] is not bound[0] or self._bound[1] != bound[1]:
+            texts = record.columns.texts[: len(record.numbers)]
+            if texts == self._texts:  # of a record with columns of its own
+                self._bound = bound
+                return self._places
             by_group: dict[str, tuple[list[int], list[int]]] = {}
-            for number, key in enumerate(record.columns.texts[: len(record.numbers)]):
+            for number, key in enumerate(texts):
                 group, column = schema.split(key)
                 numbers, columns = by_group.setdefault(group, ([], []))
                 numbers.append(number)
                 columns.append(self._column(group, column))
             self._places = [_Place(group, np.array(numbers), np.array(columns)) for group, (numbers, columns) in by_group.items()]
-            self._bound = bound
+            self._bound, self._texts = bound, texts
         return self._places
 
     def _rows_of_histograms(self, histograms: Mapping[str, Histogram]) -> dict[str, schema.Values]:
