@@ -15,6 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from helpers.processes import start
 from helpers.stores import copy_of_killed
 
 from lightning_module_monitor import load_store
@@ -150,6 +151,85 @@ def test_columns_that_come_twice_are_columns_once(tmp_path: Path, monkeypatch: p
         store.close()
     with h5py.File(path) as file:
         assert file["gradient/columns"][...].tolist() == [b"fc/norm", b"out/norm"]
+
+
+SIGNALLED = """
+import os, signal, threading, time
+from lightning_module_monitor import load_store
+from lightning_module_monitor.sinks.store import writer
+writer._SMALL = 2000  # the file is replaced every few records
+store, steps, interrupted, is_writing = Store(path, configuration={}), [0], 0, False
+
+def interrupt(number, frame):
+    if is_writing:
+        raise KeyboardInterrupt
+
+def send():
+    while not has_ended.wait(0.001):
+        os.kill(os.getpid(), signal.SIGINT)
+
+store.write(Record.of(0, {"activation/fc/rms": 0.0}))
+signal.signal(signal.SIGINT, interrupt)
+has_ended = threading.Event()
+threading.Thread(target=send, daemon=True).start()
+end, step = time.monotonic() + 5, 0
+while time.monotonic() < end:
+    step += 1
+    try:
+        is_writing = True
+        store.write(Record.of(step, {"activation/fc/rms": 0.5 * step}))
+        is_writing = False
+        steps.append(step)
+    except KeyboardInterrupt:
+        is_writing = False
+        interrupted += 1
+has_ended.set()
+store.close()
+read, values = load_store(store.path).series("activation/fc/rms")
+assert {*steps} <= {*read.tolist()}, "a record is missing"
+assert len({*read.tolist()}) == len(read), "a record is there twice"
+assert (values == 0.5 * read).all()
+print(interrupted > 100, len(steps) > 100, store.path == path)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no signals to send to oneself")
+def test_ctrl_c_at_any_moment(tmp_path: Path) -> None:
+    """Hundreds of interrupts, also while HDF5 writes, end no process, and no record that was written is lost."""
+    process = start(SIGNALLED, tmp_path / "m.h5")
+    output, errors = process.communicate()
+    assert (process.returncode, output) == (0, "True True True\n"), errors
+
+
+IN_HDF5 = """
+import os, signal
+from lightning_module_monitor import load_store
+from lightning_module_monitor.sinks.store import successor
+
+class Disk(successor._Disk):
+    def write(self, data):
+        os.kill(os.getpid(), signal.SIGINT)
+        return super().write(data)
+
+store, interrupted = Store(path, configuration={}), 0
+store.write(Record.of(0, {"activation/fc/rms": 0.0}))
+successor._Disk = Disk
+for step in range(1, 30):
+    store.write(Record.of(step, {"activation/fc/rms": 0.5 * step, f"activation/{step}/rms": 1.0}))
+    try:
+        store.checkpoint()
+    except KeyboardInterrupt:
+        interrupted += 1
+print(interrupted, load_store(path).series("activation/fc/rms")[0].tolist() == [*range(30)])
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no signals to send to oneself")
+def test_ctrl_c_while_hdf5_writes_comes_when_the_file_is_replaced(tmp_path: Path) -> None:
+    """An exception that came out of a call of HDF5's would end the process, or be lost."""
+    process = start(IN_HDF5, tmp_path / "m.h5")
+    output, errors = process.communicate()
+    assert (process.returncode, output) == (0, "29 True\n"), errors
 
 
 # ------------------------------------------------------------------ what a kill leaves

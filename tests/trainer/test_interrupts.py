@@ -40,7 +40,7 @@ EVERY_LINE_OF_MONITOR = (
     hooks_of_torch.__file__,
 )
 EVERY_LINE_OF_CALLBACK = ("/callback.py", "trainer/step.py", "trainer/optimizers.py")
-FILES_OF_STORES = ("store/schema.py", "store/read_access.py", "store/successor.py", "store/journal.py")
+FILES_OF_STORES = ("store/schema.py", "store/read_access.py", "store/journal.py")
 """Files that close what a step has opened: an interrupt comes before each line that they run, of others before some."""
 
 RULES = [

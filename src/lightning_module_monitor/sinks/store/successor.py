@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import h5py
 import numpy as np
@@ -39,7 +42,7 @@ def successor(path: Path, source: Path | None) -> Iterator[h5py.File]:
     """
     in_block: BaseException | None = None
     try:
-        with paths.whole_file(path) as temporary:
+        with _signals_deferred(), paths.whole_file(path) as temporary:
             if source is not None:
                 shutil.copyfile(source, temporary)
             with _Disk(temporary, "w+" if source is None else "r+") as disk:
@@ -56,6 +59,28 @@ def successor(path: Path, source: Path | None) -> Iterator[h5py.File]:
         if error is in_block:
             raise
         raise NotWrittenError(error.errno, error.strerror or str(error)) from error
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Let the handlers of signals wait for the end of the block.
+
+    HDF5 calls :class:`_Disk`, and ends the process if an exception comes out of it, such as the ``KeyboardInterrupt`` of Ctrl-C.
+    """
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda received, frame: waiting.append((received, frame)))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for received, frame in waiting:
+            handlers[signal.Signals(received)](received, frame)
 
 
 class _Disk(io.FileIO):
@@ -78,7 +103,7 @@ class _Disk(io.FileIO):
             rest = memoryview(data)
             while rest and not self.drops:
                 rest = rest[super().write(rest) :]
-        except BaseException as error:  # an interrupt, too, must not pass through HDF5
+        except BaseException as error:  # whatever it is, it must not pass through HDF5
             self.fail(error)
         return len(data)
 
