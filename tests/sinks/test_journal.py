@@ -189,7 +189,7 @@ read, values = load_store(store.path).series("activation/fc/rms")
 assert {*steps} <= {*read.tolist()}, "a record is missing"
 assert len({*read.tolist()}) == len(read), "a record is there twice"
 assert (values == 0.5 * read).all()
-print(interrupted > 100, len(steps) > 100, store.path == path)
+print(interrupted > 20, len(steps) > 20, store.path == path)
 """
 
 
