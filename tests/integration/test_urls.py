@@ -12,9 +12,8 @@ import fsspec
 import h5py
 import numpy as np
 import pytest
+from helpers.lightning_package import CSVLogger, Logger, ModelCheckpoint, TensorBoardLogger
 from helpers.training import Classifier, loader, seed, trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_module_monitor import ModuleMonitorCallback, load_store
 from lightning_module_monitor.cli import main
