@@ -142,6 +142,28 @@ def test_a_killed_run_has_lost_ten_minutes_at_most(memory: Any, monkeypatch: pyt
     assert not folder.local.exists()
 
 
+def test_a_network_that_fails_is_tried_again_every_ten_minutes(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not with every record, each of which would wait for it; a folder that is gone raises nothing."""
+    now, calls = {"s": 0.0}, []
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        calls.append(now["s"])
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now["s"])
+    folder = RemoteFolder(ROOT, logging.getLogger("test"))
+    folder.prepare("m.h5", None)
+    store = folder.local / "m.h5"
+    store.write_text("first")
+    monkeypatch.setattr(type(memory), "put_file", refuse)
+    for second in range(0, 1300, 100):
+        now["s"] = float(second)
+        folder.copy_if_due(store)
+    assert calls == [0.0, 600.0, 1200.0]
+    store.unlink()
+    folder.copy_if_due(store)
+
+
 @pytest.mark.parametrize("when", ["at the start", "later"])
 def test_without_a_network_the_files_stay_here(
     memory: Any, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -209,9 +209,17 @@ from lightning_module_monitor.sinks.store import successor
 class Disk(successor._Disk):
     def write(self, data):
         os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
         return super().write(data)
 
-store, interrupted = Store(path, configuration={}), 0
+store, interrupted, num_terminated = Store(path, configuration={}), 0, 0
+
+def terminate(number, frame):
+    global num_terminated
+    num_terminated += 1
+
+signal.signal(signal.SIGTERM, terminate)
+handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 store.write(Record.of(0, {"activation/fc/rms": 0.0}))
 successor._Disk = Disk
 for step in range(1, 30):
@@ -220,7 +228,8 @@ for step in range(1, 30):
         store.checkpoint()
     except KeyboardInterrupt:
         interrupted += 1
-print(interrupted, load_store(path).series("activation/fc/rms")[0].tolist() == [*range(30)])
+assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+print(interrupted, num_terminated > 29, load_store(path).series("activation/fc/rms")[0].tolist() == [*range(30)])
 """
 
 
@@ -229,7 +238,56 @@ def test_ctrl_c_while_hdf5_writes_comes_when_the_file_is_replaced(tmp_path: Path
     """An exception that came out of a call of HDF5's would end the process, or be lost."""
     process = start(IN_HDF5, tmp_path / "m.h5")
     output, errors = process.communicate()
-    assert (process.returncode, output) == (0, "29 True\n"), errors
+    assert (process.returncode, output) == (0, "29 True True\n"), errors
+
+
+def test_a_checkpoint_leaves_a_file_of_another_run_alone(tmp_path: Path) -> None:
+    """Which has come to its path since the last record: nothing is taken into it."""
+    path, other = tmp_path / "m.h5", tmp_path / "other.h5"
+    written(other, 1).close()
+    store = written(path, 2)
+    other.replace(path)
+    before = path.read_bytes()
+    store.checkpoint()
+    assert path.read_bytes() == before
+    store.write(record(2))
+    store.close()
+    assert path.read_bytes() == before
+    assert load_store(store.path).series(RMS)[0].tolist() == [2]
+
+
+def test_an_interrupt_while_a_journal_is_read_costs_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same reader reads everything afterwards: a part of a record that was taken in is not used."""
+    path = tmp_path / "m.h5"
+    store = written(path, 3)
+    reader = load_store(path)
+    assert_has(reader, 3)
+    store.write(record(3), [Finding(3, "dead_units", "fc", RMS, "Dead in 3.", steps_before=3)])
+
+    def interrupt(_group: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr("lightning_module_monitor.sinks.store.journal._dtype_of", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            reader.series(RMS)
+    assert_has(reader, 4)
+    store.close()
+
+
+def test_damage_of_the_own_journal_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """When the file is replaced, what is whole is in it."""
+    path = tmp_path / "m.h5"
+    store = written(path, 2)
+    size = journal_path(path).stat().st_size
+    store.write(record(2))
+    store.write(record(3))
+    with journal_path(path).open("r+b") as file:
+        file.seek(size + 200)
+        file.write(b"\xff\xfe\xfd")
+    store.close()
+    assert load_store(path).series(RMS)[0].tolist() == [0, 1]
+    assert caplog.messages == [f"The journal of {path} is damaged: records since its last replacement are lost."]
 
 
 # ------------------------------------------------------------------ what a kill leaves
@@ -256,7 +314,7 @@ def test_a_frame_that_was_cut_off_anywhere_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_damaged_frame_is_reported_and_ends_the_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A bit that flips is told apart from a frame that is not complete."""
+    """With the place where it begins; an incomplete frame at the end is ignored."""
     path = tmp_path / "m.h5"
     store = written(path, 2)
     size = journal_path(path).stat().st_size

@@ -227,6 +227,20 @@ def test_a_run_on_another_host(tmp_path: Path, seconds_ago: float, names_run: bo
 
 
 @pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize(("content", "name_when_old"), [(b"", "m.h5"), (b"no journal at all", "m-3.h5")], ids=["empty", "foreign"])
+def test_a_journal_without_a_head_is_judged_by_its_time(tmp_path: Path, content: bytes, name_when_old: str) -> None:
+    """As after a power cut, which leaves an empty one. One that has something else is left as it is. The run has a store in any case."""
+    path = tmp_path / "m.h5"
+    write(path, 0, 2)
+    for seconds_ago, name in ((10, "m-2.h5"), (140, name_when_old)):
+        journal_path(path).write_bytes(content)
+        os.utime(journal_path(path), (time.time() - seconds_ago,) * 2)
+        resumed = write(path, 2, 3, resumed=path)
+        assert not resumed.failed
+        assert resumed.path.name == name
+
+
+@pytest.mark.usefixtures("no_locks")
 def test_the_time_is_renewed_while_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a lock, and no longer than the run."""
     monkeypatch.setattr(owner, "_RENEWED_EVERY_S", 0.02)

@@ -76,8 +76,10 @@ class SinksController:
 
     def _is_at_url(self, path: str) -> bool:
         """Whether the resumed run's store is where this run may read: a checkpoint must not name any server."""
+        if not is_url(path):
+            return False
         own = self._location()
-        return is_url(path) and isinstance(own, str) and path.partition("://")[0] == own.partition("://")[0]
+        return isinstance(own, str) and path.partition("://")[0] == own.partition("://")[0]
 
     def begin_step(self, step: int) -> None:
         """A training step begins: from its first step on, a resumed run repeats steps of the earlier run."""

@@ -220,12 +220,15 @@ class Index:
         """Whether the run that wrote it ended."""
         self.damaged_at: int | None = None
         """Where a frame in the middle of the file does not have its checksum: nothing from there on is read."""
+        self.is_whole = True
+        """Whether the last update came to its end: not after an error or an interrupt, which can leave a part of a record."""
         self._end = 0
         self._lock = threading.Lock()
 
     def update(self, file: BinaryIO) -> None:
         """Take in the frames that came since."""
         with self._lock:
+            self.is_whole = False
             for frame in _frames(file, self._end):
                 if not frame.is_whole:
                     self.damaged_at = frame.offset
@@ -236,8 +239,9 @@ class Index:
                 elif frame.kind != _HEAD or self._end:
                     raise ValueError(f"it has a frame of the unknown type {frame.kind!r}")
                 if self.has_ended or not frame.is_whole:
-                    return
+                    break
                 self._end = frame.offset + len(frame.payload)
+            self.is_whole = True
 
     def _take(self, payload: bytes, offset: int) -> None:
         """Take a record in."""
@@ -288,7 +292,8 @@ class Journal:
 
     def __init__(self, file: BinaryIO, known: Journal | None = None) -> None:
         self._file, head = file, read_head(file)
-        self.index: Index = known.index if known is not None and known.index.head == head else Index(head)
+        is_known = known is not None and known.index.head == head and known.index.is_whole
+        self.index: Index = known.index if known is not None and is_known else Index(head)
         self.index.update(file)
 
     def read(self, group: str, row: int, first: int, last: int) -> schema.Values:

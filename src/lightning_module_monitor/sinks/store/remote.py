@@ -7,6 +7,7 @@ import posixpath
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ class RemoteFolder:
         """The local folder."""
         self._copied: dict[Path, tuple[int, int]] = {}
         """Of each file, what it was when it was copied."""
-        self._copied_at = time.monotonic()
+        self._tried: tuple[int, int] = (0, 0)
+        """What the store was when it was last copied, or that was tried."""
+        self._tried_at = time.monotonic()
         self._has_failed = False
         self._is_reachable = True
 
@@ -75,15 +78,18 @@ class RemoteFolder:
         return f"{self._url}/{path.name}"
 
     def copy_if_due(self, store: Path) -> None:
-        """Copy the files if the store's was replaced, or every ten minutes. Never raises."""
-        if self._copied.get(store, (0, 0))[0] != _signature(store)[0] or time.monotonic() - self._copied_at >= _PERIOD_S:
-            self.copy()
+        """Copy the files if the store's was replaced, or every ten minutes, also after a failure. Never raises."""
+        with suppress(OSError):  # a file that was removed is reported by its writer
+            found = _signature(store)
+            if found != self._tried or time.monotonic() - self._tried_at >= _PERIOD_S:
+                self._tried = found
+                self.copy()
 
     def copy(self) -> bool:
         """Copy the files that changed; returns whether all are there. Never raises."""
         if not self._is_reachable:
             return False
-        self._copied_at = time.monotonic()
+        self._tried_at = time.monotonic()
         try:
             file_system = _file_system(self._url)
             file_system.makedirs(self._url, exist_ok=True)

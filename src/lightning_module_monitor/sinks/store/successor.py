@@ -7,8 +7,8 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -71,16 +71,31 @@ def _signals_deferred() -> Iterator[None]:
         yield
         return
     waiting: list[tuple[int, FrameType | None]] = []
-    handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    is_deferred = True
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        # Passes on later signals, too: a handler can raise an exception before all handlers are back in place.
+        if is_deferred:
+            waiting.append((number, frame))
+        else:
+            handlers[number](number, frame)
+
+    for valid in signal.valid_signals():
+        handler = signal.getsignal(valid)
+        if callable(handler):
+            handlers[valid] = handler
     try:
         for number in handlers:
-            signal.signal(number, lambda received, frame: waiting.append((received, frame)))
+            signal.signal(number, receive)
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for received, frame in waiting:
-            handlers[signal.Signals(received)](received, frame)
+        is_deferred = False
+        with ExitStack() as stack:  # runs all of them, also after an exception of one
+            for number, frame in reversed(waiting):
+                stack.callback(handlers[number], number, frame)
+            for number, handler in handlers.items():
+                stack.callback(signal.signal, number, handler)
 
 
 class _Disk(io.FileIO):

@@ -135,7 +135,12 @@ class Store(Writer):
         begin, version = time.monotonic(), self._version._replace(generation=self._version.generation + 1)
         try:
             with self._journal.opened() as opened, successor(self.path, self.path) as file:
-                take_in(file, Journal(opened))
+                if schema.read_version(file) != self._version:  # reported with the next record
+                    raise ValueError("another file is in its place")  # noqa: TRY301  # the copy is dropped as after any other error
+                found = Journal(opened)
+                if found.index.damaged_at is not None:
+                    self._logger.warning("The journal of %s is damaged: records since its last replacement are lost.", self.path)
+                take_in(file, found)
                 schema.write_version(file, version)
         except Exception as error:  # HDF5 raises many types of error
             if self._is_closed or not self._has_failed_to_replace:
