@@ -21,7 +21,7 @@ from lightning_module_monitor.config.rules import attention_rules
 from lightning_module_monitor.kernels import elements, numba_kernel, triton_kernel
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.unchanged import RandomStates
-from lightning_module_monitor.probes.nonfinite import FiniteStep
+from lightning_module_monitor.nonfinite.flag import ReadFlag
 
 if TYPE_CHECKING:
     import wandb
@@ -330,7 +330,7 @@ class Nonfinite(Observer):
     """What ``health: {nonfinite: always}`` does at every step: random states are kept, and the gradients that tell are looked at."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.finite = FiniteStep(Namer().module_sites(model))
+        self.finite = ReadFlag(Namer().module_sites(model))
         self.device = next(model.parameters()).device
         self.random_states: RandomStates | None = None
 

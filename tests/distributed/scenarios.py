@@ -60,9 +60,9 @@ from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import ConfigError, RanksLostError
 from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.statistics import magnitudes
+from lightning_module_monitor.nonfinite import magnitudes
 from lightning_module_monitor.step.accumulator import StepAccumulator
-from lightning_module_monitor.trainer import nonfinite_search
+from lightning_module_monitor.trainer import strategy as strategies
 from lightning_module_monitor.trainer.optimizers import OptimizerTracker
 from lightning_module_monitor.trainer.overhead import HostClock
 
@@ -378,7 +378,7 @@ def counting_transfers() -> Iterator[list[int]]:
         stack.enter_context(patch.object(elements, "transfer", transfer))
         for module in (elements, magnitudes):
             stack.enter_context(patch.object(module, "is_on_host", lambda _tensor: False))
-        stack.enter_context(patch.object(nonfinite_search, "marks_steps", lambda run: run.options.health.nonfinite == "warn"))
+        stack.enter_context(patch.object(strategies, "reads_at_once", lambda _trainer: False))
         yield sizes
 
 

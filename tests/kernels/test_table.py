@@ -19,7 +19,7 @@ from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.statistics.magnitudes import Magnitudes
+from lightning_module_monitor.nonfinite.magnitudes import Magnitudes
 from lightning_module_monitor.statistics.precision import divided_by_scale
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

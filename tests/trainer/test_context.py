@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.keys import Key
-from lightning_module_monitor.statistics import magnitudes
+from lightning_module_monitor.nonfinite import magnitudes
 
 NORMS = [Rule(kinds="parameter", statistics="norm")]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_module_monitor.model.names import ROOT
-from lightning_module_monitor.probes.nonfinite import NO_CALL, Call, ObservedPasses
-from lightning_module_monitor.statistics.magnitudes import UNKNOWN
+from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN
+from lightning_module_monitor.nonfinite.probe import NO_CALL, Call, ObservedPasses
 
 
 @dataclass(frozen=True)

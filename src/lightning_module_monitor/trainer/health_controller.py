@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_module_monitor.config.health_options import IGNORE, WARN
 from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action
@@ -19,11 +20,14 @@ from lightning_module_monitor.health.judgement import verdict_of
 from lightning_module_monitor.health.run_history import NO_FACTS
 from lightning_module_monitor.keys import MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.lightning_packages import is_a, messages
+from lightning_module_monitor.nonfinite.record_search import RecordSearch
+from lightning_module_monitor.nonfinite.search import NonfiniteSearch
+from lightning_module_monitor.nonfinite.step_search import StepSearch
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.sinks.store.paths import first_free_path
 from lightning_module_monitor.sinks.store.remote import first_free_url
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from lightning_module_monitor.trainer.nonfinite_search import NonfiniteSearch
+from lightning_module_monitor.trainer import strategy
 from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.sinks_controller import SinksController
 
@@ -40,7 +44,7 @@ class HealthController:
         modules = [site.name for site in index.whole.modules]
         self._judge = Judge(self.options.rules, [*modules, *(site.name for site in index.parameters)], modules)
         run.results.history = self._judge.history
-        self.nonfinite = NonfiniteSearch(run)
+        self.nonfinite = _search_of(run)
         self.needs_facts = not self.options.is_off or self.nonfinite.is_on
         """Whether anything needs the facts of training: detectors, or the diagnosis of a value that is not finite."""
         self._is_judging = self.needs_facts or bool(self._judge.states)
@@ -169,3 +173,20 @@ class HealthController:
         ]
         rule = Rule(kinds=kinds, sites=pattern, statistics=statistics, every_n_steps=list(steps))
         self._run.model.add_detail(rule, Capture(sites=pattern, steps=list(steps), kinds=kinds))
+
+
+def _search_of(run: Run) -> NonfiniteSearch:
+    """The search for non-finite values of a run."""
+    health, trainer, is_scaled = run.options.health, run.trainer, strategy.scaler_of(run.trainer) is not None
+    if health.nonfinite == IGNORE:
+        return NonfiniteSearch()
+    if health.nonfinite == WARN and not strategy.reads_at_once(trainer):
+        return RecordSearch(run.monitor, trainer, is_scaled=is_scaled)
+    return StepSearch(
+        run.monitor,
+        trainer,
+        is_at_every_step=health.is_at_every_step,
+        can_run_again=strategy.can_run_again(trainer),
+        is_scaled=is_scaled,
+        raises_errors=run.options.arguments["on_error"] == "raise",
+    )

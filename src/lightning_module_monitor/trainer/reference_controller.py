@@ -18,9 +18,9 @@ from lightning_module_monitor.model import copies
 from lightning_module_monitor.model.compiled import take_out_compiled_code
 from lightning_module_monitor.model.names import is_fsdp_wrapper
 from lightning_module_monitor.model.unchanged import unchanged_random_states
+from lightning_module_monitor.silent_copy import attach, run_training_step, silence
 from lightning_module_monitor.trainer.options import INIT
 from lightning_module_monitor.trainer.run import Run
-from lightning_module_monitor.trainer.silent_copy import attach, run_training_step, silence
 
 MODULE = "module"
 """Origin of a reference that the user has passed as a module."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_module_monitor.config.health_options import WARN
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import OVERHEAD_FRACTION, RANK_DISAGREEMENT, SECONDS_PER_STEP, STEP_SKIPPED, STEPS_SINCE_NONFINITE
@@ -23,7 +24,6 @@ from lightning_module_monitor.sinks.store.remote import RemoteFolder, is_url
 from lightning_module_monitor.sinks.store.tensors import RunFiles
 from lightning_module_monitor.trainer import strategy
 from lightning_module_monitor.trainer.context import CONTEXT
-from lightning_module_monitor.trainer.nonfinite_search import marks_steps
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.run import Run, passed_keys
 
@@ -121,7 +121,7 @@ class SinksController:
         measured = {
             STEP_SKIPPED: scaler is not None,
             OVERHEAD_FRACTION: self._options.max_overhead is not None,
-            STEPS_SINCE_NONFINITE: marks_steps(run) and run.is_fit,
+            STEPS_SINCE_NONFINITE: self._options.health.nonfinite == WARN and not strategy.reads_at_once(self._trainer) and run.is_fit,
             RANK_DISAGREEMENT: run.monitor.distributed is not False and self._trainer.world_size > 1 and run.is_fit,
             SECONDS_PER_STEP: self._options.every_n_steps.by_clock is not None and run.is_fit,
         }

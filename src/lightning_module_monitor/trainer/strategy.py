@@ -86,6 +86,11 @@ def can_run_again(trainer: Trainer) -> bool:
     return is_known(trainer) and has_copies
 
 
+def reads_at_once(trainer: Trainer) -> bool:
+    """Whether a value is read without waiting for a device or for other ranks: in host memory, in a single process."""
+    return trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
+
+
 def access_of(trainer: Trainer) -> ParameterAccess:
     """The access to parameters and gradients under a strategy."""
     return DeepSpeedAccess() if is_a(trainer.strategy, "DeepSpeedStrategy") else ParameterAccess()

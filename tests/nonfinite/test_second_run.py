@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import Finding, Health, ModuleMonitorCallback
-from lightning_module_monitor.trainer import rerun
-from lightning_module_monitor.trainer.rerun import StepRerun
+from lightning_module_monitor.nonfinite import second_run
+from lightning_module_monitor.nonfinite.second_run import SecondRun
 
 
 def alive(batches: list[Any], limit: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each batch still exists when the last micro-batch runs, without other references to it."""
-    monkeypatch.setattr(rerun, "MAX_EARLIER_BYTES", limit)
-    step, tensors = StepRerun(Classifier("mlp"), [], []), []
+    monkeypatch.setattr(second_run, "MAX_EARLIER_BYTES", limit)
+    step, tensors = SecondRun(Classifier("mlp"), [], []), []
     for number in range(len(batches)):
         tensors.append(weakref.ref(batches[0][0]))
         step.keep(batches.pop(0), number)
@@ -56,7 +56,7 @@ def test_a_model_whose_weights_were_given_back_is_not_copied() -> None:
     model = Classifier("mlp")
     next(model.parameters()).untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="its memory was given back"):
-        StepRerun(model, [], [])._sibling()
+        SecondRun(model, [], [])._sibling()
 
 
 NOTES: list[tuple[int, nn.Parameter]] = []
@@ -143,8 +143,8 @@ def model() -> nn.Module:
 
 def test_the_finding_names_a_micro_batch_that_was_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its number and the reason; the result of another micro-batch is labelled as such."""
-    monkeypatch.setattr(rerun, "MAX_EARLIER_BYTES", 2**20)
-    monkeypatch.setattr(rerun, "_memory", lambda tensor: (id(tensor), 2**20))  # each of two tensors
+    monkeypatch.setattr(second_run, "MAX_EARLIER_BYTES", 2**20)
+    monkeypatch.setattr(second_run, "_memory", lambda tensor: (id(tensor), 2**20))  # each of two tensors
     finding = found_in(tmp_path, Classifier(model()), bad_sample(3))
     assert finding.site == "_root_"
     assert finding.words.startswith(

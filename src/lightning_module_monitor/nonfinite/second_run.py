@@ -21,11 +21,11 @@ from lightning_module_monitor.model.copies import independent_copy
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import is_known, map_leaves, named_tensors, suffix
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
+from lightning_module_monitor.nonfinite.magnitudes import Magnitudes
+from lightning_module_monitor.nonfinite.masked_rows import MaskedRows
+from lightning_module_monitor.nonfinite.probe import NonfiniteProbe, ObservedPasses
 from lightning_module_monitor.nonfinite.producer import Producer, kind_of, producer
-from lightning_module_monitor.probes.nonfinite import MaskedRows, NonfiniteProbe, ObservedPasses
-from lightning_module_monitor.statistics.magnitudes import Magnitudes
-from lightning_module_monitor.trainer.silent_copy import run_training_step, silence
-from lightning_module_monitor.trainer.strategy import scaler_of
+from lightning_module_monitor.silent_copy import run_training_step, silence
 
 MAX_EARLIER_BYTES = 2**28
 """Limit of the memory of earlier batches of a step, which Lightning would have released: 256 MiB."""
@@ -53,7 +53,7 @@ class _Kept:
         return _versions(named_tensors(self.batch)) != self._versions
 
 
-class StepRerun:
+class SecondRun:
     """Keeps the batches of one step, up to a limit, and the random states before each, to run one of them again before the update.
 
     The second run, in which ``sites`` are observed, shares the ``weights`` unless the forward pass writes into them. Without weights the
@@ -61,8 +61,10 @@ class StepRerun:
     second run then uses copies of all weights.
     """
 
-    def __init__(self, model: LightningModule, sites: Sequence[ModuleSite], weights: Sequence[nn.Parameter] | None) -> None:
-        self._model, self._sites = model, sites
+    def __init__(
+        self, model: LightningModule, sites: Sequence[ModuleSite], weights: Sequence[nn.Parameter] | None, *, is_scaled: bool = False
+    ) -> None:
+        self._model, self._sites, self._is_scaled = model, sites, is_scaled
         self._is_whole = weights is not None
         self._versions = [(weight, weight._version) for weight in weights or ()]
         """The weights with their versions before the step, whose forward pass may write into some."""
@@ -136,7 +138,7 @@ class StepRerun:
                 loss = self._run(sibling, kept)
                 if loss is not None:
                     probe.begin_backward(loss)
-                    if loss.requires_grad and scaler_of(self._model.trainer) is None:
+                    if loss.requires_grad and not self._is_scaled:
                         loss.backward()
             probe.end_micro_batch()
             return probe.observed(was_cut_short=error is not None)

@@ -1,23 +1,16 @@
-"""Largest magnitudes that show whether a step has a non-finite value, and which module produced it.
-
-A flag of each step covers losses and gradients. The module is found from outputs, further inputs, and the gradients of both.
-Attention that masks all keys of a query is found by itself: its softmax divides zero by zero.
-"""
+"""Largest magnitudes of outputs, further inputs, and the gradients of both, which show the module that made a non-finite value."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.kernels.elements import plain
@@ -32,14 +25,11 @@ from lightning_module_monitor.model.hooks import (
 )
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors
+from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN, Magnitudes
 from lightning_module_monitor.probes.base import failing_alone
-from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
 NO_CALL = -1
 """No event; the caller of modules that the LightningModule itself calls."""
-
-MAX_VECTORS = 16
-"""Limit of gradients that are observed lightly, evenly spaced: a non-finite gradient reaches all earlier layers."""
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -99,91 +89,6 @@ class ObservedPasses:
     """Largest magnitude of every parameter before the update, by name."""
 
 
-class FiniteStep:
-    """Flags a step with a non-finite value by the largest magnitudes of losses and gradients, without hooks.
-
-    A non-finite value in the forward pass makes the loss non-finite; in the backward pass it reaches the gradients of earlier layers. The
-    gradient of a bias is the sum of the gradients at the module's output: it shows as much as that of the weight, and is smaller.
-    """
-
-    def __init__(self, sites: Sequence[ModuleSite]) -> None:
-        self._owners = [site.module for site in sites if site.module._parameters]
-        self._numbers = Magnitudes()
-        self._micro_batches: list[int] = []
-        """The micro-batch of each number."""
-        self.micro_batch = 0
-        """The running micro-batch."""
-        self._vectors: list[list[nn.Parameter]] | None = None
-        """The biases and normalization weights to observe lightly, in groups; ``None`` before :meth:`observe_gradients`."""
-        self._since: Tensor | None = None
-        """The first marked step with a non-finite value, shape ``()``, on the device of the loss; -1 without one."""
-
-    def observe_loss(self, loss: Tensor) -> None:
-        """Observe a loss."""
-        if not is_tracing():
-            self._add(loss)
-
-    @torch.no_grad()
-    def observe_gradients(self, *, lightly: bool = False) -> None:
-        """Observe the gradients of a backward pass; ``lightly``: only of some biases and normalization weights, by a few operations."""
-        if is_tracing():
-            return
-        groups: Iterable[Sequence[nn.Parameter]] = self._all_vectors() if not lightly or self._vectors is None else self._vectors
-        for members in groups:
-            gradients = [parameter.grad for parameter in members if parameter.grad is not None]
-            if gradients and type(gradients[0]) is not Tensor:
-                gradients = [local_part(gradient) for gradient in gradients]
-            if gradients:
-                self._add(torch.cat(gradients))
-
-    def _all_vectors(self) -> Iterable[list[nn.Parameter]]:
-        """Observe the gradients of all other parameters, and return the biases and normalization weights, in groups."""
-        vectors = []
-        for owner in self._owners:
-            parameters = owner._parameters
-            bias = parameters.get("bias")
-            is_shown_by_bias = bias is not None and bias.requires_grad and parameters.keys() == {"weight", "bias"}
-            for parameter in (bias,) if is_shown_by_bias else parameters.values():
-                if parameter is None or is_lazy(parameter):
-                    continue
-                if parameter.dim() == 1 and parameter.layout is torch.strided:
-                    vectors.append(parameter)
-                elif parameter.grad is not None:
-                    self._add(local_part(parameter.grad))
-        # By device and dtype: reading many vectors at once costs as much as reading a single vector.
-        groups: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
-        for parameter in vectors:
-            groups[type(parameter), parameter.device, parameter.dtype].append(parameter)
-        self._vectors = [members[:: -(-len(members) // MAX_VECTORS)] for members in groups.values()]
-        return groups.values()
-
-    def _add(self, tensor: Tensor) -> None:
-        if self._numbers.add(tensor) != UNKNOWN:
-            self._micro_batches.append(self.micro_batch)
-
-    def first_nonfinite(self) -> int | None:
-        """The first micro-batch with a non-finite value, ``None`` if all are finite; one transfer from each device."""
-        numbers = zip(self._micro_batches, self._numbers.read(), strict=True)
-        return next((micro_batch for micro_batch, value in numbers if not math.isfinite(value)), None)
-
-    def mark(self, step: int) -> None:
-        """Record on the device, without a host read, whether this is the first step with a non-finite value."""
-        is_bad = self._numbers.nonfinite()
-        since = torch.full_like(is_bad, -1, dtype=torch.float32) if self._since is None else self._since
-        self._since = torch.where((since < 0) & is_bad, float(step), since)
-        self.forget()
-
-    def steps_since(self, step: int) -> Tensor | None:
-        """Number of steps since the first non-finite value, shape ``()``, 0 without one; ``None`` if no step was marked."""
-        since, self._since = self._since, None
-        return None if since is None else torch.where(since < 0, 0.0, step - since)
-
-    def forget(self) -> None:
-        """Release the numbers of the step."""
-        self._numbers = Magnitudes()
-        self._micro_batches.clear()
-
-
 class NonfiniteProbe:
     """Takes the largest magnitudes of every module's inputs and outputs, and of the gradients that arrive at them.
 
@@ -206,8 +111,8 @@ class NonfiniteProbe:
         """The events in which the running modules were entered; the innermost last."""
         self._passes: list[Pass] = []
         self._weights: dict[str, int] = {}
-        self._last: tuple[Tensor | None, int, int] = None, 0, UNKNOWN
-        """The last tensor, its version, and its index."""
+        self._last: tuple[weakref.ref[Tensor] | None, int, int] = None, 0, UNKNOWN
+        """The last tensor, its version, and its index. Torch alone keeps it alive: the logits of a language model may be gigabytes."""
 
     # The step
 
@@ -337,15 +242,14 @@ class NonfiniteProbe:
 
     def _index(self, value: Tensor | None) -> tuple[int, bool]:
         """The index of an input or output, and whether it is not the last output, unchanged."""
-        elements = None if value is None else plain(value)
-        if elements is None or not elements.is_floating_point():
+        if value is None or not (elements := plain(value)).is_floating_point():
             return UNKNOWN, False
-        tensor, version, index = self._last
-        if value is tensor and elements._version == version:
+        last, version, index = self._last
+        if last is not None and value is last() and elements._version == version:
             return index, False
         index = self._numbers.add(_local_elements(elements))
         if not elements.is_inference():
-            self._last = value, elements._version, index
+            self._last = weakref.ref(value), elements._version, index
         return index, True
 
     def _outputs(self, output: object) -> Iterator[tuple[Tensor, int]]:
@@ -374,37 +278,3 @@ class NonfiniteProbe:
 def _local_elements(tensor: Tensor) -> Tensor:
     """The elements of a tensor on this rank, even if ranks still sum it: a non-finite part makes the sum non-finite."""
     return local_part(plain(tensor), is_reduced=False)
-
-
-_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
-_MASKS = {F.scaled_dot_product_attention: ("attn_mask",), F.multi_head_attention_forward: ("attn_mask", "key_padding_mask")}
-
-
-class MaskedRows(TorchFunctionMode):
-    """Reads the results of softmax and attention on the host, in a step that is known to have a NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_found = False
-        """Whether a result was NaN because all keys of a row were masked."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401  # the result of the function
-        result = func(*args, **(kwargs or {}))
-        if not self.is_found and (func in _SOFTMAX or func in _MASKS):
-            output = result[0] if isinstance(result, tuple) else result
-            if isinstance(output, Tensor) and bool(output.isnan().any()):
-                self.is_found = self._has_masked_row(func, args, kwargs or {})
-        return result
-
-    def _has_masked_row(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        if func in _SOFTMAX:
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-            return bool((args[0] == -torch.inf).all(dim=dim).any())
-        is_sdpa = func is F.scaled_dot_product_attention
-        positional = args[3] if is_sdpa and len(args) > 3 else None
-        masks = [mask for name in _MASKS[func] if isinstance(mask := kwargs.get(name, positional), Tensor)]
-        # A boolean mask is true for the visible keys of scaled dot product attention, and for the hidden ones of the other function.
-        hidden = [(~mask if is_sdpa else mask) if mask.dtype is torch.bool else mask == -torch.inf for mask in masks]
-        return any(bool(keys.all(dim=-1).any()) for keys in hidden)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from lightning_module_monitor import kernels
 from lightning_module_monitor.model.names import Namer
+from lightning_module_monitor.nonfinite import magnitudes
+from lightning_module_monitor.nonfinite.flag import ReadFlag
+from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN, Magnitudes
+from lightning_module_monitor.nonfinite.probe import NonfiniteProbe
 from lightning_module_monitor.nonfinite.producer import producer
-from lightning_module_monitor.probes.nonfinite import FiniteStep, NonfiniteProbe
-from lightning_module_monitor.statistics import magnitudes
-from lightning_module_monitor.statistics.magnitudes import UNKNOWN, Magnitudes
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
@@ -71,7 +72,7 @@ def test_nothing_is_read_in_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         model[1][0].weight[0, 0] = 3e38
         model[1][0].weight[0, 1] = 3e38
     sites = Namer().module_sites(model)
-    probe, finite = NonfiniteProbe(sites, pytest.fail), FiniteStep(sites)
+    probe, finite = NonfiniteProbe(sites, pytest.fail), ReadFlag(sites)
     probe.attach()
     x = torch.full((2, 3, 4), 2.0)
     with torch.no_grad():
@@ -104,7 +105,7 @@ def test_a_non_finite_gradient_is_detected() -> None:
         (nn.LSTM(3, 3), "weight_hh_l0"),
         (nn.LayerNorm(3), "bias"),
     ):
-        finite = FiniteStep(Namer().module_sites(model))
+        finite = ReadFlag(Namer().module_sites(model))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         finite.observe_gradients()

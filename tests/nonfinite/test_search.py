@@ -18,12 +18,12 @@ from helpers.training import Bad, Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_module_monitor import Health, ModuleMonitorCallback, load_store
+from lightning_module_monitor import Health, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.errors import ConfigError, NonfiniteError
 from lightning_module_monitor.model.names import Namer
-from lightning_module_monitor.probes.nonfinite import FiniteStep
-from lightning_module_monitor.statistics import magnitudes
-from lightning_module_monitor.trainer import nonfinite_search
+from lightning_module_monitor.nonfinite import magnitudes, step_search
+from lightning_module_monitor.nonfinite.flag import MarkedSteps
+from lightning_module_monitor.trainer import strategy
 from lightning_module_monitor.trainer.health_controller import HealthController
 from lightning_module_monitor.trainer.run import step_of
 
@@ -331,7 +331,7 @@ def test_it_is_said_once_where_another_optimizer_s_part_is_finite(tmp_path: Path
 def test_a_flag_keeps_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many marked steps the first one that was not finite, until it is asked for; nothing is read on the way."""
     layer = nn.Linear(3, 2)
-    flag = FiniteStep(Namer().module_sites(nn.Sequential(layer)))
+    flag = MarkedSteps(Namer().module_sites(nn.Sequential(layer)))
 
     def refuse(_tensor: Tensor) -> Any:
         raise AssertionError("a value was read")
@@ -362,8 +362,8 @@ def test_on_an_accelerator_the_next_record_has_the_first_step(
     bad_step: int, record_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the flag stays on the device: no step is run again, and the finding comes with the next record."""
-    monkeypatch.setattr(nonfinite_search, "marks_steps", lambda *_: True)
-    monkeypatch.setattr(nonfinite_search, "StepRerun", None)
+    monkeypatch.setattr(strategy, "reads_at_once", lambda _trainer: False)
+    monkeypatch.setattr(step_search, "SecondRun", None)
     x = torch.randn(48, 6)
     x[bad_step * 4] = math.nan
     data = DataLoader(TensorDataset(x, torch.zeros(48, dtype=torch.long)), batch_size=4)
@@ -517,24 +517,12 @@ def test_a_compiled_model_is_refused_at_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "device", "world_size", "expected"),
-    [
-        ("warn", "cpu", 1, False),
-        ("warn", "cpu", 2, True),
-        ("warn", "cuda", 1, True),
-        ("warn", "mps", 1, True),
-        ("always", "cuda", 2, False),
-        ("stop", "cuda", 1, False),
-    ],
+    ("device", "world_size", "expected"), [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False), ("mps", 1, False), ("xpu", 1, False)]
 )
-def test_records_show_it_where_a_read_would_wait(option: str, device: str, world_size: int, expected: bool) -> None:
-    """Only with ``warn``: ``always`` and ``stop`` need to know before the optimizer's step."""
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    run: Any = SimpleNamespace(
-        options=SimpleNamespace(health=SimpleNamespace(nonfinite=option)),
-        trainer=SimpleNamespace(world_size=world_size, strategy=strategy),
-    )
-    assert nonfinite_search.marks_steps(run) == expected
+def test_records_show_it_where_a_read_would_wait(device: str, world_size: int, expected: bool) -> None:
+    """For a device, or for other ranks."""
+    run: Any = SimpleNamespace(world_size=world_size, strategy=SimpleNamespace(root_device=torch.device(device)))
+    assert strategy.reads_at_once(run) == expected
 
 
 def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -546,7 +534,7 @@ def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         reads.extend([len(tensors)] if tensors else [])
         return to_host(tensors)
 
-    monkeypatch.setattr(nonfinite_search, "marks_steps", lambda run: run.options.health.nonfinite == "warn")
+    monkeypatch.setattr(strategy, "reads_at_once", lambda _trainer: False)
     monkeypatch.setattr(magnitudes, "is_on_host", lambda _tensor: False)
     monkeypatch.setattr(magnitudes, "to_host", count)
     return reads
@@ -573,16 +561,60 @@ def test_on_an_accelerator_a_monitored_step_reads_nothing(
     assert load_store(callback.store_path).series("gradient/model.layers.0.weight/norm")[0].tolist() == [0, 2, 4]
 
 
-@pytest.mark.parametrize("rules", [None, []], ids=["default rules", "the loss alone"])
-def test_on_an_accelerator_the_record_of_a_monitored_step_names_the_module(
-    rules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Slope(nn.Module):
+    """Its gradient is NaN from the fourth backward pass on."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x + zero_with_infinite_slope(x) if self.num_calls > 3 else x
+
+
+def made_of(part: nn.Module) -> Classifier:
+    """A part between two layers."""
+    seed()
+    return Classifier(nn.Sequential(nn.Linear(6, 6), part, nn.Linear(6, 3)), torch.optim.SGD, lr=0.1)
+
+
+def with_bad_weight() -> Classifier:
+    """A weight that is not finite before the first step."""
+    module = made_of(nn.ReLU())
+    module.model[2].weight.data[0, 0] = math.nan
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "rules", "expected"),
+    [
+        (sick, None, (3, "model.2", "", "NaN or infinity in the activation of model.2. ")),  # the first leaf module
+        (sick, [], (3, "_root_", "", "The loss is not finite, and no recorded activation shows a non-finite value. ")),
+        (
+            lambda: made_of(Slope()),
+            Rule(kinds=["activation", "activation_gradient", "gradient"], statistics="norm"),
+            (3, "model.0", "", "NaN or infinity in the activation gradient of model.0. "),
+        ),
+        (
+            with_bad_weight,
+            Rule(kinds=["parameter", "gradient"], statistics="rms"),
+            (0, "model.2.weight", "update", "model.2.weight is not finite before the update. "),
+        ),
+    ],
+    ids=["forward", "the loss alone", "backward", "before the step"],
+)
+def test_on_an_accelerator_a_record_names_the_first_site(
+    make: Callable[[], Classifier], rules: Any, expected: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the hooks of that step have observed is read once, when the record shows that something is not finite."""
+    """In the order of a step, once; nothing is read for that, no hook is on after the step, and ``always`` is named for more."""
     reads = on_accelerator(monkeypatch)
-    module, callback = sick(), ModuleMonitorCallback(1, rules=rules, health=Health(watch=["vanishing"]), on_error="raise")
-    trainer(tmp_path, [callback], limit_val_batches=0).fit(module, loader(shuffle=True), loader(8))
+    monkeypatch.setattr(step_search, "SecondRun", None)
+    monkeypatch.setattr(step_search, "NonfiniteProbe", None)
+    module, callback = make(), ModuleMonitorCallback(1, rules=rules, health=Health(watch=["vanishing"]), on_error="raise")
+    trainer(tmp_path, [callback], limit_val_batches=0, accumulate_grad_batches=1).fit(module, loader(shuffle=True), loader(8))
     [found] = [one for one in callback.findings if one.name == "nonfinite"]
-    assert (found.step, found.site, found.severity) == (3, "model.1", "error")
-    assert "NaN in model.1, in the forward pass of micro-batch 0 (epoch 0, batch_idx 3)" in found.words
+    *place, words = expected
+    assert ([found.step, found.site, found.cause], found.severity) == (place, "error")
+    assert found.words.startswith(words)
+    assert found.words.endswith("health: {nonfinite: always} names the module.")
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-    assert 0 < len(reads) <= 2 * 7  # in each of the steps that are not finite, of which the first is reported
+    assert reads == []

@@ -1,0 +1,251 @@
+"""Search of a step before its update: by a flag, and by a second run or a probe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from lightning_module_monitor.distributed.ranks import Ranks, least_of_all
+from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.lightning_packages import Trainer, messages
+from lightning_module_monitor.model.names import ROOT
+from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.nonfinite.exceptions import speaks_of_nonfinite, was_raised_in
+from lightning_module_monitor.nonfinite.flag import ReadFlag
+from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN
+from lightning_module_monitor.nonfinite.probe import NonfiniteProbe
+from lightning_module_monitor.nonfinite.producer import Producer, producer
+from lightning_module_monitor.nonfinite.search import ALWAYS_NAMES, NonfiniteSearch, about_float16
+from lightning_module_monitor.nonfinite.second_run import SecondRun
+from lightning_module_monitor.record import Finding, Record
+
+
+@dataclass
+class _SearchedStep:
+    """The search in one step."""
+
+    is_light: bool
+    """Whether the flag covers only the loss and the gradients of some biases and normalization weights."""
+    has_probe: bool
+    """Whether the probe observes the step itself."""
+    second_run: SecondRun | None
+    """Runs the first non-finite micro-batch again, with the probe; ``None`` if no second run is possible or needed."""
+    batch_indices: list[int] = field(default_factory=list)
+    """``batch_idx`` of each micro-batch."""
+    was_finite: bool | None = None
+    """Whether no optimizer's part of the step had a non-finite value; ``None`` before the first part."""
+
+
+class StepSearch(NonfiniteSearch):
+    """Searches a step before its update: ``always`` and ``stop``, and ``warn`` where reading a value makes nobody wait.
+
+    A flag of losses and gradients is read before the optimizer's step; if it is raised, the micro-batch is run again. Manual
+    optimization, and strategies that only run a model as a whole, allow no second run: there the probe observes the step itself.
+
+    Args:
+        monitor: The monitor of the run.
+        trainer: The Trainer.
+        is_at_every_step: Whether every step is searched as a whole. Otherwise steps that are not monitored are searched lightly.
+        can_run_again: Whether all ranks together can run a part of a step again on a copy of the model.
+        is_scaled: Whether the loss is scaled: its gradients may overflow, which the scaler handles.
+        raises_errors: Whether an error in a hook is raised.
+    """
+
+    is_on = True
+
+    def __init__(
+        self,
+        monitor: ModuleMonitor,
+        trainer: Trainer,
+        *,
+        is_at_every_step: bool,
+        can_run_again: bool,
+        is_scaled: bool,
+        raises_errors: bool,
+    ) -> None:
+        self._monitor, self._trainer = monitor, trainer
+        self._is_at_every_step, self._raises_errors = is_at_every_step, raises_errors
+        self._can_run_again, self._is_scaled = can_run_again, is_scaled
+        index = monitor.engine.model.planner.index
+        self._probe = NonfiniteProbe(index.modules, self._report_hook_error)
+        # The flag and the second run also cover compiled code: by gradients, and by a copy that runs uncompiled.
+        self._all_sites = index.whole.modules
+        self._flag = ReadFlag(self._all_sites)
+        self._step: _SearchedStep | None = None
+        """The search in the open step; ``None`` after an error."""
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        return self._monitor.engine.model.ranks
+
+    @cached_property
+    def _weights(self) -> list[nn.Parameter]:
+        """The model's weights when the first step begins that can be repeated exactly, without lazy parameters and inference tensors."""
+        weights = self._trainer.lightning_module.parameters()
+        return [weight for weight in weights if not (nn.parameter.is_lazy(weight) or weight.is_inference())]
+
+    def close(self) -> None:
+        """Remove every hook; a second call does nothing."""
+        self.end_search()
+        self._probe.close()
+
+    def begin_step(self, step: int, *, is_monitored: bool) -> None:
+        """A step begins."""
+        self.end_search()
+        is_light, module = not (is_monitored or self._is_at_every_step), self._trainer.lightning_module
+        runs_again = self._can_run_again and module.automatic_optimization
+        has_probe = not is_light and not runs_again
+        second_run = None
+        if module.automatic_optimization and not has_probe:
+            second_run = SecondRun(module, self._all_sites, None if is_light else self._weights, is_scaled=self._is_scaled)
+        self._step = _SearchedStep(is_light, has_probe, second_run)
+        if has_probe:
+            self._probe.attach()
+
+    def begin_micro_batch(self, batch: object, batch_idx: int) -> None:
+        """A micro-batch is about to be run."""
+        step = self._step
+        if step is None:
+            return
+        self._flag.micro_batch = len(step.batch_indices)
+        step.batch_indices.append(batch_idx)
+        if step.has_probe:
+            self._probe.begin_micro_batch()
+        elif step.second_run is not None:
+            step.second_run.keep(batch, batch_idx)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """The loss of a backward pass exists."""
+        if self._step is not None:
+            self._flag.observe_loss(loss)
+        self._probe.begin_backward(loss)
+        if self._is_scaled:
+            self._probe.end_backward()
+
+    def end_backward(self) -> None:
+        """The gradients exist."""
+        if self._step is not None and not self._is_scaled:
+            self._flag.observe_gradients(lightly=self._step.is_light)
+        self._probe.end_backward()
+
+    def before_update(self, step: int) -> Finding | None:
+        """Search the step before the parameters move; returns the finding of the first of a series."""
+        searched = self._step
+        # If every step is searched, other ranks expect the collective also after an error on this rank.
+        if searched is None and not self._is_at_every_step:
+            return None
+        first_here = self._flag.first_nonfinite()
+        self._flag.forget()
+        least = least_of_all(math.inf if first_here is None else first_here, self._ranks)
+        first = int(least) if math.isfinite(least) else None
+        if searched is not None:
+            searched.was_finite = first is None and searched.was_finite is not False
+        if first is None or self.is_reported:
+            return None
+        with self._monitor.no_monitor():
+            return self._find(step, first, is_here=first_here == first)
+
+    def end_micro_batch(self) -> None:
+        """The micro-batch is over."""
+        self._probe.end_micro_batch()
+
+    def end_step(self, step: int, record: Record | None) -> Finding | None:
+        """The step ends, and was searched."""
+        self.is_reported &= self._step is None or not self._step.was_finite
+        self.end_search()
+        return None
+
+    def after_exception(self, step: int, error: Exception) -> Finding | None:
+        """Search the step that an exception has ended, on this rank alone."""
+        searched = self._step
+        if self.is_reported or self._trainer.world_size > 1 or searched is None:
+            return None
+        # After a finite part of the step, the weights have moved: it cannot be run again.
+        if not searched.has_probe and (searched.was_finite is not None or not self._may_have_caused(error)):
+            return None
+        flagged = self._flag.first_nonfinite()
+        with self._monitor.no_monitor():
+            source = self._source(searched, len(searched.batch_indices) - 1 if flagged is None else flagged, error)
+        if source is None or not source.value:
+            return None
+        words = f"{source.words} {type(error).__name__} has ended the step; whether this value has led to it is not known."
+        return self._finding(step, 0, replace(source, words=words))
+
+    def _may_have_caused(self, error: Exception) -> bool:
+        """Whether a non-finite value may have caused an exception: another is no reason to run ``training_step`` once more."""
+        strategy = self._trainer.strategy
+        is_of_step = was_raised_in(error, strategy, "training_step") or was_raised_in(error, strategy.precision_plugin, "backward")
+        return is_of_step and speaks_of_nonfinite(error)
+
+    def end_search(self) -> None:
+        """Search no further in this step."""
+        self._step = None
+        self._probe.forget()
+        self._flag.forget()
+        if not self._is_at_every_step:
+            self._probe.close()
+
+    def _find(self, step: int, micro_batch: int, *, is_here: bool) -> Finding:
+        """Find, with all ranks, the module of the first non-finite value: in a micro-batch, the first of this rank too if ``is_here``."""
+        searched, source = self._step, None
+        reason = "all was finite when the step was run again"
+        try:
+            if searched is None:
+                reason = "an error has ended the search in this step"
+            elif searched.second_run is None and not searched.has_probe:
+                reason = f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
+            else:
+                if searched.is_light:
+                    reason += f" with torch's random states alone as they were. {ALWAYS_NAMES}"
+                # Every rank runs it: in tensor parallel training a rank cannot run it alone.
+                source = self._source(searched, micro_batch)
+                source = source if source is None or source.value or is_here else None
+        except Exception as error:
+            reason = f"the step could not be run again ({type(error).__name__}: {error})"
+        rank, first = _earliest(source, self._ranks)
+        if first is None:
+            words = f"The loss or a gradient is not finite, and the module that made it is not known: {reason.removesuffix('.')}."
+            first = Producer(ROOT, True, UNKNOWN, 0, words)
+        return self._finding(step, rank, first)
+
+    def _source(self, searched: _SearchedStep, micro_batch: int, error: Exception | None = None) -> Producer | None:
+        """The source that the probe has observed in the step, which an ``error`` may have ended, or that it observes in a second run."""
+        if searched.has_probe:
+            return producer(self._probe.observed(was_cut_short=error is not None))
+        return None if searched.second_run is None else searched.second_run.find(micro_batch, error)
+
+    def _finding(self, step: int, rank: int, source: Producer) -> Finding:
+        self.is_reported = True
+        words = about_float16(self._trainer)
+        if words:
+            source = replace(source, words=f"{source.words} {words}", cause=source.cause if source.cause == "data" else "overflow")
+        where = f"micro-batch {source.micro_batch}" + (f" on rank {rank}" if self._monitor.distributed is not False else "")
+        direction = f"the {'forward' if source.is_forward else 'backward'} pass of "
+        direction = "" if direction in source.location else f"in {direction}"
+        indices = [] if self._step is None else self._step.batch_indices
+        batch_idx = indices[source.micro_batch] if 0 <= source.micro_batch < len(indices) else ""
+        when = f"epoch {self._trainer.current_epoch}, batch_idx {batch_idx}"
+        kind = "NaN" if source.value == "NaN" else "Infinity"
+        words = ""  # nothing is known
+        if source.value:
+            words = f"{kind} in {source.location}, {direction}{where} ({when}). "
+        elif source.micro_batch != UNKNOWN:
+            words = f"The first non-finite value occurred in {where}, and the module that made it is not known: "
+        return Finding(step, "nonfinite", source.site, "", f"{words}{source.words}", "error", cause=source.cause)
+
+    def _report_hook_error(self, error: Exception) -> None:
+        message = f"The search for non-finite values failed ({type(error).__name__}: {error})"
+        if self._raises_errors:
+            raise MonitorError(f"{message}.") from error
+        messages.warning("%s; this step is not searched.", message)
+
+
+def _earliest(source: Producer | None, ranks: Ranks | None) -> tuple[int, Producer | None]:
+    """The rank whose producer came first, and that producer: the same on every rank."""
+    sources: list[Producer | None] = [source] if ranks is None else ranks.gather(source)
+    order = [(item.micro_batch, not item.is_forward, item.position, rank) for rank, item in enumerate(sources) if item is not None]
+    rank = min(order)[-1] if order else 0
+    return rank, sources[rank]
