@@ -5,28 +5,23 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from helpers.lightning_package import Callback, LightningModule, Trainer
-from torch import nn
-from torch.nn import functional as F
+from helpers.accelerator import as_accelerator
+from helpers.deep import NUM_TENSORS, fit, operations_of_steps
+from helpers.lightning_package import Callback
 
-from lightning_module_monitor import ModuleMonitorCallback
+from lightning_module_monitor import Health, ModuleMonitorCallback
 from lightning_module_monitor.health.alerts import AlertRule, matching
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.keys import Columns, Key
 from lightning_module_monitor.record import Record
 
 ANY = re.compile(".*")
-
-NUM_TENSORS = 129 + 128 + 128
-"""Activations, parameters and gradients of the model, each measured once in a monitored step."""
 
 
 class Counting(Callback):
@@ -50,39 +45,11 @@ class _EndOfCount(Callback):
         sys.setprofile(None)
 
 
-class Deep(LightningModule):
-    """W2 of the benchmarks: 64 times a linear layer and a ReLU, 385 recorded tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [layer for _layer in range(64) for layer in (nn.Linear(128, 128), nn.ReLU())]
-        self.model = nn.Sequential(*layers)
-
-    def training_step(self, batch: Sequence[Any], _batch_idx: int) -> Any:
-        x, y = batch
-        return F.cross_entropy(self.model(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 1e-3)
-
-
 def calls_of_steps(folder: Path, callback: ModuleMonitorCallback | None) -> tuple[float, float]:
     """Calls in a monitored step and in another one, the means of 15 steps each, of a run that is monitored in every second step."""
-    torch.manual_seed(0)
-    batches = [(torch.randn(64, 128), torch.randint(128, (64,))) for _step in range(40)]
     counting = Counting()
-    trainer = Trainer(
-        max_steps=len(batches),
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[counting, *([] if callback is None else [callback]), counting.end],
-    )
     try:
-        trainer.fit(Deep(), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]  # a list is a dataset
+        fit(folder, [counting, *([] if callback is None else [callback]), counting.end], 40)
     finally:
         sys.setprofile(None)
     return mean(counting.calls[10:39:2]), mean(counting.calls[11:40:2])
@@ -108,6 +75,29 @@ def test_calls_of_a_step_in_a_trainer(
     found, elsewhere = calls_of_steps(tmp_path / "monitored", ModuleMonitorCallback(2, **options))
     assert (found - plain) / NUM_TENSORS < most, (found, plain)
     assert elsewhere - plain_elsewhere < most_elsewhere, (elsewhere, plain_elsewhere)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "most", "most_elsewhere"),
+    [
+        ({"health": False}, 75, 0),
+        ({}, 75 + 320, 12),
+        ({"health": Health(nonfinite="always")}, 75 + 320, 25),
+        ({"health": Health(watch=["all"])}, 75 + 740, 12),
+    ],
+    ids=["without health", "default", "always", "all detectors"],
+)
+def test_operations_of_a_step_on_an_accelerator(options: dict[str, Any], most: int, most_elsewhere: int, tmp_path: Path) -> None:
+    """Beyond a run without the callback. The compiled kernel measures, which is no operation of torch."""
+    with as_accelerator() as transfers:
+        plain, plain_elsewhere = operations_of_steps(None, tmp_path / "plain")
+        assert transfers == []
+        found, elsewhere = operations_of_steps(ModuleMonitorCallback(2, **options), tmp_path / "monitored")
+    assert found - plain <= most
+    assert elsewhere - plain_elsewhere <= most_elsewhere
+    is_read = "health" in options and options["health"] is not False and options["health"].nonfinite == "always"
+    assert len(transfers) == (6 + 12 if is_read else 6)
 
 
 def calls_of_judge(num_rules: int, num_keys: int) -> int:

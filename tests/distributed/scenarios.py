@@ -19,6 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from helpers import deep
+from helpers.accelerator import as_accelerator
 from helpers.lightning_package import (
     LOGGER,
     Callback,
@@ -58,11 +60,8 @@ from lightning_module_monitor.distributed import ranks
 from lightning_module_monitor.distributed.shards import is_flattened, is_laid_out, is_sharded
 from lightning_module_monitor.engine.step_context import StepContext
 from lightning_module_monitor.errors import ConfigError, RanksLostError
-from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.kernels.table import MomentTable
-from lightning_module_monitor.nonfinite import magnitudes
 from lightning_module_monitor.step.accumulator import StepAccumulator
-from lightning_module_monitor.trainer import strategy as strategies
 from lightning_module_monitor.trainer.optimizers import OptimizerTracker
 from lightning_module_monitor.trainer.overhead import HostClock
 
@@ -365,23 +364,6 @@ def whole_and_parts(folder: Path) -> dict[str, Any]:
     return fit(folder, module, everything(), even_data(RANK, WORLD), **options)
 
 
-@contextmanager
-def counting_transfers() -> Iterator[list[int]]:
-    """Take every tensor for one of an accelerator: the sizes of what is brought to the host."""
-    sizes: list[int] = []
-
-    def transfer(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
-        return tensor.to("cpu")
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(elements, "transfer", transfer))
-        for module in (elements, magnitudes):
-            stack.enter_context(patch.object(module, "is_on_host", lambda _tensor: False))
-        stack.enter_context(patch.object(strategies, "reads_at_once", lambda _trainer: False))
-        yield sizes
-
-
 def transfers(folder: Path) -> dict[str, Any]:
     """What is brought to the host in each step, by the default callback and by one that records all kinds there are."""
     results: dict[str, Any] = {}
@@ -389,10 +371,17 @@ def transfers(folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
         module = Classifier(Attending(), torch.optim.SGD, lr=0.1)
         strategy = DDPStrategy() if WORLD > 1 else "auto"
-        with counting_transfers() as sizes:
+        with as_accelerator() as sizes:
             result = fit(folder / name, module, callback, even_data(RANK, WORLD, 6), strategy=strategy, max_epochs=1, limit_val_batches=0)
         results[name] = sizes, [len(record.values) for record in result["records"]]
     return results
+
+
+def operations(folder: Path) -> dict[str, tuple[int, int]]:
+    """Operations of torch in a monitored step and in another one, by the callback of the run."""
+    callbacks = {"plain": None, "without health": ModuleMonitorCallback(2, health=False), "default": ModuleMonitorCallback(2)}
+    options: dict[str, Any] = {"strategy": DDPStrategy()}
+    return {name: deep.operations_of_steps(callback, folder / name, **options) for name, callback in callbacks.items()}
 
 
 class OwnDDPStrategy(DDPStrategy):
@@ -1415,6 +1404,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     **{f"zoo_{name}": zoo(name) for name in ("cnn", "outputs", "shared", "frozen")},
     "whole_and_parts": whole_and_parts,
     "transfers": transfers,
+    "operations": operations,
     "unchanged": unchanged,
     "unchanged_with_parts": unchanged_with_parts,
     "unchanged_flat": unchanged_flat,
@@ -1451,6 +1441,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
 
 OF_TWO_AND_FOUR = ["of_a_subclass", "of_an_unknown_strategy", "corrupted", "local_steps", "join", "one_rank_leaves", "flat_full"]
 OF_TWO = [
+    "operations",
     "sick_with_parts",
     "reference_in_half_precision",
     "tensor_parallel",

@@ -231,6 +231,16 @@ def test_a_limit_of_the_time_leaves_the_same_steps_out_on_all_ranks(num_ranks: i
     assert [len(messages) for messages in about_limit] == [1, *[0] * (num_ranks - 1)]
 
 
+def test_operations_of_the_check_of_health(run_scenarios: RunScenarios) -> None:
+    """Of 385 recorded tensors with 64 ReLUs: a few for each ReLU in a monitored step, and a dozen in another one."""
+    for result in run_scenarios(2, "operations"):
+        (plain, plain_elsewhere), (without, elsewhere_without), (default, elsewhere) = result.values()
+        assert elsewhere_without == plain_elsewhere
+        assert elsewhere - elsewhere_without <= 12
+        assert default - without <= 450, result
+        assert without - plain <= 450, result
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_monitored_step_has_one_transfer(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """Promise 3, in a Trainer: moments, histograms, loss, learning rates and results come together; other steps bring nothing."""

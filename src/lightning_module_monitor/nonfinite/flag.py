@@ -5,6 +5,7 @@ A non-finite value in the forward pass makes the loss non-finite; in the backwar
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.distributed.shards import local_part
-from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.model.hooks import is_tracing
 from lightning_module_monitor.model.names import ModuleSite
 from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN, Magnitudes, extremes
@@ -114,30 +114,29 @@ class MarkedSteps(_Flag):
 
     def __init__(self, sites: Sequence[ModuleSite]) -> None:
         super().__init__(sites)
-        self._marks: dict[torch.device, _Mark] = {}
+        self._marks: dict[tuple[torch.device, torch.dtype], _Mark] = {}
         self._first_step: int | None = None
         """The first marked step; ``None`` without one."""
-        self._last_step = 0
-        """The last marked step."""
 
     @torch.no_grad()
     def _add(self, tensor: Tensor) -> None:
-        least_and_largest = extremes(tensor)
-        if least_and_largest is not None:
-            device = least_and_largest[0].device
-            mark = self._marks.get(device)
+        found = extremes(tensor)
+        if found is not None:
+            least, largest = found
+            mark = self._marks.get((least.device, least.dtype))
             if mark is None:
-                mark = self._marks[device] = _Mark(device)
-            mark.add(*least_and_largest)
+                mark = self._marks[least.device, least.dtype] = _Mark(least)
+            mark.add(least)
+            if largest is not least:
+                mark.add(largest)
 
     @torch.no_grad()
     def mark(self, step: int) -> None:
         """End a step: the numbers since the step before are its own."""
         if self._first_step is None:
-            self._first_step, self._last_step = step, step - 1
+            self._first_step = step
         for mark in self._marks.values():
-            mark.count(step - self._last_step)
-        self._last_step = step
+            mark.count(step - self._first_step + 1)
 
     @torch.no_grad()
     def steps_since(self, step: int) -> Tensor | None:
@@ -149,25 +148,41 @@ class MarkedSteps(_Flag):
         if self._first_step is None or not self._marks:
             return None
         self.mark(step - 1)
-        num_finite = [mark.num_finite for mark in self._marks.values()]
-        least = num_finite[0] if len(num_finite) == 1 else torch.stack([number.to(num_finite[0].device) for number in num_finite]).min()
+        first, *others = (mark.num_finite for mark in self._marks.values())
+        least = functools.reduce(torch.minimum, (other.to(first.device, first.dtype) for other in others), first)
         since = (step - self._first_step) - least
-        self._marks, self._first_step = {}, None
+        for mark in self._marks.values():
+            mark.reset()
+        self._first_step = None
         return since
 
 
 class _Mark:
-    """The numbers of one device, changed in place: the largest and the smallest element, and the steps in which both were finite."""
+    """The numbers of one device and dtype, changed in place: each operation of torch counts in a step that is not monitored.
 
-    def __init__(self, device: torch.device) -> None:
-        self._largest, self._least, self.num_finite = torch.zeros(3, dtype=widest(device), device=device).unbind()
+    Args:
+        like: A tensor of this device and dtype.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._zero, self._sum = torch.zeros(2, dtype=like.dtype, device=like.device).unbind()
+        """``_sum`` is the sum of all extremes, each times 0: it is NaN from the first non-finite value on."""
+        self._dtype = torch.promote_types(like.dtype, torch.float32)  # wide enough for numbers of steps
+        self._one = torch.ones((), dtype=self._dtype, device=like.device)
+        self.num_finite, self._step = torch.zeros(2, dtype=self._dtype, device=like.device).unbind()
         """``num_finite`` is the number of steps before the first with a non-finite value."""
 
-    def add(self, least: Tensor, largest: Tensor) -> None:
-        # Both keep a NaN, and neither overflows.
-        torch.maximum(self._largest, largest, out=self._largest)
-        torch.minimum(self._least, least, out=self._least)
+    def add(self, extreme: Tensor) -> None:
+        """Take an extreme of a tensor."""
+        self._sum.addcmul_(extreme, self._zero)
 
     def count(self, num_steps: int) -> None:
-        is_finite = (self._largest - self._least) < math.inf
-        self.num_finite.add_(is_finite, alpha=num_steps)
+        """End the last of so many steps."""
+        sum_of_zeros = self._sum if self._sum.dtype == self._dtype else self._sum.to(self._dtype)
+        torch.add(sum_of_zeros, self._one, alpha=num_steps, out=self._step)
+        torch.fmax(self.num_finite, self._step, out=self.num_finite)  # leaves out NaN
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._sum.zero_()
+        self.num_finite.zero_()

@@ -23,7 +23,11 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
         tensor = torch.view_as_real(stored.resolve_conj()) if stored.is_complex() else stored
     if not tensor.numel():
         return None
-    least, largest = torch.aminmax(in_memory(own_elements(tensor)).detach())
+    tensor = in_memory(own_elements(tensor))
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    if not tensor.dim():
+        return tensor, tensor
+    least, largest = torch.aminmax(tensor)
     return least, largest
 
 
