@@ -380,7 +380,7 @@ def transfers(folder: Path) -> dict[str, Any]:
 def operations(folder: Path) -> dict[str, tuple[int, int]]:
     """Operations of torch in a monitored step and in another one, by the callback of the run."""
     callbacks = {"plain": None, "without health": ModuleMonitorCallback(2, health=False), "default": ModuleMonitorCallback(2)}
-    options: dict[str, Any] = {"strategy": DDPStrategy()}
+    options: dict[str, Any] = {"strategy": "ddp", "devices": WORLD}
     return {name: deep.operations_of_steps(callback, folder / name, **options) for name, callback in callbacks.items()}
 
 

@@ -189,7 +189,7 @@ def test_what_is_wrong_is_the_same_on_every_rank(num_ranks: int, run_scenarios: 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run_scenarios: RunScenarios) -> None:
-    """Without a collective of its own: in monitored steps; the same is named as where every step is looked at."""
+    """Without a collective of its own: in monitored steps; the same module is named as where every step is searched."""
     by_rank, every_step = run_scenarios(num_ranks, "sick_by_default"), run_scenarios(num_ranks, "sick")
     for result, other in zip(by_rank, every_step, strict=True):
         [finding], [expected] = result["findings"], other["findings"]
@@ -238,7 +238,7 @@ def test_operations_of_the_check_of_health(run_scenarios: RunScenarios) -> None:
         assert elsewhere_without == plain_elsewhere
         assert elsewhere - elsewhere_without <= 12
         assert default - without <= 450, result
-        assert without - plain <= 450, result
+        assert without - plain <= 600, result
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

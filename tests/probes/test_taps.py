@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
+import threading
 from collections import Counter
 from typing import Any
 
@@ -288,3 +290,38 @@ def test_what_updates_are_relative_to_is_measured_together(monkeypatch: pytest.M
     for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
         ratio = (parameter.detach().double() - old).norm() / old.norm()
         assert record.values[f"update/{name}/ratio"] == pytest.approx(ratio.item(), rel=1e-4)
+
+
+def record_of_two_passes(*, at_the_same_time: bool) -> Record:
+    """The gradients of two networks in one step, each by a backward pass in a thread of its own."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Sequential(*(nn.Linear(4, 4) for _layer in range(40))) for _network in range(2))
+    rules = [Rule(kinds="activation_gradient", statistics=["norm", "mean"], functions={"own": lambda x: x.abs().sum()})]
+    with ModuleMonitor(rules=rules, on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        losses = [network(torch.randn(3, 4)).sum() for network in model]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        if at_the_same_time:
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            if not at_the_same_time:
+                thread.start()
+            thread.join()
+        record = monitor.end_step()
+    assert record is not None
+    return record
+
+
+def test_two_threads_of_autograd_in_one_step() -> None:
+    """As of a model on two devices, for each of which autograd runs a thread: the values are those of one thread after the other."""
+    expected = record_of_two_passes(at_the_same_time=False).values
+    assert len(expected) >= 3 * 80
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _repetition in range(10):
+            assert record_of_two_passes(at_the_same_time=True).values == expected
+    finally:
+        sys.setswitchinterval(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class NonfiniteProbe:
         """The modules that have parameters, by the beginning of the parameters' names."""
         self._sites = [site for site in sites if site.name != ROOT]
         self._hooks, self._tensor_hooks = HookSet(), HookSet()
+        self._lock = threading.Lock()  # autograd runs a thread for each device
         self._numbers = Magnitudes()
         self._is_open = False
         """Whether a micro-batch is being observed."""
@@ -237,7 +239,7 @@ class NonfiniteProbe:
     def _observe_gradient(self, call: int, at_input: bool, gradient: Tensor | None) -> None:
         # It returns nothing, because a value returned by a tensor hook replaces the gradient.
         if gradient is not None and self._is_in_backward and not is_tracing() and not (gradient.is_cuda and is_capturing()):
-            with failing_alone(self._fail):
+            with failing_alone(self._fail), self._lock:
                 self._passes[-1].gradients.append(Gradient(call, at_input, self._numbers.add(_local_elements(gradient))))
 
     def _index(self, value: Tensor | None) -> tuple[int, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -86,12 +87,15 @@ class ModuleTap(Probe):
 
     Under reentrant checkpointing an output has a gradient only when it is recomputed, within the backward pass. Such a gradient is
     assigned to the first call: segments are recomputed last to first.
+
+    Autograd runs a thread for each device. The lock lets only one of them at a time change what consumers and a step share.
     """
 
     def __init__(self, consumers: Iterable[Consumer[Any]], gate: Gate, step: object) -> None:
         self.gate = gate
         self.step = step
         """The step; the gate has it as its observer while this tap observes."""
+        self.lock = threading.RLock()  # an observed gradient may come up while another one is observed, as of a function's own pass
         self._by_module: defaultdict[nn.Module, Consumers] = defaultdict(tuple)
         for consumer in consumers:
             for module, target in consumer.targets:
@@ -165,14 +169,15 @@ class ModuleTap(Probe):
                 consumer.fail(target, output, error)
             return
         hooks: dict[int, GradientHook] = {}
-        for consumer, target in consumers:
-            try:  # and no `failing_alone`, whose calls would be paid at every call of a module
-                for awaited in consumer.observe_output(target, output, tensors, is_repeated):
-                    self._await_gradient(hooks, consumer, is_repeated, awaited)
-            except MonitorError:
-                raise
-            except Exception as error:
-                consumer.fail(target, output, error)
+        with self.lock:
+            for consumer, target in consumers:
+                try:  # and no `failing_alone`, whose calls would be paid at every call of a module
+                    for awaited in consumer.observe_output(target, output, tensors, is_repeated):
+                        self._await_gradient(hooks, consumer, is_repeated, awaited)
+                except MonitorError:
+                    raise
+                except Exception as error:
+                    consumer.fail(target, output, error)
 
     def _begin_wrapped(self, module: nn.Module, _args: object) -> None:
         self._are_redirected.append(self.gate.is_redirected(module))
@@ -234,15 +239,16 @@ class GradientHook:
         # None: of several outputs of one function (of ``chunk``, say) this one was not used.
         if gradient is None or not tap.counts_gradients or is_tracing() or (gradient.is_cuda and is_capturing()):
             return
-        if self.is_numbered or self.outer_pass is not None:
-            tap.begin_gradient(self)
-        for consumer, call in self.takers:
-            try:
-                consumer.observe_gradient(call, gradient, tap.scale)
-            except MonitorError:
-                raise
-            except Exception as error:
-                consumer.fail_gradient(call, gradient, error)
+        with tap.lock:
+            if self.is_numbered or self.outer_pass is not None:
+                tap.begin_gradient(self)
+            for consumer, call in self.takers:
+                try:
+                    consumer.observe_gradient(call, gradient, tap.scale)
+                except MonitorError:
+                    raise
+                except Exception as error:
+                    consumer.fail_gradient(call, gradient, error)
 
 
 def counted_elements(tensor: Tensor) -> Tensor:
