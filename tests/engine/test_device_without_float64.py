@@ -120,11 +120,16 @@ def test_nothing_in_a_step_is_float64(without_float64: WideResults) -> None:
     assert without_float64.functions == []
 
 
-def test_values_are_those_of_a_device_with_float64(request: pytest.FixtureRequest) -> None:
-    """To 1e-4: values themselves to 1e-5, differences of nearly equal numbers are rounded more."""
-    expected = records(contextlib.nullcontext)
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_values_are_those_of_a_device_with_float64(is_autocast: bool, request: pytest.FixtureRequest) -> None:
+    """To 1e-4: values themselves to 1e-5, differences of nearly equal numbers are rounded more. Autocast rounds no sum."""
+
+    def around() -> contextlib.AbstractContextManager[object]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
+
+    expected = records(around)
     request.getfixturevalue("without_float64")
-    for wide, narrow in zip(expected, records(contextlib.nullcontext), strict=True):
+    for wide, narrow in zip(expected, records(around), strict=True):
         assert wide.values.keys() == narrow.values.keys()
         assert wide.histograms == narrow.histograms
         defined = [key for key, value in wide.values.items() if not is_undefined(value)]

@@ -50,9 +50,13 @@ class _Pieces(NamedTuple):
     features: int
 
 
+WITH_FLOAT64 = frozenset({"cpu", "cuda", "meta"})
+"""Types of devices that all compute in float64. ``mps``, ``hpu`` and some ``xpu`` do not, and of others it is not known."""
+
+
 def widest(device: torch.device) -> torch.dtype:
-    """Float64, or float32 for a device that does not compute in float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """Float64, or float32 for a device that may not compute in float64."""
+    return torch.float64 if device.type in WITH_FLOAT64 else torch.float32
 
 
 class TorchKernel:
@@ -224,10 +228,10 @@ def _figures(x: Tensor, pieces: Tensor, needs: int, features: int, counted: Tens
     if needs & (_SPREAD | Need.MEAN):
         figures["mean"] = d.sum(-1)
     if needs & (_SPREAD | Need.SQUARES):
-        figures["deviations"] = torch.linalg.vecdot(d, d)
+        figures["deviations"] = _sum_of_products(d, d)
     if needs & Need.POWERS:
         squares = d * d
-        figures |= {"third": torch.linalg.vecdot(squares, d), "fourth": torch.linalg.vecdot(squares, squares)}
+        figures |= {"third": _sum_of_products(squares, d), "fourth": _sum_of_products(squares, squares)}
     if needs & Need.EXTREMES:
         figures |= {"maximum": kept(pieces, -torch.inf).amax(-1), "minimum": kept(pieces, torch.inf).amin(-1)}
     if needs & Need.ZEROS:
@@ -237,6 +241,12 @@ def _figures(x: Tensor, pieces: Tensor, needs: int, features: int, counted: Tens
     if needs & Need.TOKENS:
         figures["token_norm"] = torch.linalg.vector_norm(x.unflatten(-1, (-1, features)), dim=-1).sum(-1)
     return figures
+
+
+def _sum_of_products(x: Tensor, y: Tensor) -> Tensor:
+    """The inner products of rows, shape ``(rows,)``."""
+    # Autocast would compute a vecdot of float32, but not of float64, in half precision.
+    return torch.linalg.vecdot(x, y) if x.dtype == torch.float64 else (x * y).sum(-1)
 
 
 def _normalizing_power_of_two(peak: Tensor) -> Tensor:
