@@ -16,7 +16,9 @@ from lightning_module_monitor.kernels.moments import Moments, Need
 from lightning_module_monitor.kernels.torch_kernel import FLOAT32_PIECE, widest
 
 
-@pytest.mark.parametrize(("kind", "is_wide"), [("cpu", True), ("cuda", True), ("mps", False), ("xpu", False), ("hpu", False), ("xla", False)])
+@pytest.mark.parametrize(
+    ("kind", "is_wide"), [("cpu", True), ("cuda", True), ("mps", False), ("xpu", False), ("hpu", False), ("xla", False)]
+)
 def test_devices_that_may_not_have_float64(kind: str, is_wide: bool) -> None:
     """Sums there are of float32; so are they on a device that is not known."""
     assert widest(torch.device(kind)) == (torch.float64 if is_wide else torch.float32)

@@ -67,5 +67,7 @@ def test_the_last_output_is_released_before_the_backward_pass(
     callback = ModuleMonitorCallback(2, health=Health(nonfinite=nonfinite), gradient_flow=flow, on_error="raise")
     are_alive = AreAlive()
     with as_accelerator() if is_on_accelerator else nullcontext():
-        trainer(tmp_path, [callback, are_alive], limit_val_batches=0, max_steps=4, accumulate_grad_batches=1).fit(kind("mlp"), loader(), loader(8))
+        trainer(tmp_path, [callback, are_alive], limit_val_batches=0, max_steps=4, accumulate_grad_batches=1).fit(
+            kind("mlp"), loader(), loader(8)
+        )
     assert are_alive.found == [False] * 4
