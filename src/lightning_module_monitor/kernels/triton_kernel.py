@@ -30,6 +30,12 @@ TILE = 1024
 WARPS = 8
 """Warps of a program: each thread has four elements of a tile, and all their sums stay in registers."""
 
+COLUMNS_OF_ROWS = 64
+"""At most so many of them are of one row: on an H100 as fast as any number, for rows of 64 to 4096 elements."""
+
+LONG_ROW = 4096
+"""All elements that a program loads at once are of one row, if rows are longer: they are few, and each is read by one program."""
+
 PROGRAMS_OF_TENSOR = 1024
 """At most as many programs for a tensor: enough to fill a large GPU. A larger tensor has longer spans, not more programs."""
 
@@ -99,42 +105,55 @@ class TritonKernel:
         self._counted: defaultdict[tuple[Bins, int], list[int]] = defaultdict(list)
         """Numbers of the slots of each set of bins and row."""
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
-        """Measure ``tensor - other - shift`` by one launch, in float32 or float64."""
-        has_rows = bool(needs & Need.TOKENS) or shift is not None
-        features = num_features(tensor)
-        shift_stride = 0
+    def add(
+        self,
+        rows: Sequence[int],
+        tensor: Tensor,
+        needs: int,
+        other: Tensor | None = None,
+        shift: Tensor | None = None,
+        *,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Measure ``(tensor - other - shift) / scale`` by one launch, in float32 or float64."""
+        features, shift_stride = num_features(tensor), 0
+        in_rows = bool(needs & Need.TOKENS) or shift is not None
         if shift is not None:
             is_one_row = shift.shape[:-1].numel() == 1
             shift_stride = 0 if is_one_row else features
-            shift = _readable(shift.reshape(-1).expand(features) if is_one_row else shift.expand(tensor.shape), in_order=True)
-        in_order = has_rows or (other is not None and other.stride() != tensor.stride())
-        tensor, other = _readable(tensor, in_order), None if other is None else _readable(other, in_order)
-        cut = _cut((tensor.numel(),), (features,) if has_rows else None, PROGRAMS_OF_TENSOR)
+            shift = (shift.reshape(-1).expand(features) if is_one_row else shift.expand(tensor.shape)).resolve_neg().contiguous()
+        is_ordered = in_rows
+        if other is not None:
+            other = other.resolve_neg()
+            if in_rows or other.stride() != tensor.stride() or not _is_dense(other):
+                other, is_ordered = other.contiguous(), True
+        tensor, place = _readable(tensor, is_ordered=is_ordered, in_rows=in_rows)
+        cut = _cut((tensor.numel(),), (place.length,), PROGRAMS_OF_TENSOR)
         num_programs = cut.num_programs[0]
         parts = self._parts.reserve(num_programs)
         counts = self._reserve_counts(needs, 1)
         launch(
             self._device, self._functions.measure, num_programs,
-            tensor, other, shift, shift_stride, tensor.numel(), features if has_rows else cut.columns, cut.steps,
-            parts.chunk, parts.start, *_arguments(counts),
-            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns,
+            tensor, other, shift, shift_stride, scale, tensor.numel(), *place, cut.steps, parts.chunk, parts.start, *_arguments(counts),
+            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns, IS_FLAT=not place.length,
         )  # fmt: skip
         self._launches += [(row, parts.number, num_programs) for row in rows]
         for bins in needed_bins(needs):
             for row in rows:
                 self._counted[bins, row].append(counts[bins].number)
 
-    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
-        """Measure all tensors of the same dtype and needs by a single launch."""
-        alike: defaultdict[tuple[torch.dtype, int], list[tuple[int, Tensor]]] = defaultdict(list)
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int], *, scale: Tensor | None = None) -> None:
+        """Measure all tensors of the same dtype and needs, and rows of about the same length, by a single launch."""
+        alike: defaultdict[tuple[torch.dtype, int, int, bool], list[tuple[int, Tensor, _Place]]] = defaultdict(list)
         for row, tensor, need in zip(rows, tensors, needs, strict=True):
-            alike[tensor.dtype, need].append((row, tensor))
+            in_rows = bool(need & Need.TOKENS)
+            readable, place = _readable(tensor, is_ordered=in_rows, in_rows=in_rows)
+            alike[tensor.dtype, need, _columns(place.length), not place.length].append((row, readable, place))
         launches: list[tuple[int, int, int]] = []
         counted: list[tuple[int, tuple[Bins, int]]] = []
-        for (_dtype, need), members in alike.items():
-            rows_alike, tensors_alike = zip(*members, strict=True)
-            cut, first_part, counts = self._measure_alike(tensors_alike, need)
+        for (_dtype, need, _num_columns, is_flat), members in alike.items():
+            rows_alike, tensors_alike, places = zip(*members, strict=True)
+            cut, first_part, counts = self._measure_alike(tensors_alike, places, need, scale, is_flat=is_flat)
             launches += zip(rows_alike, itertools.accumulate(cut.num_programs, initial=first_part), cut.num_programs, strict=False)
             for bins in needed_bins(need):
                 counted += enumerate(((bins, row) for row in rows_alike), counts[bins].number)
@@ -167,20 +186,19 @@ class TritonKernel:
         """Slots of the counts of tensors, for each set of bins."""
         return {bins: slots.reserve(num if needs & bins.need else 0) for bins, slots in self._counts.items()}
 
-    def _measure_alike(self, tensors: Sequence[Tensor], needs: int) -> tuple[_Cut, int, dict[Bins, _Reserved]]:
+    def _measure_alike(
+        self, tensors: Sequence[Tensor], places: tuple[_Place, ...], needs: int, scale: Tensor | None, *, is_flat: bool
+    ) -> tuple[_Cut, int, dict[Bins, _Reserved]]:
         """Measure tensors by a single launch; returns how they are cut, and the first slots of parts and of counts."""
-        has_rows = bool(needs & Need.TOKENS)
-        tensors = [_readable(tensor, has_rows) for tensor in tensors]
-        features = tuple(map(num_features, tensors)) if has_rows else None
         addresses, sizes = tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.numel() for tensor in tensors)
-        cut, layout = _layout(self._device, _current_stream(self._device), addresses, sizes, features)
+        cut, layout = _layout(self._device, _current_stream(self._device), addresses, sizes, places)
         total = sum(cut.num_programs)
         parts = self._parts.reserve(total)
         counts = self._reserve_counts(needs, len(tensors))
         launch(
             self._device, self._functions.measure_all, total,
-            tensors[0], layout, len(tensors), cut.steps, parts.chunk, parts.start, *_arguments(counts),
-            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns,
+            tensors[0], layout, len(tensors), scale, cut.steps, parts.chunk, parts.start, *_arguments(counts),
+            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns, IS_FLAT=is_flat,
         )  # fmt: skip
         return cut, parts.number, counts
 
@@ -247,6 +265,67 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+class _Place(NamedTuple):
+    """Where the elements of a tensor lie: in rows without a gap, and these in groups."""
+
+    length: int
+    """Elements of a row; 0 if all elements are one stretch without a gap, of which any part may be a row."""
+    group: int = 1
+    """Rows of a group."""
+    stride: int = 0
+    """Elements from the begin of a row to that of the next one of its group."""
+    group_stride: int = 0
+    """Elements from the begin of a group to that of the next."""
+
+
+_ONE_STRETCH = _Place(0)
+
+
+def _readable(tensor: Tensor, *, is_ordered: bool, in_rows: bool) -> tuple[Tensor, _Place]:
+    """The tensor, and where its elements lie; a copy if they are not in two levels of rows.
+
+    Args:
+        tensor: Any shape.
+        is_ordered: Whether the elements are read in the order of the dimensions.
+        in_rows: Whether the rows are those of the last dimension.
+    """
+    tensor = tensor.resolve_neg()
+    if not in_rows and (tensor.is_contiguous() or (not is_ordered and _is_dense(tensor))):
+        return tensor, _ONE_STRETCH
+    place = _place(tensor, in_rows=in_rows)
+    if place is not None:
+        return tensor, place
+    features = num_features(tensor)
+    return tensor.contiguous(), _Place(features, group_stride=features) if in_rows else _ONE_STRETCH
+
+
+def _place(tensor: Tensor, *, in_rows: bool) -> _Place | None:
+    """Where the elements of a tensor lie, in the order of its dimensions; ``None`` if they are not in two levels of rows."""
+    sizes, strides = list(tensor.shape), list(tensor.stride())
+    length = 1
+    while sizes and (sizes[-1] == 1 or strides[-1] == length):
+        length *= sizes.pop()
+        strides.pop()
+        if in_rows:
+            break
+    if in_rows and length != num_features(tensor):
+        return None
+    levels: list[tuple[int, int]] = []  # sizes and strides, from the inside
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if levels and stride == levels[-1][0] * levels[-1][1]:
+            levels[-1] = levels[-1][0] * size, levels[-1][1]
+        elif size != 1:
+            levels.append((size, stride))
+    match levels:
+        case []:
+            return _Place(length, group_stride=length)
+        case [(_num_rows, stride)]:
+            return _Place(length, group_stride=stride)
+        case [(num_rows, stride), (_num_groups, group_stride)]:
+            return _Place(length, num_rows, stride, group_stride)
+    return None
+
+
 class _Cut(NamedTuple):
     """How tensors are cut into spans, each of ``steps`` blocks of ``TILE // columns`` rows, a program for each span."""
 
@@ -257,22 +336,19 @@ class _Cut(NamedTuple):
     """For each tensor."""
 
 
+def _columns(length: int) -> int:
+    """Elements of a row that are loaded at once: 1, 4, 16, 64 or all, each compiled once, and known from the length of rows alone."""
+    return TILE if not length or length > LONG_ROW else min(COLUMNS_OF_ROWS, 1 << (length.bit_length() - 1) // 2 * 2)
+
+
 @functools.lru_cache(maxsize=1024)
-def _cut(sizes: tuple[int, ...], features: tuple[int, ...] | None, most: int) -> _Cut:
-    """Cut tensors of ``sizes`` elements, with rows of ``features`` elements (``None``: of any length).
+def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], most: int) -> _Cut:
+    """Cut tensors of ``sizes`` elements, with rows of ``lengths`` elements that are loaded alike (0: all elements are one stretch).
 
     There are at most ``most`` programs, plus one for each tensor.
     """
-    blocks_by_columns = {}
-    for columns in [TILE] if features is None else [1 << power for power in range(TILE.bit_length())]:
-        lengths = features or [columns] * len(sizes)
-        blocks = [-(-size // (length * (TILE // columns))) for size, length in zip(sizes, lengths, strict=True)]
-        tiles = sum(num * -(-length // columns) for num, length in zip(blocks, lengths, strict=True))
-        blocks_by_columns[columns] = tiles, blocks
-    fewest = min(tiles for tiles, _blocks in blocks_by_columns.values())
-    # Long stretches are read faster, but few elements of a tile should be idle.
-    columns = max(columns for columns, (tiles, _blocks) in blocks_by_columns.items() if tiles <= 1.25 * fewest)
-    blocks = blocks_by_columns[columns][1]
+    columns = _columns(lengths[0])
+    blocks = [-(-size // ((length or columns) * (TILE // columns))) for size, length in zip(sizes, lengths, strict=True)]
     steps = -(-sum(blocks) // most)
     return _Cut(columns, steps, [-(-num // steps) for num in blocks])
 
@@ -283,12 +359,12 @@ def _layout(
     _stream: torch.cuda.Stream | None,
     addresses: tuple[int, ...],
     sizes: tuple[int, ...],
-    features: tuple[int, ...] | None,
+    places: tuple[_Place, ...],
 ) -> tuple[_Cut, Tensor]:
     """How tensors are cut, and the layout that ``measure_all`` reads. Cached: addresses are often those of the previous step."""
-    cut = _cut(sizes, features, PROGRAMS_OF_TENSORS)
+    cut = _cut(sizes, tuple(place.length for place in places), PROGRAMS_OF_TENSORS)
     firsts = np.cumsum([0, *cut.num_programs[:-1]])
-    table = np.stack([addresses, sizes, features or [cut.columns] * len(sizes), firsts], axis=1)
+    table = np.column_stack([addresses, sizes, np.array(places), firsts])
     return cut, _copied(device, np.concatenate([table.reshape(-1), np.repeat(np.arange(len(sizes)), cut.num_programs)]))
 
 
@@ -296,12 +372,6 @@ def _copied(device: torch.device, numbers: NDArray[np.int64]) -> Tensor:
     """Copy numbers to the device; the host does not wait."""
     with torch.inference_mode(mode=False):
         return to_device(torch.from_numpy(numbers), device)
-
-
-def _readable(tensor: Tensor, in_order: bool) -> Tensor:
-    """The tensor itself if its elements fill a contiguous stretch of memory, in the order of its dimensions if required; else a copy."""
-    tensor = tensor.resolve_neg()
-    return tensor if tensor.is_contiguous() or (not in_order and _is_dense(tensor)) else tensor.contiguous()
 
 
 def _is_dense(tensor: Tensor) -> bool:
