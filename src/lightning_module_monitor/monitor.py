@@ -29,6 +29,7 @@ from lightning_module_monitor.engine import metrics
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError, Log
+from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.compiled import COMPILED_CHOICES, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
 from lightning_module_monitor.plan.blocks import OF_BLOCKS
@@ -41,7 +42,6 @@ from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.probes.parameters import ParameterAccess
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
-from lightning_module_monitor.statistics.precision import Scale
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

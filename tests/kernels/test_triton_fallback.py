@@ -59,7 +59,7 @@ class Fails(TritonKernel):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def add(self, *_arguments: object) -> None:
+    def add(self, *_arguments: object, **_scale: object) -> None:
         raise RuntimeError("out of resource: shared memory")
 
     add_all = add  # type: ignore[assignment]
@@ -114,17 +114,17 @@ class IsFull(TritonKernel):
     def __init__(self, device: torch.device) -> None:
         self._torch_kernel = TorchKernel(device)
 
-    def add(self, *arguments: Any) -> None:
+    def add(self, *arguments: Any, **scale: Any) -> None:
         if IsFull.num_left:
             IsFull.num_left -= 1
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-        self._torch_kernel.add(*arguments)
+        self._torch_kernel.add(*arguments, **scale)
 
-    def add_all(self, *arguments: Any) -> None:
+    def add_all(self, *arguments: Any, **scale: Any) -> None:
         if IsFull.num_left:
             IsFull.num_left -= 1
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-        self._torch_kernel.add_all(*arguments)
+        self._torch_kernel.add_all(*arguments, **scale)
 
     def collect(self, num_rows: int) -> Tensor:
         return self._torch_kernel.collect(num_rows)

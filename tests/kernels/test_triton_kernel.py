@@ -171,18 +171,41 @@ def strided(form: str) -> Tensor:
         "expanded": lambda: x[:, :1].expand(4, 3, 5, 8),
         "unaligned": lambda: x.reshape(-1)[1:],
         "negative": lambda: torch._neg_view(x),
+        "head": lambda: x[:, 1],
+        "head of tokens": lambda: random(4, 20, 3, 8)[:, :, 1],
+        "one token": lambda: x[:, 2, 3],
+        "column": lambda: x[..., 3],
+        "three levels": lambda: x[:, 1:3, 1:4, :5],
+        "first tokens": lambda: random(2, 6, 5, 80)[:, :, :3, :70],
+        "long rows": lambda: random(3, 4, 5000)[:, 1:3, 1:4500],
+        "half": lambda: x.bfloat16()[:, 1],
+        "short tokens": lambda: random(4, 6, 5, 3)[:, 1:5],
     }
     return forms[form]()
 
 
 FORMS = ["channels last", "transposed", "slice", "every other", "expanded", "unaligned", "negative"]
+FORMS += ["head", "head of tokens", "one token", "column", "three levels", "first tokens", "long rows", "half", "short tokens"]
 
 
+@pytest.mark.parametrize("spans", ["short", "long"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("needs", [Need.EVERYTHING, Need.EVERYTHING & ~Need.TOKENS])
-def test_a_tensor_in_another_order(form: str, needs: int) -> None:
-    """Every element counts once, and a token is along the last dimension, wherever the elements lie."""
-    assert_added(strided(form), needs)
+@pytest.mark.parametrize("needs", [Need.EVERYTHING | Need.HISTOGRAM, Need.EVERYTHING & ~Need.TOKENS])
+def test_a_tensor_in_another_order(form: str, needs: int, spans: str, request: pytest.FixtureRequest) -> None:
+    """Every element counts once, and a token is along the last dimension, wherever the elements lie: alone, among others, with a shift."""
+    if spans == "long":
+        request.getfixturevalue("long_spans")
+    x, kernel = strided(form), TritonKernel(DEVICE)
+    shift = random(x.shape[-1], seed=5)
+    kernel.add((0,), x, needs)
+    kernel.add_all([1, 2], [x, random(7, 9)], [needs] * 2)
+    kernel.add((3,), x, needs, None, shift)
+    kernel.add((4,), x, needs, x.flip(0), shift)
+    moments = kernel.collect(5)
+    for row, expected in ((0, x), (1, x), (3, x.float() - shift), (4, x.float() - x.flip(0).float() - shift)):
+        assert_moments(moments[:, row], [expected], needs)
+        if needs & Need.HISTOGRAM:
+            assert row_of_counts(kernel, row) == histogram(expected.cpu())
 
 
 @pytest.mark.parametrize("form", ["channels last", "transposed"])

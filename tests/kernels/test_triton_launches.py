@@ -64,6 +64,31 @@ def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches.launched + launches.dispatched <= 20
 
 
+def heads(layout: str) -> list[Tensor]:
+    """The heads of an attention, of which each is a slice: shape ``(batch, tokens, features)``."""
+    x = random(4, 3, 50, 8) if layout == "(batch, heads, tokens, features)" else random(4, 50, 3, 8).transpose(1, 2)
+    return [*x.unbind(1)]
+
+
+@pytest.mark.parametrize("layout", ["(batch, heads, tokens, features)", "(batch, tokens, heads, features)"])
+@pytest.mark.parametrize("needs", [Need.EVERYTHING, Need.SQUARES | Need.EXTREMES])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_no_tensor_is_copied(layout: str, needs: int, scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither heads, whose elements are not in one stretch, nor what is divided by a scale; values are the textbook's."""
+    divisor = None if scale is None else torch.tensor(scale, device=DEVICE)
+    tensors, kernel = heads(layout), TritonKernel(DEVICE)
+    with monkeypatch.context() as patch, Launches(patch) as launches:
+        TritonKernel(DEVICE).add((0,), tensors[0], needs, scale=divisor)
+        assert launches.dispatched == 0
+        TritonKernel(DEVICE).add_all(range(3), tensors, [needs] * 3, scale=divisor)
+        assert launches.dispatched <= 1  # where the tensors lie
+    kernel.add((0,), tensors[0], needs, scale=divisor)
+    kernel.add_all([1, 2, 3], tensors, [needs] * 3, scale=divisor)
+    moments = kernel.collect(4)
+    for row, tensor in enumerate([tensors[0], *tensors]):
+        assert_moments(moments[:, row], [tensor / (scale or 1.0)], needs)
+
+
 def test_where_tensors_lie_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters that lie where they lay in the step before cost no copy to the device; others, or others' sizes, do."""
     copied: list[int] = []

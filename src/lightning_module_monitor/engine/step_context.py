@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_module_monitor.distributed.shards import flat_shards_by_name
 from lightning_module_monitor.engine.observed_model import ObservedModel
+from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.kinds import OWN_KIND, RCC_SKIPPED_CALLS, TRAIN
 from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.hooks import Unobserved
@@ -29,7 +30,6 @@ from lightning_module_monitor.probes.rcc_terms import CoordinateCheckProbe
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.probes.tap import Consumer, ModuleTap
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.statistics.precision import Scale
 from lightning_module_monitor.step.accumulator import StepAccumulator
 from lightning_module_monitor.suggestions import nearest, or_examples
 

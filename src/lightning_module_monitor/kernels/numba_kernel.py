@@ -123,11 +123,22 @@ class NumbaKernel:
         self._counts: dict[tuple[Bins, int], NDArray[np.int64]] = {}
         """By set of bins and row."""
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
-        """Measure ``tensor - other - shift`` once, in float32, and merge it into rows."""
+    def add(
+        self,
+        rows: Sequence[int],
+        tensor: Tensor,
+        needs: int,
+        other: Tensor | None = None,
+        shift: Tensor | None = None,
+        *,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Measure ``(tensor - other - shift) / scale`` once, in float32, and merge it into rows."""
         for operand in (other, shift):
             if operand is not None:
                 tensor = tensor.float() - operand.float()
+        if scale is not None:
+            tensor = tensor.float() / scale
         array = array_of(tensor)
         is_float32 = array.dtype == np.float32
         if needs & Need.EVERYTHING:
@@ -145,10 +156,10 @@ class NumbaKernel:
                 for row in rows:
                     self._counts[bins, row] = self._counts[bins, row] + counts if (bins, row) in self._counts else counts
 
-    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int], *, scale: Tensor | None = None) -> None:
         """:meth:`add` of many tensors."""
         for row, tensor, need in zip(rows, tensors, needs, strict=True):
-            self.add((row,), tensor, need)
+            self.add((row,), tensor, need, scale=scale)
 
     def collect(self, num_rows: int) -> Tensor:
         """Moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``."""

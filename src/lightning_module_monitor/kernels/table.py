@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.numba_kernel import NumbaKernel
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel, widest
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
+
+Scale: TypeAlias = Tensor | float | None
+"""What a loss was multiplied by: a number, or a tensor of shape ``()`` on any device; ``None`` if it was not scaled."""
 
 _HOST = torch.device("cpu")
 
@@ -34,8 +38,17 @@ class Kernel(Protocol):
 
     def __init__(self, device: torch.device) -> None: ...
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
-        """Measure ``tensor - other - shift`` once and merge it into rows. The difference of half-precision tensors is float32.
+    def add(
+        self,
+        rows: Sequence[int],
+        tensor: Tensor,
+        needs: int,
+        other: Tensor | None = None,
+        shift: Tensor | None = None,
+        *,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Measure ``(tensor - other - shift) / scale`` once and merge it into rows. It is float32 for half-precision tensors.
 
         Args:
             rows: Row numbers.
@@ -43,9 +56,10 @@ class Kernel(Protocol):
             needs: What the rows need.
             other: Of the same shape; ``None`` is zero.
             shift: Of a shape that is broadcast to that; ``None`` is zero.
+            scale: Shape ``()``, on the same device; ``None`` is 1.
         """
 
-    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int], *, scale: Tensor | None = None) -> None:
         """:meth:`add` of many tensors that exist at the same time, each into its row."""
 
     def collect(self, num_rows: int) -> Tensor:
@@ -68,8 +82,17 @@ class MomentTable:
     def __init__(self) -> None:
         self._kernels: dict[tuple[type[Kernel], torch.device], Kernel] = {}
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
-        """Measure ``tensor - other - shift`` once and merge it into rows.
+    def add(
+        self,
+        rows: Sequence[int],
+        tensor: Tensor,
+        needs: int,
+        other: Tensor | None = None,
+        shift: Tensor | None = None,
+        *,
+        scale: Scale = None,
+    ) -> None:
+        """Measure ``(tensor - other - shift) / scale`` once and merge it into rows; the scale may be on any device.
 
         Raises:
             ValueError: If the elements of a tensor cannot be read.
@@ -78,12 +101,15 @@ class MomentTable:
         if not tensor.numel():
             return
         try:
-            kernel.add(rows, tensor, needs, other, shift)
+            kernel.add(rows, tensor, needs, other, shift, scale=None if scale is None else _on_device(scale, tensor.device))
         except Exception as error:
             others = (None if operand is None else operand.detach() for operand in (other, shift))
-            self._fallback(kernel, tensor.device, error).add(rows, tensor.detach(), needs, *others)
+            scale = None if scale is None else _on_device(scale, tensor.device)
+            self._fallback(kernel, tensor.device, error).add(rows, tensor.detach(), needs, *others, scale=scale)
 
-    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> list[tuple[int, Exception]]:
+    def add_all(
+        self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int], *, scale: Scale = None
+    ) -> list[tuple[int, Exception]]:
         """:meth:`add` of many tensors that exist at the same time, each into its row.
 
         Returns:
@@ -96,23 +122,26 @@ class MomentTable:
                 kernel, readable, *_operands = self._kernel_of(tensor)
                 if not readable.numel():
                     continue
+                divisor = None if scale is None else _on_device(scale, readable.device)
                 if type(kernel) is NumbaKernel or type(tensor) not in PLAIN:  # gains nothing from several, or may be a copy
                     try:
-                        kernel.add((rows[index],), readable, needs[index])
+                        kernel.add((rows[index],), readable, needs[index], scale=divisor)
                     except Exception as error:
-                        self._fallback(kernel, readable.device, error).add((rows[index],), readable.detach(), needs[index])
+                        self._fallback(kernel, readable.device, error).add((rows[index],), readable.detach(), needs[index], scale=divisor)
                 else:
                     waiting[kernel].append((index, rows[index], readable, needs[index]))
             except Exception as error:
                 failed.append((index, error))
         for kernel, members in waiting.items():
             indices, *arguments = zip(*members, strict=True)
+            device = arguments[1][0].device
+            divisor = None if scale is None else _on_device(scale, device)
             try:
-                kernel.add_all(*arguments)
+                kernel.add_all(*arguments, scale=divisor)
             except OutOfMemoryError as error:
                 failed += [(index, error) for index in indices]
             except Exception as error:
-                self._fallback(kernel, arguments[1][0].device, error).add_all(*arguments)
+                self._fallback(kernel, device, error).add_all(*arguments, scale=divisor)
         return failed
 
     def add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
@@ -170,6 +199,17 @@ class MomentTable:
         if isinstance(kernel, TritonKernel):
             triton_kernel.give_up(device, error)
         return self._kernel(TorchKernel, device)
+
+
+def _on_device(scale: Tensor | float, device: torch.device) -> Tensor:
+    """A scale on a device, shape ``()``."""
+    return scale.detach().to(device) if isinstance(scale, Tensor) else _constant(scale, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _constant(number: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.full((), number, dtype=widest(device), device=device)
 
 
 def warm_up(device: torch.device) -> None:

@@ -71,13 +71,22 @@ class TorchKernel:
         self._counts: dict[tuple[Bins, int], Tensor] = {}
         """By set of bins and row."""
 
-    def add(self, rows: Sequence[int], tensor: Tensor, needs: int, other: Tensor | None = None, shift: Tensor | None = None) -> None:
-        """Measure ``tensor - other - shift`` once, in float32 or float64, and merge it into rows."""
+    def add(
+        self,
+        rows: Sequence[int],
+        tensor: Tensor,
+        needs: int,
+        other: Tensor | None = None,
+        shift: Tensor | None = None,
+        *,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Measure ``(tensor - other - shift) / scale`` once, in float32 or float64, and merge it into rows."""
         for operand in (other, shift):
             if operand is not None:
                 tensor = widened(tensor) - widened(operand)
         for bins in needed_bins(needs):
-            portions = (counts_of(portion, bins, self._wide) for portion in tensor.reshape(-1).split(self._portion))
+            portions = (counts_of(_divided(portion, scale), bins, self._wide) for portion in tensor.reshape(-1).split(self._portion))
             self._add_counts(bins, rows, without_transforms(functools.reduce(torch.add, portions)))
         if not needs & Need.EVERYTHING:
             return
@@ -86,13 +95,13 @@ class TorchKernel:
         length = self._piece_length(flat.numel(), features)
         per_portion = max(1, self._portion // length) * length
         for start in range(0, flat.numel(), per_portion):
-            portion = flat[start : start + per_portion]
+            portion = _divided(flat[start : start + per_portion], scale)
             whole = portion.numel() - portion.numel() % length
             for pieces in (portion[:whole].view(-1, length), portion[whole:]) if whole > length else (portion,):
                 if pieces.numel():
                     self._measure([(row,) for row in rows], pieces, features, needs)
 
-    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int]) -> None:
+    def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int], *, scale: Tensor | None = None) -> None:
         """:meth:`add` of many tensors: small ones of one shape are stacked."""
         alike: defaultdict[tuple[torch.Size, torch.dtype, int], list[tuple[int, Tensor]]] = defaultdict(list)
         for row, tensor, need in zip(rows, tensors, needs, strict=True):
@@ -104,9 +113,10 @@ class TorchKernel:
             for start in range(0, len(members), at_once):
                 stacked_rows, stacked = zip(*members[start : start + at_once], strict=True)
                 if len(stacked) == 1:
-                    self.add(stacked_rows, stacked[0], need)
+                    self.add(stacked_rows, stacked[0], need, scale=scale)
                 else:
-                    self._measure([stacked_rows], torch.stack(stacked).reshape(len(stacked), -1), features, need)
+                    pieces = _divided(torch.stack(stacked).reshape(len(stacked), -1), scale)
+                    self._measure([stacked_rows], pieces, features, need)
 
     def add_rows(self, rows: Sequence[int], values: Tensor, counted: Tensor, needs: Sequence[int]) -> None:
         """Measure each row of a matrix: its elements for which ``counted``, boolean, is true. Every element is a token."""
@@ -172,6 +182,11 @@ class TorchKernel:
         # Within a transform of torch.func results are wrapped; the wrapper would not outlive the transform.
         stacked = without_transforms(torch.stack(list(figures.values()))).view(len(figures), -1)
         self._pieces[tuple(figures)].append(_Pieces(stacked, rows, pieces.shape[-1], features))
+
+
+def _divided(portion: Tensor, scale: Tensor | None) -> Tensor:
+    """Elements divided by a scale; not a whole tensor at once, which would take as much memory again."""
+    return portion if scale is None else widened(portion) / scale
 
 
 def _moments(names: Sequence[str], matrices: Sequence[_Pieces], device: torch.device) -> Moments:

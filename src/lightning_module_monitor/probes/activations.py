@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.kernels.elements import plain, without_transforms
+from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModuleSite, unwrapped_class
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
@@ -20,7 +21,6 @@ from lightning_module_monitor.probes.base import StepTools, WatchedModule, faili
 from lightning_module_monitor.probes.reference import OTHER_SHAPE, ReferenceProbe
 from lightning_module_monitor.probes.tap import Awaited, Consumer, counted_elements
 from lightning_module_monitor.record import ModuleInfo
-from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
 ACTIVATION, GRADIENT, DIFFERENCE = "activation", "activation_gradient", "activation_difference"
@@ -64,8 +64,7 @@ class ActivationProbe(Consumer[WatchedModule]):
 
     def observe_gradient(self, stream: Stream, gradient: Tensor, scale: Scale) -> None:
         """Measure the gradient of an output."""
-        gradient = counted_elements(gradient)
-        self._accumulator.observe(stream, gradient if scale is None else divided_by_scale(gradient, scale))
+        self._accumulator.observe(stream, counted_elements(gradient), scale)
 
     def fail_gradient(self, stream: Stream, gradient: Tensor, error: Exception) -> None:
         """Record NaN for a gradient that cannot be read."""

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lightning_module_monitor.distributed.shards import is_sharded
 from lightning_module_monitor.kernels.elements import in_memory, own_elements, without_transforms
+from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.outputs import NamedTensors
 from lightning_module_monitor.probes.base import StepTools, WatchedModule
 from lightning_module_monitor.probes.tap import Awaited, Consumer
 from lightning_module_monitor.record import RawTensor
-from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
+from lightning_module_monitor.statistics.precision import divided_by_scale
 
 _Call = tuple[str, int]
 """Name of an output, and number of the call in the step."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.config.gradient_options import ParsedGradientFlow
 from lightning_module_monitor.kernels.elements import plain
+from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import SUMMARY_SITE
 from lightning_module_monitor.model.hooks import is_in_backward
@@ -21,7 +22,6 @@ from lightning_module_monitor.probes.base import StepTools
 from lightning_module_monitor.probes.tap import Awaited, Consumer, counted_elements
 from lightning_module_monitor.record import NumbersOfStep
 from lightning_module_monitor.statistics.gains import EPS, NORMS, Thresholds, summary, transitions
-from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
 KIND = "gradient_flow"
@@ -141,7 +141,7 @@ class GradientFlowProbe(BlockGradientProbe):
 
     def observe_gradient(self, index: int, gradient: Tensor, scale: Scale) -> None:
         """Observe the gradient at a block."""
-        self._accumulator.observe(self._chain.streams[index], divided_by_scale(counted_elements(gradient), scale))
+        self._accumulator.observe(self._chain.streams[index], counted_elements(gradient), scale)
 
     def fail_block(self, index: int, output: object, error: Exception) -> None:
         """Record NaN for an output that cannot be taken apart."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_module_monitor.distributed.ranks import Ranks
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.elements import strided
+from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.model.hooks import HookSet, is_capturing, is_tracing, register_gradient_hook, requires_gradient
 from lightning_module_monitor.model.names import ParameterSite
@@ -25,7 +26,7 @@ from lightning_module_monitor.probes.tap import ModuleTap
 from lightning_module_monitor.record import UNDEFINED, NumbersOfStep, is_undefined
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.noise_scale import NoiseAndSignal, largest_over_median, noise_and_signal
-from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
+from lightning_module_monitor.statistics.precision import divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 
 KIND = "gradient_noise"

@@ -24,12 +24,13 @@ from lightning_module_monitor.distributed.shards import (
 )
 from lightning_module_monitor.kernels.elements import WIDE, in_memory, own_elements, widened
 from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
 from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
 from lightning_module_monitor.probes.reference import Reference
-from lightning_module_monitor.statistics.precision import Scale, divided_by_scale
+from lightning_module_monitor.statistics.precision import divided_by_scale
 from lightning_module_monitor.statistics.stream import Stream
 from lightning_module_monitor.step.accumulator import StepAccumulator
 
@@ -202,14 +203,8 @@ class ParameterTap(Probe):
 
     def observe_gradients(self, kind: str, among: Among = None, scale: Scale = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-
-        def read_unscaled(parameter: Tensor) -> Tensor | None:
-            gradient = self.access.gradient(parameter)
-            return None if gradient is None else divided_by_scale(gradient, scale)
-
-        read = self.access.gradient if scale is None else read_unscaled
-        for gradients in self._read({kind}, among, read, makes_copies=scale is not None):
-            self._observe(kind, "gradients", gradients)
+        for gradients in self._read({kind}, among, self.access.gradient):
+            self._observe(kind, "gradients", gradients, scale)
         if kind == GRADIENT:
             self._cosines.note_gradients(self.watched)
 
@@ -258,16 +253,14 @@ class ParameterTap(Probe):
         self._before.clear()
         self.whole_tensors.close()
 
-    def _read(
-        self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None], *, makes_copies: bool = False
-    ) -> Iterator[_Tensors]:
+    def _read(self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None]) -> Iterator[_Tensors]:
         """Read the parameters with a stream or a capture of these kinds: all at once, where that takes no memory."""
         captured = {site for kind, site in self._captured if kind in kinds}
         wanted = [target for target in self._sites if not kinds.isdisjoint(target.streams) or target.site.name in captured]
         present = [
             (target, tensor) for target in wanted if (tensor := target.site.tensor()) is not None and (among is None or id(tensor) in among)
         ]
-        if not (makes_copies or self.access.makes_copies):
+        if not self.access.makes_copies:
             yield [(target, tensor) for target, parameter in present if (tensor := read(parameter)) is not None]
             return
         # One after the other: all at once would take as much memory as the parameters.
@@ -278,8 +271,8 @@ class ParameterTap(Probe):
             if tensor is not None:
                 yield [(target, tensor)]
 
-    def _observe(self, kind: str, what: str, read: _Tensors) -> None:
-        """Measure tensors, call the user's functions with them, and keep those that are captured."""
+    def _observe(self, kind: str, what: str, read: _Tensors, scale: Scale = None) -> None:
+        """Measure tensors divided by a scale, call the user's functions with them, and keep those that are captured."""
         measured = [
             (target.streams[kind], tensor)
             for target, tensor in read
@@ -287,12 +280,12 @@ class ParameterTap(Probe):
         ]
         if measured:
             with self.tools.reporter.guard(what, self._accumulator):
-                self._accumulator.measure_all(self._own(measured))
+                self._accumulator.measure_all(self._own(measured), scale=scale)
         for target, tensor in read:
             if (kind in target.streams and target.streams[kind].functions) or (kind, target.site.name) in self._captured:
                 name = name_of(kind, target.site.name)
                 with failing_alone(functools.partial(self.tools.report_not_captured, name)):
-                    self.whole_tensors.give(name, [tensor], functools.partial(self._use_whole, kind, target))
+                    self.whole_tensors.give(name, [divided_by_scale(tensor, scale)], functools.partial(self._use_whole, kind, target))
 
     def _use_whole(self, kind: str, target: WatchedParameter, tensor: Tensor) -> None:
         """Call the user's functions with a whole tensor, and keep it if it is captured."""

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.kernels.elements import without_transforms
+from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.hooks import (
     NO_PASS,
     HookSet,
@@ -28,7 +29,6 @@ from lightning_module_monitor.model.hooks import (
 )
 from lightning_module_monitor.model.outputs import NamedTensors, in_graph, named_tensors
 from lightning_module_monitor.probes.base import Gate, Probe
-from lightning_module_monitor.statistics.precision import Scale
 
 TargetT = TypeVar("TargetT")
 

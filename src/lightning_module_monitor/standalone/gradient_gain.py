@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from lightning_module_monitor.config.gradient_options import parse_thresholds
 from lightning_module_monitor.config.rules import check_choice
 from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.probes.base import Gate
 from lightning_module_monitor.probes.gradient_flow import BlockGradientProbe, norm_stream
 from lightning_module_monitor.probes.tap import ModuleTap, counted_elements
 from lightning_module_monitor.statistics.gains import EPS, HEURISTIC, NORMS, Category, Thresholds, Transition, summary, transitions
-from lightning_module_monitor.statistics.precision import Scale
 from lightning_module_monitor.statistics.stream import Stream
 from lightning_module_monitor.step.accumulator import StepAccumulator
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import in_memory, widened
-
-Scale: TypeAlias = Tensor | float | None
-"""What a loss was multiplied by: a number, or a tensor of shape ``()`` on any device; ``None`` if it was not scaled."""
+from lightning_module_monitor.kernels.table import Scale
 
 
 def divided_by_scale(gradient: Tensor, scale: Scale) -> Tensor:

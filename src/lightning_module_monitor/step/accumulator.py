@@ -20,7 +20,7 @@ from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM
 from lightning_module_monitor.kernels.elements import in_words, plain, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged
-from lightning_module_monitor.kernels.table import MomentTable
+from lightning_module_monitor.kernels.table import MomentTable, Scale
 from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.record import NumbersOfStep
@@ -37,7 +37,7 @@ from lightning_module_monitor.statistics.functions import (
     undisturbed,
 )
 from lightning_module_monitor.statistics.numbers import NO_MOMENTS, Numbers, Observed
-from lightning_module_monitor.statistics.precision import Difference
+from lightning_module_monitor.statistics.precision import Difference, divided_by_scale
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream, Sums
 from lightning_module_monitor.step.observed_units import ObservedUnits, dead_fractions
 from lightning_module_monitor.step.state import SeriesState
@@ -88,16 +88,19 @@ class StepAccumulator:
         self.histograms: dict[str, Histogram] = {}
         """Histogram by key, once :meth:`collect` was called; one that could not be counted is absent."""
 
-    def observe(self, stream: Stream, tensor: Tensor) -> None:
+    def observe(self, stream: Stream, tensor: Tensor, scale: Scale = None) -> None:
         """Take one tensor; it may be overwritten as soon as this returns. One that cannot be read is reported.
 
         Args:
             stream: What is recorded of it.
             tensor: Any shape, any real floating dtype; may be part of a graph, which is left as it is.
+            scale: What the tensor is divided by.
         """
         try:
             if stream.needs:
-                self._table.add((self._row(stream),), tensor, stream.needs)
+                self._table.add((self._row(stream),), tensor, stream.needs, scale=scale)
+            if scale is not None and (stream.channel_sums or stream.units or stream.functions):
+                tensor = divided_by_scale(tensor, scale)
             if stream.channel_sums and tensor.numel():
                 for sort in stream.channel_sums:
                     sums = sort.measure(strided(tensor).detach())
@@ -176,16 +179,16 @@ class StepAccumulator:
         for stream, tensor in pairs:
             self.call_functions(stream, tensor)
 
-    def measure_all(self, pairs: Iterable[tuple[Stream, Tensor]], *, are_bases: bool = False) -> None:
+    def measure_all(self, pairs: Iterable[tuple[Stream, Tensor]], *, are_bases: bool = False, scale: Scale = None) -> None:
         """:meth:`observe_all` without the functions: of tensors that are parts of what a function receives.
 
-        With ``are_bases`` the tensors are those that relative statistics are relative to.
+        With ``are_bases`` the tensors are those that relative statistics are relative to. They are divided by ``scale``.
         """
         with_needs = ((stream, tensor, stream.base_needs if are_bases else stream.needs) for stream, tensor in pairs)
         measured = [(stream, tensor, needs) for stream, tensor, needs in with_needs if needs]
         rows = [self._row(stream) + (BASE if are_bases else OWN) for stream, _tensor, _needs in measured]
         try:
-            failed = self._table.add_all(rows, [tensor for _, tensor, _ in measured], [needs for *_, needs in measured])
+            failed = self._table.add_all(rows, [tensor for _, tensor, _ in measured], [needs for *_, needs in measured], scale=scale)
         except Exception:
             for stream, _tensor, _needs in measured:  # it is not known how many were added
                 self._give_up(stream)
