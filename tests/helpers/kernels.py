@@ -58,19 +58,6 @@ IMPLEMENTATIONS = {
 }
 """By name. What is true of every kernel is tested for each of these."""
 
-FIELDS_OF_NEED = {
-    Need.MEAN: ["mean"],
-    Need.SQUARES: ["squares"],
-    Need.DEVIATIONS: ["mean", "deviations"],
-    Need.MAGNITUDE: ["magnitude"],
-    Need.EXTREMES: ["maximum", "minimum"],
-    Need.ZEROS: ["zeros"],
-    Need.NONFINITE: ["nonfinite"],
-    Need.TOKENS: ["tokens", "token_norm", "token_rms"],
-    Need.POWERS: ["third", "fourth"],
-}
-"""What is measured for a need."""
-
 EXACT = {name: one for name, one in IMPLEMENTATIONS.items() if one.rtol < 1e-9}
 """Those that sum in float64."""
 

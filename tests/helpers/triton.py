@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.kernels import FIELDS_OF_NEED
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
-from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.kernels.moments import FIELDS_OF_NEED, Moments, Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -14,14 +14,13 @@ import numba
 import numpy as np
 import pytest
 import torch
-from helpers.kernels import FIELDS_OF_NEED
 from helpers.textbook import PLAIN
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor import ModuleMonitor, Rule
 from lightning_module_monitor.kernels import moments, numba_kernel, numba_loops
-from lightning_module_monitor.kernels.moments import Moments, Need
+from lightning_module_monitor.kernels.moments import FIELDS_OF_NEED, Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
 
 LOOPS = "lightning_module_monitor.kernels.numba_loops"

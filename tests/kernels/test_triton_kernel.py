@@ -14,7 +14,6 @@ from helpers.casts import adversaries, fine_counts
 from helpers.textbook import histogram
 from helpers.triton import (
     DEVICE,
-    FIELDS_OF_NEED,
     IGNORED_WARNINGS,
     IS_INTERPRETED,
     assert_added,
@@ -30,8 +29,9 @@ from torch import Tensor
 from lightning_module_monitor.histogram import EDGES
 from lightning_module_monitor.kernels import triton_kernel
 from lightning_module_monitor.kernels.bins_of_floats import FINE, HISTOGRAM
-from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
+from lightning_module_monitor.kernels.moments import FIELDS_OF_NEED, NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
+from lightning_module_monitor.kernels.warm_up import Form, Launch, check_triton
 
 skip_without_triton()
 pytestmark = IGNORED_WARNINGS
@@ -376,3 +376,12 @@ def test_a_step_that_begins_under_inference_mode() -> None:
         actual = kernel.collect(1)
         assert_moments(actual[:, 0], [x, x])
         assert row_of_counts(kernel) == histogram(torch.cat([x, x]).cpu())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_check_before_the_first_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Every need and every form: the values are those of torch's operations, so that the kernel is used."""
+    monkeypatch.setattr(triton_kernel, "_is_working", {})
+    needs = [*FIELDS_OF_NEED, Need.HISTOGRAM, Need.FINE_COUNTS, Need.EVERYTHING | Need.COUNTS]
+    check_triton(DEVICE, [Launch(dtype, need, form) for need in needs for form in Form])
+    assert triton_kernel.works(DEVICE), caplog.text

@@ -140,6 +140,20 @@ def _extreme_by_row(values: Tensor, index: Tensor, num_rows: int, reduce: str, i
     return start.scatter_reduce_(0, index, values, reduce)
 
 
+FIELDS_OF_NEED: dict[int, Sequence[str]] = {
+    Need.MEAN: ["mean"],
+    Need.SQUARES: ["squares"],
+    Need.DEVIATIONS: ["mean", "deviations"],
+    Need.MAGNITUDE: ["magnitude"],
+    Need.EXTREMES: ["maximum", "minimum"],
+    Need.ZEROS: ["zeros"],
+    Need.NONFINITE: ["nonfinite"],
+    Need.TOKENS: ["tokens", "token_norm", "token_rms"],
+    Need.POWERS: ["third", "fourth"],
+}
+"""The fields of :class:`Moments` that are measured for a need."""
+
+
 def num_features(tensor: Tensor) -> int:
     """Elements of a token: the size of the last dimension; 1 for a tensor without dimensions."""
     return tensor.shape[-1] if tensor.dim() else 1

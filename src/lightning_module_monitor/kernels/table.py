@@ -210,9 +210,3 @@ def _on_device(scale: Tensor | float, device: torch.device) -> Tensor:
 def _constant(number: float, device: torch.device) -> Tensor:
     with torch.inference_mode(mode=False):
         return torch.full((), number, dtype=widest(device), device=device)
-
-
-def warm_up(device: torch.device) -> None:
-    """Compile the kernel of a device, so that the first monitored step does not."""
-    if device.type == "cpu":
-        numba_kernel.loops()

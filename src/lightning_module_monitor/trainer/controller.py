@@ -11,7 +11,7 @@ from lightning_module_monitor.config.health_options import watch_rules
 from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.kernels.table import warm_up
+from lightning_module_monitor.kernels.warm_up import warm_up
 from lightning_module_monitor.keys import is_context
 from lightning_module_monitor.kinds import ROOT_SITE, TRAIN
 from lightning_module_monitor.lightning_packages import messages
@@ -22,6 +22,7 @@ from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.loggers import names_context
 from lightning_module_monitor.trainer import checks, strategy
+from lightning_module_monitor.trainer.expected_launches import expected_launches
 from lightning_module_monitor.trainer.health_controller import HealthController
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.reference_controller import ReferenceOrigin
@@ -152,12 +153,13 @@ class RunController:
             rules = block_rules(run.recipe.rules, run.planner.index, blocks)
             for rule in rules if len(rules) * len(blocks) <= run.options.max_logged_keys else ():
                 run.model.add_rule(rule)
-        warm_up(trainer.strategy.root_device)
         if not run.recipe.has_any():
             raise ConfigError("rules is empty, and nothing would be recorded; expected at least one rule. Leave rules out for the default.")
         if run.options.rcc:
             checks.check_coordinate_check(run.planner.index, run.reporter)
         self._check_keys()
+        if not run.options.dry_run:
+            warm_up(trainer.strategy.root_device, expected_launches(trainer, run.module, run.planner.plan()))
 
     def _check_keys(self) -> None:
         """Compare the keys of this run with the patterns of options, and with the keys of other callbacks."""
