@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.accelerator import as_accelerator
 from helpers.deep import NUM_TENSORS, fit, operations_of_steps
+from helpers.documents import ROOT
 from helpers.lightning_package import Callback
+from torch.profiler import ProfilerActivity
 
 from lightning_module_monitor import Health, ModuleMonitorCallback
 from lightning_module_monitor.health.alerts import AlertRule, matching
@@ -77,27 +80,64 @@ def test_calls_of_a_step_in_a_trainer(
     assert elsewhere - plain_elsewhere < most_elsewhere, (elsewhere, plain_elsewhere)
 
 
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "`health: false`": {"health": False},
+    "default": {},
+    "`health: {nonfinite: always}`": {"health": Health(nonfinite="always")},
+    "`health: {watch: [all]}`": {"health": Health(watch=["all"])},
+}
+BUDGET = 450
+"""What health may add to the operations of a monitored step, and 12 to those of another one."""
+
+
+def documented(configuration: str) -> list[int]:
+    """The counts of a configuration in docs/cost.md: operations of a monitored step and of another one, then kernels."""
+    row = re.search(rf"^\| {re.escape(configuration)} \|(.+)\|$", (ROOT / "docs" / "cost.md").read_text(), re.MULTILINE)
+    assert row is not None
+    return [int(count) for count in row[1].split("|")]
+
+
+def is_about(found: int, expected: int) -> bool:
+    """At most the documented number, and not much less, or the document is out of date."""
+    return 0.9 * expected - 5 <= found <= expected
+
+
+def test_health_keeps_to_its_budget_on_an_accelerator() -> None:
+    """By the documented counts, to which the tests below compare what is counted."""
+    without, default, always = (documented(name) for name in list(CONFIGURATIONS)[:3])
+    assert default[0] - without[0] <= BUDGET
+    assert always[0] - without[0] <= BUDGET
+    assert default[1] - without[1] <= 12
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "most", "most_elsewhere"),
-    [
-        ({"health": False}, 75, 0),
-        ({}, 75 + 320, 12),
-        ({"health": Health(nonfinite="always")}, 75 + 320, 25),
-        ({"health": Health(watch=["all"])}, 75 + 740, 12),
-    ],
-    ids=["without health", "default", "always", "all detectors"],
-)
-def test_operations_of_a_step_on_an_accelerator(options: dict[str, Any], most: int, most_elsewhere: int, tmp_path: Path) -> None:
-    """Beyond a run without the callback. The compiled kernel measures, which is no operation of torch."""
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_operations_of_a_step_on_an_accelerator(configuration: str, tmp_path: Path) -> None:
+    """Beyond a run without the callback: as documented. The compiled kernel measures, which is no operation of torch."""
     with as_accelerator() as transfers:
         plain, plain_elsewhere = operations_of_steps(None, tmp_path / "plain")
         assert transfers == []
-        found, elsewhere = operations_of_steps(ModuleMonitorCallback(2, **options), tmp_path / "monitored")
-    assert found - plain <= most
-    assert elsewhere - plain_elsewhere <= most_elsewhere
-    is_read = "health" in options and options["health"] is not False and options["health"].nonfinite == "always"
-    assert len(transfers) == (6 + 12 if is_read else 6)
+        callback = ModuleMonitorCallback(2, **CONFIGURATIONS[configuration])
+        found, elsewhere = operations_of_steps(callback, tmp_path / "monitored")
+    most, most_elsewhere, *_kernels = documented(configuration)
+    assert is_about(found - plain, most)
+    assert is_about(elsewhere - plain_elsewhere, most_elsewhere)
+    assert len(transfers) == (6 + 12 if "always" in configuration else 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_kernels_of_a_step_on_a_cuda_device(configuration: str, tmp_path: Path) -> None:
+    """The same for the kernels that are launched."""
+    options: dict[str, Any] = {"activity": ProfilerActivity.CUDA, "accelerator": "cuda", "devices": 1}
+    plain, plain_elsewhere = operations_of_steps(None, tmp_path / "plain", **options)
+    found, elsewhere = operations_of_steps(ModuleMonitorCallback(2, **CONFIGURATIONS[configuration]), tmp_path / "monitored", **options)
+    _most, _elsewhere, most, most_elsewhere = documented(configuration)
+    assert (is_about(found - plain, most), is_about(elsewhere - plain_elsewhere, most_elsewhere)) == (True, True), (
+        found - plain,
+        elsewhere - plain_elsewhere,
+    )
 
 
 def calls_of_judge(num_rules: int, num_keys: int) -> int:

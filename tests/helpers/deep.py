@@ -46,16 +46,26 @@ def fit(folder: Path, callbacks: Sequence[Callback], num_steps: int, **options: 
 class _Begin(Callback):
     """Profiles each step, from the first callback's ``on_train_batch_start`` to the last one's ``on_train_batch_end``."""
 
-    def __init__(self) -> None:
-        self.num_rows: list[int] = []
+    def __init__(self, activity: ProfilerActivity) -> None:
+        self.activity = activity
+        self.counts: list[int] = []
 
     def on_train_batch_start(self, *_args: object) -> None:
-        self.profile = profile(activities=[ProfilerActivity.CPU])
+        self.profile = profile(activities=[self.activity])
         self.profile.__enter__()
 
     def end(self) -> None:
         self.profile.__exit__(None, None, None)
-        self.num_rows.append(sum(event.name.startswith("aten::") for event in self.profile.events()))
+        is_counted = _is_operation if self.activity is ProfilerActivity.CPU else _is_kernel
+        self.counts.append(sum(map(is_counted, self.profile.events())))
+
+
+def _is_operation(event: Any) -> bool:
+    return bool(event.name.startswith("aten::"))
+
+
+def _is_kernel(event: Any) -> bool:
+    return event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
 
 
 class _End(Callback):
@@ -66,12 +76,15 @@ class _End(Callback):
         self.begin.end()
 
 
-def operations_of_steps(callback: Callback | None, folder: Path, **options: Any) -> tuple[int, int]:
+def operations_of_steps(
+    callback: Callback | None, folder: Path, activity: ProfilerActivity = ProfilerActivity.CPU, **options: Any
+) -> tuple[int, int]:
     """Operations of torch in a monitored step and in another one, of a run that is monitored in every second step.
 
-    They are the rows ``aten::`` of torch's profiler, nested ones included: the most of four steps of each sort.
+    They are the rows ``aten::`` of torch's profiler, nested ones included: the most of four steps of each sort. With the activity
+    ``CUDA`` they are the kernels that are launched.
     """
-    begin = _Begin()
+    begin = _Begin(activity)
     callbacks = [begin, *([] if callback is None else [callback]), _End(begin)]
     fit(folder, callbacks, 12, **options)
-    return max(begin.num_rows[4::2]), max(begin.num_rows[5::2])
+    return max(begin.counts[4::2]), max(begin.counts[5::2])

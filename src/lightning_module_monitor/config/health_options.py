@@ -37,8 +37,9 @@ class Health(PlainFields):
     """Options of the search for non-finite values and of the detectors.
 
     Attributes:
-        nonfinite: The steps that are searched for the first NaN or infinity. ``warn``: monitored steps, and all others lightly.
-            ``always``: every step. ``stop``: every step; an error ends training before the optimizer uses the value. ``ignore``: none.
+        nonfinite: How the first NaN or infinity is searched for. ``warn``: in every step, and without a wait: on an accelerator or several
+            ranks its module is named in monitored steps alone. ``always``: its module is named in every step. ``stop``: also, an error
+            ends training before the optimizer uses the value. ``ignore``: not at all.
         watch: Names of detectors, e.g. ``large_logits``, or ``all``: the values that they need are recorded in addition. All detectors
             judge all recorded values. ``[]``: no detectors.
         then: Actions after a finding of a detector, besides the message: ``stop``, ``checkpoint``, ``capture``; one or several.
