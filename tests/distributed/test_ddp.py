@@ -194,7 +194,10 @@ def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run
     for result, other in zip(by_rank, every_step, strict=True):
         [finding], [expected] = result["findings"], other["findings"]
         assert (finding.step, finding.site, finding.severity) == (expected.step, expected.site, expected.severity)
-        assert finding.words == by_rank[0]["findings"][0].words == expected.words.partition(" Snapshot")[0]
+        assert finding.words == by_rank[0]["findings"][0].words
+        assert finding.words.startswith(
+            f"NaN or infinity in the activation of {finding.site}. In the order of a step it is the first that "
+        )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

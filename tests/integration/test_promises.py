@@ -154,7 +154,7 @@ def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.Mon
         assert len(transfers) == 1
 
 
-@pytest.mark.parametrize(("nonfinite", "num_more"), [("ignore", 0), ("warn", 9), ("always", 9)])
+@pytest.mark.parametrize(("nonfinite", "num_more"), [("ignore", 0), ("warn", 7), ("always", 7)])
 def test_a_step_that_is_not_monitored_costs_no_hook_and_no_operation(nonfinite: str, num_more: int, tmp_path: Path) -> None:
     """Promise 3: hooks exist in monitored steps only; the others call exactly the operations that they call without the callback.
 

@@ -274,7 +274,9 @@ def test_what_updates_are_relative_to_is_measured_together(monkeypatch: pytest.M
     """As the updates are: an accelerator measures all tensors that are given together by one launch."""
     model, together = make("mlp"), list[int]()
     measure = MomentTable.add_all
-    monkeypatch.setattr(MomentTable, "add_all", lambda table, rows, *rest: together.append(len(rows)) or measure(table, rows, *rest))
+    monkeypatch.setattr(
+        MomentTable, "add_all", lambda table, rows, *rest, scale: together.append(len(rows)) or measure(table, rows, *rest, scale=scale)
+    )
     monkeypatch.setattr(MomentTable, "add", None)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with ModuleMonitor(rules=[Rule(kinds="update", statistics=["norm", "ratio"])], on_error="raise") as monitor:

@@ -101,10 +101,9 @@ class StepAccumulator:
                 self._table.add((self._row(stream),), tensor, stream.needs, scale=scale)
             if scale is not None and (stream.channel_sums or stream.units or stream.functions):
                 tensor = divided_by_scale(tensor, scale)
-            if stream.channel_sums and tensor.numel():
-                for sort in stream.channel_sums:
-                    sums = sort.measure(strided(tensor).detach())
-                    self._sums[stream, sort] = merged_sums(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
+            for sort in stream.channel_sums if tensor.numel() else ():
+                sums = sort.measure(strided(tensor).detach())
+                self._sums[stream, sort] = merged_sums(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
             if stream.units and tensor.numel():
                 self._units.observe(stream, strided(tensor).detach())
             if stream.functions:
@@ -184,8 +183,7 @@ class StepAccumulator:
 
         With ``are_bases`` the tensors are those that relative statistics are relative to. They are divided by ``scale``.
         """
-        with_needs = ((stream, tensor, stream.base_needs if are_bases else stream.needs) for stream, tensor in pairs)
-        measured = [(stream, tensor, needs) for stream, tensor, needs in with_needs if needs]
+        measured = [(stream, tensor, needs) for stream, tensor in pairs if (needs := stream.base_needs if are_bases else stream.needs)]
         rows = [self._row(stream) + (BASE if are_bases else OWN) for stream, _tensor, _needs in measured]
         try:
             failed = self._table.add_all(rows, [tensor for _, tensor, _ in measured], [needs for *_, needs in measured], scale=scale)
@@ -327,9 +325,7 @@ class StepAccumulator:
             final |= self._parts(stream, name, functools.partial(compute_and_reset, metric))
         named = {key: result for key, (_stream, _name, result) in self._results.items() if isinstance(result.aggregate, str)}
         whole: dict[str, tuple[Aggregate, Tensor]] = {}
-        for key, (stream, name, results) in self._results.items():
-            if key in named:
-                continue
+        for key, (stream, name, results) in ((key, entry) for key, entry in self._results.items() if key not in named):
             try:
                 whole[key] = results.aggregate, torch.cat(results.values)
             except Exception as error:

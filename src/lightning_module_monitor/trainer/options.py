@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -19,6 +20,7 @@ from lightning_module_monitor.config.rules import as_tuple, check_choice, parse_
 from lightning_module_monitor.config.schedule import ParsedSchedule, parse_schedule
 from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.kinds import TRAIN
+from lightning_module_monitor.sinks.store.paths import journal_path
 from lightning_module_monitor.sinks.store.remote import is_url
 
 STAGES = {"train": TRAIN, "validate": "validation", "test": "test", "predict": "predict"}
@@ -138,12 +140,25 @@ def _parse_store(value: object, name: str) -> bool | str:
         return value
     if value and is_url(value):
         return os.fspath(value)
-    path = Path(value).expanduser()
-    blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
-    if not value or path.is_dir() or blocking is not None:
-        reason = f"{str(blocking)!r} is not a folder" if blocking else "that is a folder" if value else "that is no path"
+    reason = _why_no_file(Path(value)) if value else "that is no path"
+    if reason:
         raise ConfigError(f"{name} is {value!r}, and {reason}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
     return os.fspath(value)
+
+
+def _why_no_file(path: Path) -> str:
+    """Why neither a store can be at a path, nor its journal beside it; empty if they can."""
+    try:
+        path = path.expanduser()
+        blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
+        if blocking is not None:
+            return f"{str(blocking)!r} is not a folder"
+        for file in (path, journal_path(path)):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                file.stat()
+    except (OSError, RuntimeError, ValueError) as error:  # e.g. a long name, a loop of links, an unknown user, a null character
+        return f"that is no path of a file ({error.strerror if isinstance(error, OSError) else error})"
+    return "that is a folder" if path.is_dir() else ""
 
 
 _PARSERS: dict[str, Callable[[Any, str], Any]] = {
