@@ -549,7 +549,7 @@ def test_a_store_that_cannot_be_is_refused(kind: str, tmp_path: Path) -> None:
     }[kind]
     message = refusal(tmp_path, lambda: [ModuleMonitorCallback(every_n_steps=1, store=path)])
     assert "store" in message
-    assert repr(path) in message
+    assert (repr(path) if len(path) < 150 else repr(path[:60])) in message
     assert "expected" in message
 
 

@@ -142,7 +142,8 @@ def _parse_store(value: object, name: str) -> bool | str:
         return os.fspath(value)
     reason = _why_no_file(Path(value)) if value else "that is no path"
     if reason:
-        raise ConfigError(f"{name} is {value!r}, and {reason}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
+        shown = repr(value) if len(os.fspath(value)) < 150 else f"{os.fspath(value)[:60]!r}..."
+        raise ConfigError(f"{name} is {shown}, and {reason}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
     return os.fspath(value)
 
 
