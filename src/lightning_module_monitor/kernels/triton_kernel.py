@@ -270,12 +270,12 @@ class _Place(NamedTuple):
 
     length: int
     """Elements of a row; 0 if all elements are one stretch without a gap, of which any part may be a row."""
-    group: int = 1
-    """Rows of a group."""
     stride: int = 0
-    """Elements from the begin of a row to that of the next one of its group."""
-    group_stride: int = 0
-    """Elements from the begin of a group to that of the next."""
+    """Elements from the begin of a row to that of the next."""
+    group: int = 1
+    """After so many rows there is a gap."""
+    gap: int = 0
+    """How many elements more than ``stride`` the first row of a group begins after the last row of the one before; may be negative."""
 
 
 _ONE_STRETCH = _Place(0)
@@ -296,7 +296,7 @@ def _readable(tensor: Tensor, *, is_ordered: bool, in_rows: bool) -> tuple[Tenso
     if place is not None:
         return tensor, place
     features = num_features(tensor)
-    return tensor.contiguous(), _Place(features, group_stride=features) if in_rows else _ONE_STRETCH
+    return tensor.contiguous(), _Place(features, features) if in_rows else _ONE_STRETCH
 
 
 def _place(tensor: Tensor, *, in_rows: bool) -> _Place | None:
@@ -318,11 +318,11 @@ def _place(tensor: Tensor, *, in_rows: bool) -> _Place | None:
             levels.append((size, stride))
     match levels:
         case []:
-            return _Place(length, group_stride=length)
+            return _Place(length, length)
         case [(_num_rows, stride)]:
-            return _Place(length, group_stride=stride)
-        case [(num_rows, stride), (_num_groups, group_stride)]:
-            return _Place(length, num_rows, stride, group_stride)
+            return _Place(length, stride)
+        case [(num_rows, stride), (_num_groups, stride_of_groups)]:
+            return _Place(length, stride, num_rows, stride_of_groups - num_rows * stride)
     return None
 
 

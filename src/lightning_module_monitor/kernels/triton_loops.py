@@ -58,12 +58,12 @@ LIMIT_1, LIMIT_2, LIMIT_3 = (tl.constexpr(limit) for limit in _limits(is_below=F
 # No number and no address is specialized, so that no size, and no alignment, has the compiler run anew: 16 bytes at once were 5 % faster.
 @triton.jit(
     do_not_specialize=[
-        "tensor", "other", "shift", "shift_stride", "scale", "num_elements", "length", "group", "stride", "group_stride", "steps", "parts",
+        "tensor", "other", "shift", "shift_stride", "scale", "num_elements", "length", "stride", "group", "gap", "steps", "parts",
         "first_part", "counts", "first_counts", "fine_counts", "first_fine_counts",
     ]
 )  # fmt: skip
 def measure(
-    tensor, other, shift, shift_stride, scale, num_elements: tl.int64, length, group, stride: tl.int64, group_stride: tl.int64, steps,
+    tensor, other, shift, shift_stride, scale, num_elements: tl.int64, length, stride: tl.int64, group, gap: tl.int64, steps,
     parts, first_part, counts, first_counts, fine_counts, first_fine_counts,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def measure(
     if FINE_COUNTS & NEEDS:
         fine_counts += first_fine_counts * NUM_FINE_COUNTS
     _measure_span(
-        tensor, other, shift, shift_stride, scale, num_elements, length, group, stride, group_stride, program, steps, part, counts,
+        tensor, other, shift, shift_stride, scale, num_elements, length, stride, group, gap, program, steps, part, counts,
         fine_counts, NEEDS, ROWS, COLUMNS, IS_FLAT,
     )  # fmt: skip
 
@@ -104,8 +104,8 @@ def measure_all(
     of_tensor = layout + 7 * number
     tensor = tl.load(of_tensor).to(first_tensor.dtype)
     size = tl.load(of_tensor + 1)
-    length, group = tl.load(of_tensor + 2).to(tl.int32), tl.load(of_tensor + 3).to(tl.int32)
-    stride, group_stride = tl.load(of_tensor + 4), tl.load(of_tensor + 5)
+    length, stride = tl.load(of_tensor + 2).to(tl.int32), tl.load(of_tensor + 3)
+    group, gap = tl.load(of_tensor + 4).to(tl.int32), tl.load(of_tensor + 5)
     program_of_tensor = program - tl.load(of_tensor + 6).to(tl.int32)
     part = parts + (first_part + program) * FIELDS
     if HISTOGRAM & NEEDS:
@@ -113,22 +113,22 @@ def measure_all(
     if FINE_COUNTS & NEEDS:
         fine_counts += (first_fine_counts + number) * NUM_FINE_COUNTS
     _measure_span(
-        tensor, None, None, 0, scale, size, length, group, stride, group_stride, program_of_tensor, steps, part, counts, fine_counts,
+        tensor, None, None, 0, scale, size, length, stride, group, gap, program_of_tensor, steps, part, counts, fine_counts,
         NEEDS, ROWS, COLUMNS, IS_FLAT,
     )  # fmt: skip
 
 
 @triton.jit
 def _measure_span(
-    tensor, other, shift, shift_stride, scale, num_elements, length, group, stride, group_stride, program, steps, part, counts, fine_counts,
+    tensor, other, shift, shift_stride, scale, num_elements, length, stride, group, gap, program, steps, part, counts, fine_counts,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr,
 ):  # fmt: skip
     """Measure the program's span, at most ``steps`` blocks of ``ROWS`` rows of ``length`` elements, ``COLUMNS`` of each row at a time.
 
-    A row is a token if tokens are needed, and otherwise what lies without a gap. Rows are in groups of ``group``; in the tensor the rows of
-    a group begin ``stride`` elements apart, and groups ``group_stride``. ``other`` has the rows one after another. ``shift_stride`` is
-    ``length`` if each row has its shift, and 0 if all rows share one. With ``IS_FLAT`` all elements are one stretch, cut into rows of
-    ``COLUMNS``, and the numbers of rows are not read.
+    A row is a token if tokens are needed, and otherwise what lies without a gap. In the tensor rows begin ``stride`` elements apart, and
+    after each ``group`` rows there are ``gap`` more. ``other`` has the rows one after another. ``shift_stride`` is ``length`` if each row
+    has its shift, and 0 if all rows share one. With ``IS_FLAT`` all elements are one stretch, cut into rows of ``COLUMNS``, and the
+    numbers of rows are not read.
     """
     first_row = program.to(tl.int64) * steps * ROWS
     skipped = 0  # rows of the first group that belong to the span before
@@ -136,7 +136,7 @@ def _measure_span(
         length = COLUMNS
         tensor += first_row * COLUMNS
     else:
-        tensor += first_row // group * group_stride
+        tensor += first_row * stride + first_row // group * gap
         skipped = (first_row % group).to(tl.int32)
     start = first_row * length
     num_left = num_elements - start
@@ -144,8 +144,7 @@ def _measure_span(
         other += start
     if shift is not None:
         shift += first_row * shift_stride
-    first = tl.zeros([], tl.int64) if IS_FLAT else skipped * stride
-    center = _load(tensor, other, shift, scale, first, 0, 0, num_left > 0)
+    center = _load(tensor, other, shift, scale, 0, 0, 0, num_left > 0)
     center = tl.where(tl.abs(center) < INFINITY, center, 0.0)  # else the mean is not finite
 
     nothing = tl.zeros([ROWS, COLUMNS], tl.float64)
@@ -160,7 +159,9 @@ def _measure_span(
         row = block * ROWS + tl.arange(0, ROWS)[:, None]
         begin = row * length
         if not IS_FLAT:
-            begin = (skipped + row) // group * group_stride + (skipped + row) % group * stride
+            begin = row * stride
+            if gap != 0:  # a division takes longer than a load
+                begin += (skipped + row) // group * gap
         token = nothing
         for left in range(0, length, COLUMNS):
             column = left + tl.arange(0, COLUMNS)[None, :]
