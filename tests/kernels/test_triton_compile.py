@@ -6,17 +6,23 @@ import functools
 import os
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.lightning_package import MixedPrecision
+from helpers.training import Classifier, loader, trainer
 from torch import Tensor
+from torch.amp import GradScaler
 
-from lightning_module_monitor.kernels import triton_kernel
+from lightning_module_monitor import ModuleMonitorCallback, Rule
+from lightning_module_monitor.kernels import numba_kernel, triton_kernel, warm_up
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.triton_kernel import WARPS, TritonKernel
+from lightning_module_monitor.kernels.warm_up import Launch
+from lightning_module_monitor.trainer import controller
 
 triton = pytest.importorskip("triton", "3.4", reason="Triton 3.4 or later is not installed; make test-triton installs it")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -105,7 +111,7 @@ MEMORY = torch.empty(1 << 24)
 @pytest.mark.parametrize("needs", [DEFAULT, EVERYTHING], ids=["default", "everything"])
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "not aligned"])
 def test_one_compilation_for_twenty_numbers_of_elements(needs: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one tensor, of many, of a difference, wherever they lie; rows of one length have one, rows of any length five."""
+    """Of one tensor, of many, of a difference, wherever they lie; rows of one length have one, rows of any length three."""
 
     def keys(add: Callable[[TritonKernel, int], Any], sizes: Sequence[int] = SIZES) -> int:
         return len({repr(launch) for size in sizes for launch in specialized(functools.partial(add, size=size), monkeypatch)})
@@ -118,7 +124,49 @@ def test_one_compilation_for_twenty_numbers_of_elements(needs: int, offset: int,
     assert keys(lambda kernel, size: kernel.add_all([0, 1], [part(size), part(1)], [needs] * 2)) == 1
     assert keys(lambda kernel, size: [kernel._launches.append((0, 0, size)), kernel.collect(size)], SIZES[:10]) == 1
     lengths = [length for length in SIZES if length <= 1 << 20]
-    assert keys(lambda kernel, size: kernel.add((0,), MEMORY[:size].view(1, size), needs), lengths) <= 5
+    assert keys(lambda kernel, size: kernel.add((0,), MEMORY[:size].view(1, size), needs), lengths) <= 3
+
+
+OF_RUNS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "every kind": {
+        "rules": Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics=["std", "hist"])
+    },
+    "reference": {"reference": "init", "rcc": True},
+    "gradient flow": {"gradient_flow": {"blocks": "model.layers"}},
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", OF_RUNS)
+def test_no_step_of_a_run_compiles(name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that steps launch was compiled before: as if the tensors of a run on a CPU were on a GPU, where nothing is measured."""
+    compiled_before, in_steps = set[str](), set[str]()
+    found = in_steps
+    monkeypatch.setattr(
+        triton_kernel,
+        "launch",
+        lambda _device, function, _num, *arguments, **constants: found.add(repr(_specialized(function, arguments, constants))),
+    )
+    monkeypatch.setattr(triton_kernel, "takes", lambda _tensor: True)
+    monkeypatch.setattr(numba_kernel, "takes", lambda _tensor: False)
+
+    def compile_before(device: torch.device, launches: Collection[Launch]) -> None:
+        nonlocal found
+        found = compiled_before
+        for launch in launches:
+            kernel = TritonKernel(device)
+            kernel.collect(1 + warm_up._add(kernel, device, launch))
+        found = in_steps
+
+    monkeypatch.setattr(controller, "warm_up", compile_before)
+    how: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":
+        how = {"plugins": MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=1024.0))}
+    callback = ModuleMonitorCallback(every_n_steps=1, store=False, **OF_RUNS[name])
+    trainer(tmp_path, [callback], max_steps=3, **how).fit(Classifier("mlp"), loader(), loader(8))
+    assert len(in_steps) >= 3
+    assert in_steps <= compiled_before
 
 
 @pytest.fixture(autouse=True)

@@ -25,13 +25,19 @@ added: list[tuple[str, torch.dtype, bool]] = []
 class Right(TorchKernel):
     """In place of the Triton kernel; notes what is measured."""
 
+    is_within = False
+    """Whether ``add`` is called by the kernel itself."""
+
     def add(self, rows: Any, tensor: Tensor, needs: int, *operands: Tensor | None, scale: Tensor | None = None) -> None:
-        added.append(("one" if operands in ((), (None, None)) else "difference", tensor.dtype, scale is not None))
+        if not self.is_within:
+            added.append(("one" if operands in ((), (None, None)) else "difference", tensor.dtype, scale is not None))
         super().add(rows, tensor, needs, *operands, scale=scale)
 
     def add_all(self, rows: Any, tensors: Any, needs: Any, *, scale: Tensor | None = None) -> None:
         added.append(("many", tensors[0].dtype, scale is not None))
+        self.is_within = True
         super().add_all(rows, tensors, needs, scale=scale)
+        self.is_within = False
 
 
 class NoCompiler(Right):

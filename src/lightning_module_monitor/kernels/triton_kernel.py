@@ -30,8 +30,8 @@ TILE = 1024
 WARPS = 8
 """Warps of a program: each thread has four elements of a tile, and all their sums stay in registers."""
 
-COLUMNS_OF_ROWS = 64
-"""At most so many of them are of one row: on an H100 as fast as any number, for rows of 64 to 4096 elements."""
+COLUMNS_OF_ROWS, COLUMNS_OF_SHORT_ROWS = 32, 4
+"""So many of them are of one row, of at least so many elements: on an H100 as fast as any number for rows of 64 to 4096 elements."""
 
 LONG_ROW = 4096
 """All elements that a program loads at once are of one row, if rows are longer: they are few, and each is read by one program."""
@@ -337,8 +337,10 @@ class _Cut(NamedTuple):
 
 
 def _columns(length: int) -> int:
-    """Elements of a row that are loaded at once: 1, 4, 16, 64 or all, each compiled once, and known from the length of rows alone."""
-    return TILE if not length or length > LONG_ROW else min(COLUMNS_OF_ROWS, 1 << (length.bit_length() - 1) // 2 * 2)
+    """Elements of a row that are loaded at once: few numbers, each compiled once, and known from the length of rows alone."""
+    if not length or length > LONG_ROW:
+        return TILE
+    return COLUMNS_OF_ROWS if length >= COLUMNS_OF_ROWS else COLUMNS_OF_SHORT_ROWS
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Collection
@@ -14,7 +15,8 @@ from torch.cuda import OutOfMemoryError  # torch.OutOfMemoryError since torch 2.
 
 from lightning_module_monitor.kernels import numba_kernel, triton_kernel
 from lightning_module_monitor.kernels.bins_of_floats import needed_bins
-from lightning_module_monitor.kernels.moments import FIELDS_OF_NEED, Moments
+from lightning_module_monitor.kernels.elements import WIDE
+from lightning_module_monitor.kernels.moments import FIELDS_OF_NEED, Moments, Need
 from lightning_module_monitor.kernels.table import Kernel
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
@@ -99,7 +101,7 @@ def _compare(device: torch.device, launch: Launch) -> None:
 
 def _add(kernel: Kernel, device: torch.device, launch: Launch) -> int:
     """Add tensors to a kernel, each to its row; returns the number of rows. The row after the last stays empty."""
-    tensors, needs = _tensors(launch.dtype, device), launch.needs
+    tensors, needs = _tensors(launch, device), launch.needs
     match launch.form:
         case Form.MANY:
             kernel.add_all(range(len(tensors)), tensors, [needs] * len(tensors))
@@ -107,21 +109,27 @@ def _add(kernel: Kernel, device: torch.device, launch: Launch) -> int:
             row = 0
             for tensor in tensors:
                 other, shift = tensor * 0.5, tensor[0] * 0.25
-                for taken, shifted in ((other, None), (None, shift), (other, shift)):
-                    kernel.add((row,), tensor, needs, taken, shifted)
-                    row += 1
+                # The shift is a bias, which is float32 under autocast.
+                shifts = [None, shift] if tensor.dtype in WIDE else [None, shift, shift.float()]
+                for taken, shifted in itertools.product((None, other), shifts):
+                    if taken is not None or shifted is not None:
+                        kernel.add((row,), tensor, needs, taken, shifted)
+                        row += 1
             return row
         case _:
-            scale = torch.full((), 4096.0, dtype=torch.float32, device=device)  # as of a GradScaler if launch.form is Form.SCALED else None
+            # Float32, as of a GradScaler.
+            scale = torch.full((), 4096.0, dtype=torch.float32, device=device) if launch.form is Form.SCALED else None
             for row, tensor in enumerate(tensors):
                 kernel.add((row,), tensor, needs, scale=scale)
     return len(tensors)
 
 
-def _tensors(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _tensors(launch: Launch, device: torch.device) -> list[Tensor]:
     """Tensors with a large mean, with gaps in memory, and with NaN; they take no random numbers."""
     waves = torch.arange(40 * 70, dtype=torch.float64, device="cpu").sin().pow(4).view(40, 70)
-    several = (1000 + 5 * waves).to(dtype).to(device)
+    several, long = ((1000 + 5 * tensor).to(launch.dtype).to(device) for tensor in (waves, waves.repeat(1, 60)[:3]))
     sick = waves.clone()
     sick[3, :2] = torch.tensor([torch.nan, torch.inf])
-    return [several, several[:, :33], sick.to(dtype).to(device)]
+    tensors = [several, several[:, :33], sick.to(launch.dtype).to(device)]
+    # Rows of other lengths are compiled for themselves, where they are not one stretch.
+    return [*tensors, several[:, :3], long] if launch.needs & Need.TOKENS or launch.form is Form.DIFFERENCE else tensors
