@@ -269,6 +269,8 @@ SPEAKING = [
     "linalg.svd: The algorithm failed to converge because the input matrix contained non-finite values.",
     "loss=nan",
     "it was (nan)",
+    "loss is -inf",
+    "contains NaN/Inf!",
 ]
 SILENT = [
     "finance",
@@ -376,3 +378,23 @@ def test_training_step_is_run_again_only_for_its_own_errors(where: str, message:
             trainer(tmp_path, [callback], limit_val_batches=0).fit(module, loader(), loader(8))
         num_rows[option] = len(module.rows)
     assert num_rows["warn"] - num_rows["ignore"] == is_run_again
+
+
+class ClipsByItself(Classifier):
+    """Refuses to clip gradients that are not finite, after the search has read them."""
+
+    def configure_gradient_clipping(self, *_arguments: Any, **_options: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("option", ["warn", "always"])
+@pytest.mark.parametrize("every_n_steps", [1, 50])
+def test_what_was_found_before_the_exception_is_kept(option: str, every_n_steps: int, tmp_path: Path) -> None:
+    """An exception between the search and the end of the step hides no finding."""
+    seed()
+    module = ClipsByItself(nn.Sequential(nn.Linear(6, 6), Bad(), nn.Linear(6, 3)), torch.optim.SGD, lr=0.1)
+    callback = ModuleMonitorCallback(every_n_steps, health=Health(nonfinite=option))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        trainer(tmp_path, [callback], gradient_clip_val=1.0).fit(module, loader(), loader(8))
+    assert [(found.name, found.site, found.step) for found in callback.findings] == [("nonfinite", "model.1", BAD_STEP)]
+    assert [found.site for found in load_store(callback.store_path).findings()] == ["model.1"]

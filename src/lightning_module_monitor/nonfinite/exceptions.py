@@ -10,6 +10,8 @@ from types import TracebackType
 _WORDS = (
     "nan",
     "nans",
+    "nan/inf",
+    "inf/nan",
     "inf",
     "infinity",
     "non-finite",
@@ -19,7 +21,7 @@ _WORDS = (
     "not positive-definite",  # of torch.linalg
     "failed to converge",
 )
-_SPEAKS_OF_IT = re.compile(rf"(?<![\w/.-])({'|'.join(_WORDS)})(?![\w/-]|\.\w)", re.IGNORECASE)
+_SPEAKS_OF_IT = re.compile(rf"(?<![\w/.])(?<!\w-)({'|'.join(_WORDS)})(?![\w/-]|\.\w)", re.IGNORECASE)
 """These words alone: no parts of other words, of paths or of names with a point."""
 
 _CHECKS = re.compile(r"\b(isnan|isfinite|isinf)\b")

@@ -128,10 +128,8 @@ class StepController:
     def search_after(self, error: Exception) -> None:
         """An exception ends the run: report a NaN that has caused it, if there is one. An error here never takes its place."""
         try:
-            finding = self._nonfinite.after_exception(step_of(self._trainer), error)
-            if finding is not None:
-                self.health.note(finding)
-                self._emit(None)
+            self.health.note(self._nonfinite.after_exception(step_of(self._trainer), error))
+            self._emit(None)  # also what was found before the exception, in this step
         except BaseException as own_error:  # also Ctrl-C in the second run: the exception that ends the run is the user's
             messages.debug("The step was not searched for NaN (%s: %s).", type(own_error).__name__, own_error)
 
