@@ -129,7 +129,7 @@ def _tensors(launch: Launch, device: torch.device) -> list[Tensor]:
     waves = torch.arange(40 * 70, dtype=torch.float64, device="cpu").sin().pow(4).view(40, 70)
     several, long = ((1000 + 5 * tensor).to(launch.dtype).to(device) for tensor in (waves, waves.repeat(1, 60)[:3]))
     sick = waves.clone()
-    sick[3, :2] = torch.tensor([torch.nan, torch.inf])
+    sick[3, :2] = torch.tensor([torch.nan, torch.inf], device="cpu")
     tensors = [several, several[:, :33], sick.to(launch.dtype).to(device)]
     # Rows of other lengths are compiled for themselves, where they are not one stretch.
     return [*tensors, several[:, :3], long] if launch.needs & Need.TOKENS or launch.form is Form.DIFFERENCE else tensors
