@@ -1,26 +1,45 @@
-"""Runs ``training_step`` on a copy of a LightningModule, without effects outside of the copy."""
+"""Runs ``training_step`` on a copy of a LightningModule, without effects outside of the copy: it logs nothing and moves no weight."""
 
 from __future__ import annotations
 
 import copy
+import types
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, package_of
 from lightning_module_monitor.model.compiled import MODULE_ATTRIBUTES
+from lightning_module_monitor.model.outputs import with_tensors
 
 
-class _TrainerWithoutLoggers:
-    """The ``trainer`` of a copy: reads from the model's trainer, except its loggers. Attributes that the copy sets stay here."""
+class _ReadOnly:
+    """An optimizer or a scheduler as a copy sees it, which may read its values: a learning rate, for the log."""
+
+    def __init__(self, original: object) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of an optimizer
+        value = getattr(object.__getattribute__(self, "_original"), name)  # without recursion, as below
+        if isinstance(value, Optimizer):
+            return _ReadOnly(value)
+        if callable(value):
+            return value if name == "get_last_lr" else _refuse
+        return with_tensors(value, lambda tensor: tensor.detach())  # containers are copies, which may be written to
+
+
+class _TrainerOfCopy:
+    """The ``trainer`` of a copy: reads from the model's trainer, without its loggers. Attributes that the copy sets stay here."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.logger = package_of(trainer).loggers.logger.DummyLogger()
         self.loggers = [self.logger]
+        self.optimizers = [_ReadOnly(optimizer) for optimizer in trainer.optimizers]
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of a trainer
         return getattr(
@@ -34,13 +53,25 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise RuntimeError(
-        "the reference has no optimizers; give module, the name of a submodule: then the reference of that submodule is called instead"
+        "a copy of the model cannot use the optimizers; of a reference, give module, the name of a submodule: it is called instead"
     )
+
+
+def _optimizers(reference: LightningModule, use_pl_optimizer: bool = True) -> Any:  # noqa: ANN401  # as the method of a LightningModule
+    return _alone(reference.trainer.optimizers)
+
+
+def _lr_schedulers(reference: LightningModule) -> Any:  # noqa: ANN401  # as the method of a LightningModule
+    return _alone([_ReadOnly(config.scheduler) for config in reference.trainer.lr_scheduler_configs]) or None
+
+
+def _alone(objects: list[Any]) -> Any:  # noqa: ANN401  # the only one of a list, as LightningModules return it; or the list
+    return objects[0] if len(objects) == 1 else objects
 
 
 _SILENT = {
     **dict.fromkeys(("log", "log_dict", "print"), _do_nothing),
-    **dict.fromkeys(("optimizers", "lr_schedulers", "manual_backward"), _refuse),
+    **dict.fromkeys(("manual_backward", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer"), _refuse),
 }
 
 
@@ -49,11 +80,13 @@ def silence(reference: nn.Module) -> None:
     for part in reference.modules():
         if is_a(part, "LightningModule"):
             vars(part).update(_SILENT)
+            for name, method in (("optimizers", _optimizers), ("lr_schedulers", _lr_schedulers)):
+                vars(part)[name] = types.MethodType(method, part)  # a copy of the copy gets its own
 
 
 def attach(copied: nn.Module, trainer: Trainer) -> None:
     """Attach a copy to the trainer of the model, without the loggers."""
-    copied.trainer = _TrainerWithoutLoggers(trainer)  # type: ignore[assignment]
+    copied.trainer = _TrainerOfCopy(trainer)  # type: ignore[assignment]
 
 
 def run_training_step(reference: LightningModule, trainer: Trainer, batch: object, batch_idx: int, wrapper: nn.Module | None = None) -> Any:  # noqa: ANN401  # the result of training_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -531,22 +532,29 @@ def test_gradients_before_clipping_are_refused_under_manual_optimization(option:
 # The store's path
 
 
-@pytest.mark.parametrize(
-    "kind", ["folder", "inside a file", "empty", "a long name", "a loop of links", "a null character", "of an unknown user"]
-)
+PATHS_OF_NO_FILE = {
+    "a folder": "{folder}",
+    "a folder that does not exist": "{folder}/runs/",
+    "inside a file": "{folder}/file/monitor.h5",
+    "empty": "",
+    "a space": " ",
+    "a device": os.devnull,
+    "a long name": f"{{folder}}/{'m' * 250}.h5",  # the name of its journal is longer than a file system takes
+    "a loop of links": "{folder}/loop/monitor.h5",
+    "a null character": "monitor\0.h5",
+    "of an unknown user": "~nobody-of-that-name/monitor.h5",
+    "a bucket": "s3://bucket",
+    "no bucket": "memory://monitor.h5",
+    "a folder of a bucket": "s3://bucket/runs/",
+}
+
+
+@pytest.mark.parametrize("kind", PATHS_OF_NO_FILE)
 def test_a_store_that_cannot_be_is_refused(kind: str, tmp_path: Path) -> None:
     """A path at which no file can be made is said before the first batch, and not found out at the first record."""
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    path = {
-        "folder": str(tmp_path),
-        "inside a file": str(tmp_path / "file" / "monitor.h5"),
-        "empty": "",
-        "a long name": str(tmp_path / ("m" * 250 + ".h5")),  # the name of its journal is longer than a file system takes
-        "a loop of links": str(tmp_path / "loop" / "monitor.h5"),
-        "a null character": "monitor\0.h5",
-        "of an unknown user": "~nobody-of-that-name/monitor.h5",
-    }[kind]
+    path = PATHS_OF_NO_FILE[kind].format(folder=tmp_path)
     message = refusal(tmp_path, lambda: [ModuleMonitorCallback(every_n_steps=1, store=path)])
     assert "store" in message
     assert (repr(path) if len(path) < 150 else repr(path[:60])) in message

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -521,6 +522,29 @@ def sick(health: Health) -> Callable[[Path], dict[str, Any]]:
         return result | {"findings": callback.findings}
 
     return run
+
+
+class OnAllRanks(Sick):
+    """The same, and its result is of all ranks: the forward pass of one waits for the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        total = y.detach().sum()
+        distributed.all_reduce(total)
+        return y + 0 * total
+
+
+def sick_and_not_copied(folder: Path) -> dict[str, Any]:
+    """The last rank cannot copy the model, the others can: none may run the step again, nor wait for it."""
+    torch.manual_seed(0)
+    micro_batches = data(RANK, WORLD)
+    if RANK == 0:
+        micro_batches[1][0][0, 0] = 100.0
+    callback = ModuleMonitorCallback(50, health=Health(nonfinite="always"), on_error="raise")
+    module = Classifier(OnAllRanks(), torch.optim.SGD, lr=1e-3)
+    if RANK == WORLD - 1:
+        module.lock = threading.Lock()
+    return fit(folder, module, callback, micro_batches, limit_val_batches=0) | {"findings": callback.findings}
 
 
 def sick_between(folder: Path) -> dict[str, Any]:
@@ -1411,6 +1435,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "sick": sick(Health(nonfinite="always", watch=["dead_units"])),
     "sick_by_default": sick(Health()),
     "sick_between": sick_between,
+    "sick_and_not_copied": sick_and_not_copied,
     "branches": branches,
     "noise": noise,
     "one_rank_fails": one_rank_fails,

@@ -188,6 +188,15 @@ def test_what_is_wrong_is_the_same_on_every_rank(num_ranks: int, run_scenarios: 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_step_that_one_rank_cannot_run_again_is_run_by_none(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """The forward pass of the others would wait for it; every rank knows why no module is named."""
+    for result in run_scenarios(num_ranks, "sick_and_not_copied"):
+        [finding] = result["findings"]
+        assert (finding.step, finding.name, finding.site) == (1, "nonfinite", "_root_")
+        assert finding.words.endswith("the step could not be run again (TypeError: cannot pickle '_thread.lock' object).")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Without a collective of its own: in monitored steps; the same module is named as where every step is searched."""
     by_rank, every_step = run_scenarios(num_ranks, "sick_by_default"), run_scenarios(num_ranks, "sick")

@@ -183,7 +183,14 @@ def test_without_a_network_the_files_stay_here(
     assert f"{ROOT} cannot be written (ConnectionError: no route to host). Training goes on; the files of this run are in " in warning
     folder = Path(warning.rpartition(" are in ")[2].removesuffix("."))
     assert any(f"Monitored values: {folder / 'monitor.h5'}" in message for message in caplog.messages)
-    np.testing.assert_array_equal(load_store(folder / "monitor.h5")[LOSS][0], range(4))
+    assert callback.store_path == str(folder / "monitor.h5")
+    np.testing.assert_array_equal(load_store(callback.store_path)[LOSS][0], range(4))
+
+
+def test_a_url_of_a_local_file_is_its_path(tmp_path: Path) -> None:
+    """Of the file system that is there without any of fsspec's."""
+    assert fit(str(tmp_path), 2, store=f"file://{tmp_path}/a/run.h5").store_path == f"{tmp_path}/a/run.h5"
+    assert load_store(tmp_path / "a" / "run.h5")[LOSS][0].tolist() == [0, 1]
 
 
 def test_an_option_may_be_a_url(memory: Any) -> None:

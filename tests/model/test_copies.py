@@ -215,3 +215,15 @@ def test_nothing_in_a_copy_is_compiled(hold: Any) -> None:
     held = clone.held[0] if isinstance(clone.held, list) else clone.held["one"] if isinstance(clone.held, dict) else clone.held
     assert held(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
     assert backend.counts == (0, 0)
+
+
+def test_a_function_with_a_weight_in_its_closure_gets_that_of_the_copy() -> None:
+    """A regularization that a program has kept as a function."""
+    model = nn.Linear(2, 2)
+    weight, other = model.weight, torch.ones(2, 2)
+    model.penalty = lambda: weight.detach() + other
+    clone = independent_copy(model)
+    with torch.no_grad():
+        clone.weight.fill_(3.0)
+    assert torch.equal(clone.penalty(), torch.full((2, 2), 4.0))
+    assert torch.equal(model.penalty(), model.weight.detach() + 1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.lightning_package import LightningModule
 from helpers.operations import operations
-from helpers.training import Bad, Classifier, KeepLosses, loader, seed, trainer
+from helpers.training import BAD_STEP, Bad, Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -491,6 +491,42 @@ def test_a_model_with_complex_weights_is_monitored(tmp_path: Path) -> None:
     trainer(tmp_path, [callback], max_steps=5).fit(Classifier(Spectral(), torch.optim.SGD), loader(), loader(8))
     assert callback.findings == []
     assert callback.last_record is not None
+
+
+class Spectrum(nn.Module):
+    """A filter of complex frequencies, which divides by 0 from its fourth call in training on: in its forward or its backward pass."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.num_calls = way, 0
+        self.filter = nn.Linear(4, 4, dtype=torch.cfloat)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.training
+        is_bad = self.num_calls > BAD_STEP
+        h = self.filter(x)
+        if self.way == "forward":
+            return h / (0.0 if is_bad else 1.0)
+        return h + (zero_with_infinite_slope(h.real) if is_bad else 0.0)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("every_n_steps", [1, 50])
+def test_the_module_that_makes_it_of_complex_numbers_is_named(way: str, every_n_steps: int, tmp_path: Path) -> None:
+    """Its inputs, outputs and weights are complex."""
+
+    class Fourier(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.model(torch.fft.rfft(batch[0])).abs().mean()
+
+    callback = ModuleMonitorCallback(every_n_steps, health=Health(nonfinite="always", watch=[]), on_error="raise")
+    module = Fourier(
+        nn.Sequential(nn.Linear(4, 4, dtype=torch.cfloat), Spectrum(way), nn.Linear(4, 2, dtype=torch.cfloat)), torch.optim.SGD
+    )
+    trainer(tmp_path, [callback], max_steps=5, limit_val_batches=0).fit(module, loader(), loader(8))
+    [found] = callback.findings
+    assert (found.step, found.site) == (BAD_STEP, "model.1")
+    assert f"in model.1, in the {way} pass" in found.words
 
 
 def test_looking_again_changes_nothing(tmp_path: Path) -> None:

@@ -120,6 +120,62 @@ def test_a_forward_that_writes_into_its_weight_writes_once(way: str, tmp_path: P
     assert all(torch.equal(runs[0][name], runs[1][name]) and bool(runs[0][name].isfinite().all()) for name in runs[0])
 
 
+RATES: list[float] = []
+WEIGHTS: list[nn.Parameter] = []
+
+
+class ReadsOptimizers(Classifier):
+    """Reads the rate and the weights of its optimizer, and lowers the rate itself."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        assert schedule.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        RATES.extend([optimizer.param_groups[0]["lr"], *schedule.get_last_lr()])
+        decay = sum(weight.square().sum() for weight in optimizer.param_groups[0]["params"])
+        return super().training_step(batch, batch_idx) + decay
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class WithGlobalWeight(Classifier):
+    """Adds the norm of a weight that it reaches by a name of the program: its gradient is finite."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.scale = nn.Parameter(torch.ones(3))
+        WEIGHTS[:] = [self.scale]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + WEIGHTS[0].norm()
+
+
+@pytest.mark.parametrize("kind", [ReadsOptimizers, WithGlobalWeight])
+def test_a_step_that_reaches_outside_of_the_copy_changes_nothing_there(kind: type[Classifier], tmp_path: Path) -> None:
+    """Neither rates nor gradients of the model, and the module is named."""
+    runs, sites = [], []
+    RATES.clear()
+    for health in ("ignore", "always"):
+        seed()
+        NOTES.clear()
+        module = kind(nn.Sequential(nn.Linear(6, 6), Noting(6, 6), nn.Linear(6, 3)), torch.optim.SGD, lr=0.5)
+        gradients: list[Tensor] = []
+        module.on_before_optimizer_step = lambda _optimizer, module=module, kept=gradients: kept.extend(  # type: ignore[method-assign]
+            parameter.grad.nan_to_num(7.0) for parameter in module.parameters()
+        )
+        callback = ModuleMonitorCallback(50, health=Health(nonfinite=health))
+        run = trainer(tmp_path / health, [callback], max_steps=1, limit_val_batches=0)
+        run.fit(module, loader(), loader(8))
+        sites.append([found.site for found in callback.findings])
+        runs.append([*gradients, torch.tensor(run.optimizers[0].param_groups[0]["lr"])])
+    assert sites == [[], ["model.1"]]
+    assert len(NOTES) == 2
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    assert ([0.25, 0.5, 0.25, 0.5, 0.25, 0.5] if kind is ReadsOptimizers else []) == RATES
+
+
 def bad_sample(at: int) -> DataLoader[Any]:
     """Eight samples, of which one is not finite."""
     x = torch.ones(8, 6)

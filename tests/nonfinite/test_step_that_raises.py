@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checks import assert_finite, assert_positive, raise_arithmetic_error, raise_lookup_error
+from helpers import checks
 from helpers.training import BAD_STEP, Bad, Classifier, loader, seed, trainer
 from torch import Tensor, nn
 from torch.distributions import Normal
@@ -202,7 +202,7 @@ def test_where_nothing_is_run_again(
 ) -> None:
     """After an exception of one rank, a second run could wait for others; without memory or time, it would not end."""
     runs: list[int] = []
-    monkeypatch.setattr(SecondRun, "find", lambda _self, micro_batch, _error: runs.append(micro_batch))
+    monkeypatch.setattr(SecondRun, "prepare", lambda _self, micro_batch, _error: lambda: runs.append(micro_batch))
 
     class Prepared(Raising):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -271,6 +271,11 @@ SPEAKING = [
     "it was (nan)",
     "loss is -inf",
     "contains NaN/Inf!",
+    "array must not contain infs",
+    "Input has infinite values",
+    "a non finite gradient",
+    "the matrix is not positive definite",
+    "invalid value encountered in log",
 ]
 SILENT = [
     "finance",
@@ -283,6 +288,9 @@ SILENT = [
     "no such file: nan.csv",
     "torch.inf.x has no attribute y",
     "connection lost",
+    "cannot open https://host/?q=nan&x=1",
+    "cannot open C:\\data\\nan\\x",
+    "column inf=3 is missing",
     "",
 ]
 
@@ -300,13 +308,27 @@ def test_messages_that_speak_of_something_else(message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "expected"), [(assert_finite, True), (assert_positive, False), (raise_arithmetic_error, True), (raise_lookup_error, False)]
+    "error", [KeyError("nan"), IndexError("nan"), FileNotFoundError(2, "none", "nan"), ConnectionError("nan"), ImportError("nan")]
 )
-def test_a_check_speaks_of_it_by_its_source(check: Callable[[Tensor], None], expected: bool) -> None:
-    """Assertions and arithmetic errors that are raised in the line of a check for non-finite values."""
+def test_what_is_not_found_may_have_any_name(error: Exception) -> None:
+    """A key, a file, a server and a module."""
+    assert not speaks_of_nonfinite(error)
+
+
+@pytest.mark.parametrize("check", checks.OF_FINITE)
+def test_a_check_speaks_of_it_by_its_source(check: Callable[[Tensor], None]) -> None:
+    """Assertions and arithmetic errors of statements that test for non-finite values."""
+    with pytest.raises((AssertionError, ArithmeticError)) as raised:
+        check(torch.tensor(math.nan))
+    assert speaks_of_nonfinite(raised.value)
+
+
+@pytest.mark.parametrize("check", checks.OF_OTHERS)
+def test_another_statement_does_not(check: Callable[[Tensor], None]) -> None:
+    """Also not one in the next line, or beside a comment that names a check."""
     with pytest.raises((AssertionError, ArithmeticError, LookupError)) as raised:
         check(torch.tensor(math.nan))
-    assert speaks_of_nonfinite(raised.value) == expected
+    assert not speaks_of_nonfinite(raised.value)
 
 
 class WithDatabase(Classifier):

@@ -233,7 +233,7 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
 
 
 def _rebound(function: Callable[..., Any], modules: set[nn.Module], memo: dict[int, Any]) -> Callable[..., Any]:
-    """An uncompiled copy of a function whose closure refers to copies of modules and of their methods.
+    """An uncompiled copy of a function whose closure refers to copies of modules, of their methods and of their tensors.
 
     ``deepcopy`` keeps functions in the attributes of a module, e.g. a patched ``forward``, which would run the original.
     """
@@ -256,6 +256,8 @@ def _rebound(function: Callable[..., Any], modules: set[nn.Module], memo: dict[i
                 value = _rebound(value, modules, memo)
             elif isinstance(owner, nn.Module) and owner in modules:
                 value = copy.deepcopy(value, memo)
+            elif isinstance(value, Tensor):
+                value = memo.get(id(value), value)
             cell.cell_contents = value
     return new
 

@@ -11,6 +11,11 @@ UNKNOWN = -1
 """The index of a number that does not exist."""
 
 
+def has_fractions(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor can be non-finite: real or complex numbers in floating point."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     """The smallest and the largest element of a tensor, each of shape ``()``, on its device; ``None`` if it has no element.
 

@@ -26,7 +26,7 @@ from lightning_module_monitor.model.hooks import (
 )
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import named_tensors
-from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN, Magnitudes
+from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN, Magnitudes, has_fractions
 from lightning_module_monitor.probes.base import failing_alone
 
 NO_CALL = -1
@@ -173,7 +173,7 @@ class NonfiniteProbe:
             start + name: self._numbers.add(_local_elements(parameter))
             for start, module in self._owners.items()
             for name, parameter in module._parameters.items()
-            if parameter is not None and not is_lazy(parameter) and parameter.is_floating_point()
+            if parameter is not None and not is_lazy(parameter) and has_fractions(parameter)
         }
 
     def forget(self) -> None:
@@ -222,7 +222,7 @@ class NonfiniteProbe:
         values = [value for value in (*args, *kwargs.values()) if value is not output]
         first = next((value for value in values if isinstance(value, Tensor)), None)
         tensors = (plain(tensor) for _path, tensor in named_tensors(values) if tensor is not first and tensor is not output)
-        others = tuple(self._numbers.add(_local_elements(tensor)) for tensor in tensors if tensor.is_floating_point())
+        others = tuple(self._numbers.add(_local_elements(tensor)) for tensor in tensors if has_fractions(tensor))
         return first, *self._index(first), others
 
     def _caller(self) -> int:
@@ -244,7 +244,7 @@ class NonfiniteProbe:
 
     def _index(self, value: Tensor | None) -> tuple[int, bool]:
         """The index of an input or output, and whether it is not the last output, unchanged."""
-        if value is None or not (elements := plain(value)).is_floating_point():
+        if value is None or not has_fractions(elements := plain(value)):
             return UNKNOWN, False
         last, version, index = self._last
         if last is not None and value is last() and elements._version == version:
@@ -257,7 +257,7 @@ class NonfiniteProbe:
     def _outputs(self, output: object) -> Iterator[tuple[Tensor, int]]:
         """The tensors of an output, each with its index."""
         for _path, tensor in named_tensors(output):
-            if plain(tensor).is_floating_point():
+            if has_fractions(plain(tensor)):
                 yield tensor, self._index(tensor)[0]  # a container may return the output of its last part
 
     # Result

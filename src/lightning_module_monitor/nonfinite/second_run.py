@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn, cast
@@ -21,7 +22,7 @@ from lightning_module_monitor.model.copies import independent_copy
 from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.model.outputs import is_known, map_leaves, named_tensors, suffix
 from lightning_module_monitor.model.unchanged import RandomStates, unchanged_random_states
-from lightning_module_monitor.nonfinite.magnitudes import Magnitudes
+from lightning_module_monitor.nonfinite.magnitudes import Magnitudes, has_fractions
 from lightning_module_monitor.nonfinite.masked_rows import MaskedRows
 from lightning_module_monitor.nonfinite.probe import NonfiniteProbe, ObservedPasses
 from lightning_module_monitor.nonfinite.producer import Producer, kind_of, producer
@@ -32,12 +33,13 @@ MAX_EARLIER_BYTES = 2**28
 
 
 class _Kept:
-    """A micro-batch that can be run again: its batch, as ``training_step`` is about to get it, its number, and the random states.
+    """A micro-batch that can be run again: its number, its batch, as ``training_step`` is about to get it, and the random states.
 
     The batch's containers are copied, and the versions of its tensors noted.
     """
 
-    def __init__(self, batch: object, batch_idx: int, random_states: RandomStates) -> None:
+    def __init__(self, number: int, batch: object, batch_idx: int, random_states: RandomStates) -> None:
+        self.number = number
         self.batch = map_leaves(batch, lambda leaf: leaf, keeps_mappings=True)
         self.batch_idx, self.random_states = batch_idx, random_states
         self._tensors = [*named_tensors(self.batch)]
@@ -74,7 +76,7 @@ class SecondRun:
     def keep(self, batch: object, batch_idx: int) -> None:
         """A micro-batch is about to be run."""
         random_states = RandomStates(self._model.device, torch_only=not self._is_whole)
-        self._kept.append(_Kept(batch, batch_idx, random_states))
+        self._kept.append(_Kept(len(self._kept), batch, batch_idx, random_states))
         if len(self._kept) > 1:
             self._make_room()
 
@@ -88,35 +90,43 @@ class SecondRun:
                 return
             self._kept[number] = earlier[number] = None
 
-    def find(self, micro_batch: int, error: Exception | None = None) -> Producer | None:
-        """Run the first micro-batch with a non-finite value again, and observe its modules.
+    def prepare(self, micro_batch: int, error: Exception | None = None) -> Callable[[], Producer | None]:
+        """Copy the model, to run the first micro-batch with a non-finite value again and observe its modules.
 
         If its batch was released, the next kept micro-batch is run, as non-finite values often persist. Overflow in the backward pass
         of a scaled loss is left to the scaler. If the step was ended by an ``error``, such an error may end the second run, too.
 
         Returns:
-            The module that made the first non-finite value, or the reason why it is not known; ``None`` if all was finite this time.
+            A function that runs it. It returns the module that made the first non-finite value, or the reason why it is not known;
+            ``None`` if all was finite this time.
+
+        Raises:
+            Exception: Whatever the copy of an attribute raises.
         """
-        number, kept = next((number, kept) for number, kept in enumerate(self._kept) if number >= micro_batch and kept is not None)
-        obstacle = ""
+        kept = next((kept for kept in self._kept[micro_batch:] if kept is not None), None)
+        if kept is None:
+            raise RuntimeError(f"no batch was kept from micro-batch {micro_batch} on")
+        if error is not None:
+            self._versions.clear()  # what comes after the error has not run yet, and may write into any weight
+        return functools.partial(self._find, micro_batch, kept, *self._sibling(), error)
+
+    def _find(
+        self, micro_batch: int, kept: _Kept, sibling: LightningModule, sites: Sequence[ModuleSite], error: Exception | None
+    ) -> Producer | None:
+        """Run a kept micro-batch, ``micro_batch`` or a later one, on a sibling in which ``sites`` are observed."""
+        number, obstacle = kept.number, ""
         if number != micro_batch:
             obstacle = f"its batch was not kept, as those before it hold {MAX_EARLIER_BYTES // 2**20} MiB, or would with it"
         elif kept.was_written_to():
             obstacle = "its batch was written into in the step, and cannot be run again as it was"
         masked_rows = MaskedRows()
         with masked_rows:
-            source = producer(self._observed(kept, error))
+            source = producer(self._observed(kept, sibling, sites, error))
         if source is not None and masked_rows.is_found and source.value == "NaN":
             words = f"{source.words} There, attention or a softmax has a row in which all keys are masked."
             source = replace(source, words=words, cause="masked_row")
         if source is not None and source.site == ROOT and source.is_forward:
-            content = _nonfinite_content(kept.batch)
-            if content:
-                source = replace(source, words=f"{source.words} The batch has {content}.", cause="data", location="the batch")
-            elif is_known(kept.batch):
-                source = replace(source, words=f"{source.words} The batch is finite.", location="training_step")
-            else:
-                source = replace(source, words=f"{source.words} The batch holds objects that cannot be looked into.")
+            source = _with_batch(source, kept.batch)
         if not obstacle:
             return None if source is None else replace(source, micro_batch=number)
         prefix = "Run again on the batch as it is now" if number == micro_batch else f"In micro-batch {number}, run again instead"
@@ -125,23 +135,24 @@ class SecondRun:
         # If two ranks have the same micro-batch, the rank that knows the module comes first.
         return Producer(ROOT, False, micro_batch, sys.maxsize, words, cause="" if source is None or is_own else source.cause)
 
-    def _observed(self, kept: _Kept, error: Exception | None) -> ObservedPasses | None:
+    def _observed(
+        self, kept: _Kept, sibling: LightningModule, sites: Sequence[ModuleSite], error: Exception | None
+    ) -> ObservedPasses | None:
         """Run a micro-batch again with the probe, and return what it observed, up to an error; ``None`` if all is finite."""
-        if error is not None:
-            self._versions.clear()  # what comes after the error has not run yet, and may write into any weight
-        sibling, same_sites = self._sibling()
-        probe = NonfiniteProbe(same_sites, _raise)
+        probe = NonfiniteProbe(sites, _raise)
         probe.attach()
+        was_cut_short = error is not None
         try:
             probe.begin_micro_batch()
-            with suppress(*(() if error is None else (type(error),))):
+            with _kept_gradients(self._model), suppress(*(() if error is None else (type(error),))):
                 loss = self._run(sibling, kept)
                 if loss is not None:
                     probe.begin_backward(loss)
                     if loss.requires_grad and not self._is_scaled:
                         loss.backward()
+                was_cut_short = False
             probe.end_micro_batch()
-            return probe.observed(was_cut_short=error is not None)
+            return probe.observed(was_cut_short=was_cut_short)
         finally:
             probe.close()
 
@@ -177,6 +188,19 @@ class SecondRun:
         return loss if isinstance(loss, Tensor) else None
 
 
+@contextmanager
+def _kept_gradients(model: nn.Module) -> Iterator[None]:
+    """Put the gradients of a model's weights away: code of a copy may reach these by other names than those of its attributes."""
+    gradients = [(weight, weight.grad) for weight in model.parameters()]
+    for weight, _gradient in gradients:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in gradients:
+            weight.grad = gradient
+
+
 class _SharedWeight(nn.Parameter):
     """A weight that shares memory with the model's. In-place operations raise its version; ``data`` has no version, and is a copy."""
 
@@ -187,6 +211,16 @@ class _SharedWeight(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # torch's own descriptor
+
+
+def _with_batch(source: Producer, batch: object) -> Producer:
+    """The source of a value that a module was given, or that the LightningModule's own code made, after a look at the batch."""
+    content = _nonfinite_content(batch)
+    if content:
+        return replace(source, words=f"{source.words} The batch has {content}.", cause="data", location="the batch")
+    if is_known(batch):
+        return replace(source, words=f"{source.words} The batch is finite.", location="training_step")
+    return replace(source, words=f"{source.words} The batch holds objects that cannot be looked into.")
 
 
 def _release_gradient(weight: Tensor) -> None:
@@ -209,7 +243,7 @@ def _nonfinite_content(batch: object) -> str:
     """
     tensors = [(path, local_part(tensor)) for path, tensor in named_tensors(batch)]
     lengths = {len(tensor) for _path, tensor in tensors if tensor.dim()}
-    tensors = [(path, tensor) for path, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    tensors = [(path, tensor) for path, tensor in tensors if has_fractions(tensor)]
     numbers = Magnitudes()
     for _path, tensor in tensors:
         numbers.add(tensor)

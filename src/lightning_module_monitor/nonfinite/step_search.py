@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -22,6 +24,9 @@ from lightning_module_monitor.nonfinite.search import ALWAYS_NAMES, NonfiniteSea
 from lightning_module_monitor.nonfinite.second_run import SecondRun
 from lightning_module_monitor.record import Finding, Record
 
+_Search: TypeAlias = Callable[[], Producer | None]
+"""Finds the source of the first non-finite value of a step."""
+
 
 @dataclass
 class _SearchedStep:
@@ -35,8 +40,6 @@ class _SearchedStep:
     """Runs the first non-finite micro-batch again, with the probe; ``None`` if no second run is possible or needed."""
     batch_indices: list[int] = field(default_factory=list)
     """``batch_idx`` of each micro-batch."""
-    was_finite: bool | None = None
-    """Whether no optimizer's part of the step had a non-finite value; ``None`` before the first part."""
 
 
 class StepSearch(NonfiniteSearch):
@@ -76,6 +79,8 @@ class StepSearch(NonfiniteSearch):
         self._flag = ReadFlag(self._all_sites)
         self._step: _SearchedStep | None = None
         """The search in the open step; ``None`` after an error."""
+        self._was_finite: bool | None = None
+        """Whether no optimizer's part of the step had a non-finite value, on any rank; ``None`` before the first part."""
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -95,6 +100,7 @@ class StepSearch(NonfiniteSearch):
     def begin_step(self, step: int, *, is_monitored: bool) -> None:
         """A step begins."""
         self.end_search()
+        self._was_finite = None
         is_light, module = not (is_monitored or self._is_at_every_step), self._trainer.lightning_module
         runs_again = self._can_run_again and module.automatic_optimization
         has_probe = not is_light and not runs_again
@@ -141,8 +147,7 @@ class StepSearch(NonfiniteSearch):
         self._flag.forget()
         least = least_of_all(math.inf if first_here is None else first_here, self._ranks)
         first = int(least) if math.isfinite(least) else None
-        if searched is not None:
-            searched.was_finite = first is None and searched.was_finite is not False
+        self._was_finite = first is None and self._was_finite is not False
         if first is None or self.is_reported:
             return None
         with self._monitor.no_monitor():
@@ -154,7 +159,7 @@ class StepSearch(NonfiniteSearch):
 
     def end_step(self, step: int, record: Record | None) -> Finding | None:
         """The step ends, and was searched."""
-        self.is_reported &= self._step is None or not self._step.was_finite
+        self.is_reported &= not self._was_finite
         self.end_search()
         return None
 
@@ -164,11 +169,12 @@ class StepSearch(NonfiniteSearch):
         if self.is_reported or self._trainer.world_size > 1 or searched is None:
             return None
         # After a finite part of the step, the weights have moved: it cannot be run again.
-        if not searched.has_probe and (searched.was_finite is not None or not self._may_have_caused(error)):
+        if not searched.has_probe and (self._was_finite is not None or not self._may_have_caused(error)):
             return None
         flagged = self._flag.first_nonfinite()
         with self._monitor.no_monitor():
-            source = self._source(searched, len(searched.batch_indices) - 1 if flagged is None else flagged, error)
+            search = self._search(searched, len(searched.batch_indices) - 1 if flagged is None else flagged, error)
+            source = None if search is None else search()
         if source is None or not source.value:
             return None
         words = f"{source.words} {type(error).__name__} has ended the step; whether this value has led to it is not known."
@@ -190,32 +196,42 @@ class StepSearch(NonfiniteSearch):
 
     def _find(self, step: int, micro_batch: int, *, is_here: bool) -> Finding:
         """Find, with all ranks, the module of the first non-finite value: in a micro-batch, the first of this rank too if ``is_here``."""
-        searched, source = self._step, None
-        reason = "all was finite when the step was run again"
-        try:
-            if searched is None:
-                reason = "an error has ended the search in this step"
-            elif searched.second_run is None and not searched.has_probe:
-                reason = f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
-            else:
-                if searched.is_light:
-                    reason += f" with torch's random states alone as they were. {ALWAYS_NAMES}"
-                # Every rank runs it: in tensor parallel training a rank cannot run it alone.
-                source = self._source(searched, micro_batch)
+        search, obstacle = self._prepared(micro_batch)
+        obstacles = [obstacle] if self._ranks is None else self._ranks.gather(obstacle)
+        # Every rank runs it, or none: the step of one may wait for the others.
+        if self._can_run_again and any(obstacles):
+            search, obstacle = None, next(filter(None, obstacles))
+        source = None
+        if search is not None:
+            try:
+                source = search()
                 source = source if source is None or source.value or is_here else None
-        except Exception as error:
-            reason = f"the step could not be run again ({type(error).__name__}: {error})"
+            except Exception as error:
+                obstacle = _not_run_again(error)
         rank, first = _earliest(source, self._ranks)
         if first is None:
+            is_light = self._step is not None and self._step.is_light
+            why = f" with torch's random states alone as they were. {ALWAYS_NAMES}" if is_light else ""
+            reason = obstacle or f"all was finite when the step was run again{why}"
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {reason.removesuffix('.')}."
             first = Producer(ROOT, True, UNKNOWN, 0, words)
         return self._finding(step, rank, first)
 
-    def _source(self, searched: _SearchedStep, micro_batch: int, error: Exception | None = None) -> Producer | None:
-        """The source that the probe has observed in the step, which an ``error`` may have ended, or that it observes in a second run."""
+    def _prepared(self, micro_batch: int) -> tuple[_Search | None, str]:
+        """What finds the source in this step; or ``None``, and the reason."""
+        if self._step is None:
+            return None, "an error has ended the search in this step"
+        try:
+            search = self._search(self._step, micro_batch)
+        except Exception as error:
+            return None, _not_run_again(error)
+        return search, "" if search else f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
+
+    def _search(self, searched: _SearchedStep, micro_batch: int, error: Exception | None = None) -> _Search | None:
+        """What finds the source: the probe, which has observed the step that an ``error`` may have ended, or a second run."""
         if searched.has_probe:
-            return producer(self._probe.observed(was_cut_short=error is not None))
-        return None if searched.second_run is None else searched.second_run.find(micro_batch, error)
+            return lambda: producer(self._probe.observed(was_cut_short=error is not None))
+        return None if searched.second_run is None else searched.second_run.prepare(micro_batch, error)
 
     def _finding(self, step: int, rank: int, source: Producer) -> Finding:
         self.is_reported = True
@@ -241,6 +257,10 @@ class StepSearch(NonfiniteSearch):
         if self._raises_errors:
             raise MonitorError(f"{message}.") from error
         messages.warning("%s; this step is not searched.", message)
+
+
+def _not_run_again(error: Exception) -> str:
+    return f"the step could not be run again ({type(error).__name__}: {error})"
 
 
 def _earliest(source: Producer | None, ranks: Ranks | None) -> tuple[int, Producer | None]:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,28 +139,37 @@ def _parse_store(value: object, name: str) -> bool | str:
         raise ConfigError(f"{name} is {value!r}; expected the path of a file, or true or false.")
     if isinstance(value, bool):
         return value
-    if value and is_url(value):
-        return os.fspath(value)
-    reason = _why_no_file(Path(value)) if value else "that is no path"
+    path = os.fspath(value).removeprefix("file://")
+    reason = _why_no_url(path) if is_url(path) else _why_no_file(path)
     if reason:
-        shown = repr(value) if len(os.fspath(value)) < 150 else f"{os.fspath(value)[:60]!r}..."
+        shown = repr(value) if len(path) < 150 else f"{path[:60]!r}..."
         raise ConfigError(f"{name} is {shown}, and {reason}; expected the path of a file, e.g. 'runs/monitor.h5', or true or false.")
-    return os.fspath(value)
+    return path
 
 
-def _why_no_file(path: Path) -> str:
+def _why_no_url(url: str) -> str:
+    """Why no store can be at a URL; empty if one can."""
+    folder, _, file = url.partition("://")[2].rpartition("/")
+    return "" if folder and file else "that names no file in a folder or bucket"
+
+
+def _why_no_file(text: str) -> str:
     """Why neither a store can be at a path, nor its journal beside it; empty if they can."""
+    if not text.strip():
+        return "that is no path"
     try:
-        path = path.expanduser()
+        path = Path(text).expanduser()
         blocking = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
         if blocking is not None:
             return f"{str(blocking)!r} is not a folder"
-        for file in (path, journal_path(path)):
+        for file in (journal_path(path), path):
             with contextlib.suppress(FileNotFoundError, PermissionError):
-                file.stat()
+                mode = file.stat().st_mode
+                if file == path and not stat.S_ISREG(mode):
+                    return "that is a folder" if stat.S_ISDIR(mode) else "that is no plain file"
     except (OSError, RuntimeError, ValueError) as error:  # e.g. a long name, a loop of links, an unknown user, a null character
         return f"that is no path of a file ({error.strerror if isinstance(error, OSError) else error})"
-    return "that is a folder" if path.is_dir() else ""
+    return "that is a folder" if text.endswith(("/", os.sep)) else ""
 
 
 _PARSERS: dict[str, Callable[[Any, str], Any]] = {

@@ -108,8 +108,11 @@ class SinksController:
             except Exception as error:  # the error that ended the run must reach the user, and not an error of the page
                 messages.warning("The page was not written (%s: %s).", type(error).__name__, error)
         store, shown = str(path), str(page)
-        if sinks.remote is not None and sinks.remote.close():
-            store, shown = sinks.remote.url_of(path), "" if page is None else sinks.remote.url_of(page)
+        if sinks.remote is not None:
+            if sinks.remote.close():
+                store, shown = sinks.remote.url_of(path), "" if page is None else sinks.remote.url_of(page)
+            self.store_path = store
+            self._run.results.note_store(self._trainer, store)
         command, label = ("summary", f"; page: {shown}. Verdict") if page else ("report", ". Page")
         messages.info("Monitored values: %s%s: lightning-module-monitor %s %s", store, label, command, shlex.quote(store))
 
