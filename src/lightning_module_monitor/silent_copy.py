@@ -57,11 +57,13 @@ def _refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
     )
 
 
-def _optimizers(reference: LightningModule, use_pl_optimizer: bool = True) -> Any:  # noqa: ANN401  # as the method of a LightningModule
+def optimizers(reference: LightningModule, use_pl_optimizer: bool = True) -> Any:  # noqa: ANN401  # as the method of a LightningModule
+    """What a copy's method of this name returns: its trainer's optimizers, or the only one."""
     return _alone(reference.trainer.optimizers)
 
 
-def _lr_schedulers(reference: LightningModule) -> Any:  # noqa: ANN401  # as the method of a LightningModule
+def lr_schedulers(reference: LightningModule) -> Any:  # noqa: ANN401  # as the method of a LightningModule
+    """What a copy's method of this name returns: objects that read the schedulers, or the only one; ``None`` without one."""
     return _alone([_ReadOnly(config.scheduler) for config in reference.trainer.lr_scheduler_configs]) or None
 
 
@@ -80,7 +82,7 @@ def silence(reference: nn.Module) -> None:
     for part in reference.modules():
         if is_a(part, "LightningModule"):
             vars(part).update(_SILENT)
-            for name, method in (("optimizers", _optimizers), ("lr_schedulers", _lr_schedulers)):
+            for name, method in (("optimizers", optimizers), ("lr_schedulers", lr_schedulers)):
                 vars(part)[name] = types.MethodType(method, part)  # a copy of the copy gets its own
 
 

@@ -137,18 +137,22 @@ class Talkative(Classifier):
 
 
 def test_a_reference_that_needs_the_optimizers_is_an_error_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It never gets the model's optimizers."""
+    """It can read the model's optimizers, and not use them."""
 
     class Asks(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            assert self.optimizers() is not None
+            assert self.optimizers().param_groups[0]["lr"] == 0.01
+            self.optimizers().zero_grad()
             return super().training_step(batch, batch_idx)
 
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init")
     run = trainer(tmp_path, [callback], max_steps=2)
     run.fit(Asks("mlp"), loader(), loader(8))
     assert run.global_step == 2
-    assert "The reference could not run (RuntimeError: the reference has no optimizers; give module" in caplog.text
+    assert (
+        "The reference could not run (RuntimeError: a copy of the model cannot use the optimizers; of a reference, give module"
+        in caplog.text
+    )
     assert callback.last_record is not None
     assert callback.last_record.values["monitor/errors"] == 1
     assert callback.last_record.values["parameter_difference/model.layers.0.weight/norm"] > 0
