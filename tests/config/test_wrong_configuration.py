@@ -451,7 +451,7 @@ def test_a_compiled_model_is_refused_where_torch_cannot_run_it_uncompiled(tmp_pa
     ("options", "found"),
     [
         ({"health": Health(nonfinite="stop")}, "health.nonfinite: 'stop'"),
-        ({"health": Health(then="checkpoint")}, "'in_eval': then 'checkpoint'"),
+        ({"health": Health(then="checkpoint")}, "'no_gradients': then 'checkpoint'"),
         ({"alerts": [Alert(keys="activation/.*", above=1.0, then=["capture", "stop"], name="mine")]}, "'mine': then 'stop'"),
     ],
 )

@@ -74,7 +74,8 @@ def test_minimal_records_the_default_rules(digits: ModuleType) -> None:
         *("activation/rms", "activation/abs_max", "activation/nonfinite_count"),
         *("parameter/norm", "gradient/norm", "activation/dead_fraction", "gradient/rms", "monitor/errors"),
         *("context/loss", "context/lr", "context/batch_size", "context/train_loss"),
-        *("context/input_abs_max", "context/input_is_constant", "context/stale_gradients"),
+        *("context/input_abs_max", "context/input_is_constant", "context/input_variation", "context/stale_gradients"),
+        *("context/output_variation", "context/constant_from", "context/same_units", "context/target_min", "context/target_max"),
     }
     steps, norms = store.series("parameter/model.head.weight/norm")
     assert steps.tolist() == [0, 10, 20]

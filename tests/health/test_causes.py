@@ -14,7 +14,8 @@ from lightning_module_monitor.health.causes import CAUSES
 from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
 from lightning_module_monitor.health.diagnoses import MAX_DIAGNOSES, diagnose
 from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts
-from lightning_module_monitor.health.run_history import History, KeptColumns
+from lightning_module_monitor.health.kept_columns import KeptColumns
+from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import RANK_DISAGREEMENT
 from lightning_module_monitor.record import Finding

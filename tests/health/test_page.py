@@ -57,7 +57,7 @@ def test_a_falling_loss_silences() -> None:
         "vanishing",
     )
     halves = dict.fromkeys(of_halves, "50")
-    assert silent == halves | {"exploding": "10"}
+    assert silent == halves | {"exploding": "10", "maximizing": "0"}
 
 
 def test_the_reference_asks_for_the_generated_parts() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from helpers.lightning_package import LightningModule
+from helpers.silent_faults import SILENT_HEALTHY, SILENT_SICK
 from helpers.small_data import digits
 from helpers.training import trainer
 from helpers.trainings import HEALTHY, SICK, Case, run_seed
@@ -25,6 +26,7 @@ from lightning_module_monitor.report.stored_run import read_run
 
 SEEDS = [int(seed) for seed in os.environ.get("HEALTH_SEEDS", "0").split(",")]
 """``make test-health`` has three."""
+ALL_SICK, ALL_HEALTHY = SICK | SILENT_SICK, HEALTHY | SILENT_HEALTHY
 LONGEST = 160
 """Characters of a message, besides names."""
 
@@ -52,10 +54,10 @@ def verdict_of(case: Case, folder: Path, seed: int, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", SICK)
+@pytest.mark.parametrize("name", ALL_SICK)
 def test_a_sick_training(name: str, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first cause is the right one, with its site, its first step and advice; what is not finite stands in the headline."""
-    case = SICK[name]
+    case = ALL_SICK[name]
     verdict = verdict_of(case, tmp_path, seed, caplog)
     assert verdict.level in case.levels
     assert [one.name for one in verdict.diagnoses[:1]] == [one.name for one in verdict.diagnoses[:1] if one.name in case.causes]
@@ -71,10 +73,10 @@ def test_a_sick_training(name: str, seed: int, tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", ALL_HEALTHY)
 def test_a_healthy_training(name: str, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No finding; healthy, with what was looked at, unless its loss is of a kind that is not judged."""
-    case = HEALTHY[name]
+    case = ALL_HEALTHY[name]
     verdict = verdict_of(case, tmp_path, seed, caplog)
     assert verdict.findings == []
     assert verdict.level in (case.levels if "unknown" in case.levels else ("healthy",)), verdict.headline

@@ -148,7 +148,7 @@ SICK: dict[str, Case] = {
     "momentum at 5": Case(lambda: Module(cnn(), sgd(5.0, momentum=0.9)), ("learning_rate", "growth", "not_learning"), steps=200),
     "GPT at 1.0": Case(lambda: Module(Gpt(), adam(1.0)), ("learning_rate",), data=characters),
     "the sum of losses": Case(
-        lambda: Module(mlp(), sgd(0.5), lambda output, target: F.cross_entropy(output, target, reduction="sum")), ("learning_rate",)
+        lambda: Module(mlp(), sgd(0.5), lambda output, target: F.cross_entropy(output, target, reduction="sum")), ("summed_loss",)
     ),
     "house prices at 1e-4": _house(1e-4),
     "house prices at 1e-3": _house(1e-3),
@@ -214,7 +214,9 @@ SICK: dict[str, Case] = {
     "growing outputs": Case(lambda: Module(mlp((64, *[64] * 12, 10), weights=8.0), sgd(1e-30)), ("missing_normalization",), first_step=0),
     "a softmax over one value": Case(
         lambda: Module(nn.Sequential(mlp((64, 32, 1)), nn.Softmax(1)), loss=lambda out, y: F.mse_loss(out[:, 0], (y > 4).float())),
-        ("saturation",),
+        ("constant_output",),
+        site="model.1",
+        first_step=0,
     ),
     "a large weight decay": Case(lambda: Module(mlp(), adam(3e-3, torch.optim.AdamW, weight_decay=50.0)), ("weight_decay",), steps=300),
     "data with a NaN": Case(lambda: Module(mlp()), ("data",), data=lambda: digits(change=one_row(math.nan)), site="_root_"),
@@ -247,7 +249,7 @@ SICK: dict[str, Case] = {
     "pixels of thousands": Case(
         lambda: Module(mlp(), sgd(0.1)), ("unscaled_input",), data=lambda: digits(change=lambda x, y: (16 * (6 * x + 4.9), y))
     ),
-    "dropout of 0.95": Case(lambda: Module(_dropout()), (), UNKNOWN, steps=200),
+    "dropout of 0.95": Case(lambda: Module(_dropout()), ("dropout",), ("watch", "unknown"), steps=200),
     "a GPT whose loss stalls": Case(
         lambda: Module(Gpt(), adam(0.1, torch.optim.AdamW)), (), UNKNOWN, data=lambda: characters(size=32), steps=300
     ),
@@ -278,7 +280,7 @@ SICK: dict[str, Case] = {
         lambda: Module(Gpt(), scheduled(1e-3, lambda step: 1.02**step)), ("learning_rate",), data=characters, steps=370
     ),
     "one record": Case(lambda: Module(mlp(), adam(1.0)), (), UNKNOWN, steps=45, every=50),
-    "seven records": Case(lambda: Module(mlp(bias=-1.0), sgd(1e-3)), (), UNKNOWN, steps=70),
+    "seven records": Case(lambda: Module(mlp(bias=-1.0), sgd(1e-3)), ("constant_output",), steps=70, site="model.3", first_step=0),
     "five records": Case(lambda: Module(mlp()), (), UNKNOWN, steps=50),
 }
 

@@ -112,4 +112,4 @@ def test_a_dry_run_reports_heads(tmp_path: Path, capsys: pytest.CaptureFixture[s
     trainer(tmp_path, [callback], max_steps=2).fit(Gpt(), loader(), loader(8))
     lines = capsys.readouterr().out.splitlines()
     assert "  attention_max_logit: heads of attention within 6 modules, known when it runs, x 1 (max)" in lines
-    assert "  1 key and 6 context keys; a table of 0 B to copy to the host, once" in lines
+    assert "  1 key and 12 context keys; a table of 0 B to copy to the host, once" in lines

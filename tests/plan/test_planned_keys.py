@@ -105,7 +105,7 @@ def test_the_forecast_counts_what_can_occur(tmp_path: Path, capsys: pytest.Captu
     run.fit(Classifier(Contains()), loader(), loader(8))
     printed = capsys.readouterr().out
     assert "  activation: 6 sites x 2 (rms, max)\n" in printed
-    assert "  13 keys and 6 context keys; " in printed
+    assert "  13 keys and 12 context keys; " in printed
 
 
 def test_a_parameter_that_was_removed_is_an_error_in_each_step(caplog: pytest.LogCaptureFixture) -> None:

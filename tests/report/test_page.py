@@ -131,7 +131,8 @@ def test_the_page_shows_no_site_without_values(tmp_path: Path) -> None:
 
 def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
     """With the site's name and the evidence, readable without a script; also the checks that were not judged."""
-    store = write_store(tmp_path / "m.h5", {"gradient/fc.weight/norm": [0.5, *[0.0] * 10], "monitor/errors": [0.0]})
+    series = {"gradient/fc.weight/norm": [0.5, *[0.0] * 10], "gradient/head.weight/norm": [0.5] * 11, "monitor/errors": [0.0]}
+    store = write_store(tmp_path / "m.h5", series)
     html = page_of(tmp_path / "m.html", store)
     for expected in (
         "<strong>watch</strong>",

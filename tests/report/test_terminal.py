@@ -15,7 +15,7 @@ def test_eighty_columns_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "80")
     site = "model.encoder.layers.{}.feed_forward.activation_after_it.weight"
     zeros = {f"gradient/{site.format(number)}/norm": [1.0, *[0.0] * 12] for number in range(3)}
-    store = write_store(tmp_path / "m.h5", {**zeros, "context/loss": [1.0] * 13})
+    store = write_store(tmp_path / "m.h5", {**zeros, "gradient/head.weight/norm": [1.0] * 13, "context/loss": [1.0] * 13})
     assert main(["summary", str(store)]) == 0
     lines = capsys.readouterr().out.splitlines()
     name = lines.index("watch zero_gradients")

@@ -11,7 +11,7 @@ import pytest
 from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import Verdict, verdict_of
-from lightning_module_monitor.health.run_history import rank_test
+from lightning_module_monitor.health.loss_tests import rank_test
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.record import Finding, ModuleInfo
 from lightning_module_monitor.report.stored_run import early, late, median_of_finite
@@ -57,7 +57,10 @@ def test_a_healthy_run_says_what_was_looked_at() -> None:
     """In words with figures, and no list of checks."""
     verdict = verdict_on(healthy_tables(), [loss(FALLING)])
     assert (verdict.level, verdict.findings) == ("healthy", [])
-    assert verdict.headline == "loss 2 to 0.7; no fault in gradients, activations, weights of 2 sites at 16 records (5 of 13 checks)"
+    assert (
+        verdict.headline
+        == "loss 2 to 0.7; 12 of 20 checks could judge, and found nothing in gradients, activations, weights of 2 sites at 16 records"
+    )
     assert verdict.beginning is None
 
 
@@ -66,7 +69,7 @@ def test_too_few_records_are_not_healthy(num: int) -> None:
     """A check below the records that it needs says so, and the run is unknown."""
     verdict = verdict_on(healthy_tables(num), [loss(FALLING[:num])])
     assert verdict.level == "unknown"
-    assert verdict.headline.startswith(f"too few losses ({num} of 10), use a smaller every_n_steps; no fault in ")
+    assert verdict.headline.startswith(f"too few losses ({num} of 10), use a smaller every_n_steps; ")
     assert status_of(verdict, "zero_gradients") == ("too few records", f"{num} of 10")
     assert verdict_on([]).level == "unknown"
 
@@ -76,7 +79,7 @@ def test_a_check_with_too_few_records_is_not_green() -> None:
     dead = table("activation/dead_fraction", {"relu": [0.75] * 7})
     verdict = verdict_on([*healthy_tables(), dead], [loss(FALLING)])
     assert verdict.level == "unknown"
-    assert verdict.headline.startswith("too few records for dead_units (7 of 10); no fault in ")
+    assert verdict.headline.startswith("too few records for dead_units (7 of 10); ")
     assert status_of(verdict, "dead_units") == ("too few records", "7 of 10")
 
 
@@ -92,7 +95,10 @@ def test_a_loss_that_does_not_fall_is_no_health() -> None:
     assert learned([*(2.3 + noise - np.linspace(0, 0.1, 30))]) == "healthy"
     assert learned([5, 4, 3, 2, 1, 4.5, 0.9, 0.8, 0.5, 0.4]) == "unknown"
     assert learned([2.8, *(0.8 + noise)]) == "healthy"  # it fell at once, and stayed
-    assert learned([*FALLING[:-1], -0.1]) == "unknown"
+    assert learned([*FALLING[:-1], -0.1]) == "healthy"  # by its ranks alone
+    assert learned([*(-2.3 + noise)]) == "unknown"
+    assert learned([*(-2.3 + noise - np.linspace(0, 0.1, 30))]) == "healthy"
+    assert learned([2.0, *(-1.0 + noise)]) == "healthy"
     assert learned([*FALLING[:-1], 0.0]) == "healthy"  # as a hinge loss is now and then
     assert learned([0.0] * 30) == "unknown"
     assert learned([*FALLING], Facts(is_manual=True)) == "unknown"
@@ -105,7 +111,7 @@ def test_a_loss_that_comes_down_from_a_peak_has_not_fallen(num: int) -> None:
     verdict = verdict_on([flat], [loss(peak)])
     assert (verdict.level, verdict.findings) == ("unknown", [])
     reason = f"loss 7 to {np.median(verdict.history.ends[1]):.3g}, which is above its start"
-    assert verdict.headline.startswith(f"{reason}; no fault in ")
+    assert verdict.headline.startswith(f"{reason}; ")
     assert status_of(verdict, "not_learning") == ("unclear", reason)
     assert verdict_on([flat], [loss([7.0, *np.geomspace(1e6, 1e-6, num - 1)])]).level == "healthy"
     assert learned([*np.linspace(7.0, 3.0, num), *[math.nan] * 5]) == "unknown"
@@ -117,7 +123,7 @@ def test_a_loss_that_is_low_at_once() -> None:
     noise = np.random.default_rng(0).normal(0, 0.02, 29)
     verdict = verdict_on(healthy_tables(30), [loss([2.93, *(2.58 + noise)])])
     assert (verdict.level, verdict.findings) == ("unknown", [])
-    assert verdict.headline.startswith("loss 2.93 to 2.58 within the first records, without a clear fall since; no fault in ")
+    assert verdict.headline.startswith("loss 2.93 to 2.58 within the first records, without a clear fall since; ")
     assert status_of(verdict, "not_learning")[0] == "unclear"
     assert learned([4.2, *(2.58 + noise)]) == "unknown", "a third is not enough where all of it is in one record: it has stalled"
     assert learned([2.62, *(2.58 + noise)]) == "watch", "the first record is within the noise"
@@ -145,7 +151,7 @@ def test_a_loss_that_stalls_is_not_called_healthy(num: int) -> None:
     verdict = verdict_on(healthy_tables(num), [loss([5.0, *losses])])
     begin = 10 * (num - 2 * (num // 3))
     last = np.median(losses[-(num // (2 if num < 15 else 3)) :])
-    assert verdict.headline.startswith(f"loss 5 to {last:.3g}, without a clear fall since step {begin}; no fault in ")
+    assert verdict.headline.startswith(f"loss 5 to {last:.3g}, without a clear fall since step {begin}; ")
     assert (verdict.level, verdict.findings) == ("unknown", [])
     assert status_of(verdict, "not_learning") == ("unclear", verdict.headline.partition(";")[0])
     assert learned([5.0, *np.linspace(3.7, 1.7, num - 1)]) == "healthy"
@@ -183,7 +189,7 @@ def test_a_cross_entropy_below_chance_may_stay_there() -> None:
     """As that of trained weights does; other losses have no such level."""
     flat = [*(0.2 + np.random.default_rng(0).normal(0, 0.005, 30))]
     verdict = verdict_on(healthy_tables(30), [loss(flat)], facts=[(0, Facts(is_classification=True))])
-    assert verdict.sentence.startswith("unknown: the loss hardly changes, as that of trained weights may; no fault in ")
+    assert verdict.sentence.startswith("unknown: the loss hardly changes, as that of trained weights may; ")
     assert learned(flat) == "watch"
     assert learned([one + 2 for one in flat], Facts(is_classification=True)) == "watch"
 
@@ -195,7 +201,7 @@ def test_a_cross_entropy_that_comes_down_to_chance_has_learned_nothing(num_class
     verdict = verdict_on(healthy_tables(30), [loss(losses)], facts=[(0, Facts(is_classification=True, num_classes=num_classes))])
     if num_classes == 10:
         reason = "loss 2.9 to 2.31, which is that of guessing among 10 classes"
-        assert verdict.sentence.startswith(f"unknown: {reason}; no fault in ")
+        assert verdict.sentence.startswith(f"unknown: {reason}; ")
         assert status_of(verdict, "not_learning") == ("unclear", reason)
     else:
         assert verdict.level == "healthy"
@@ -204,16 +210,18 @@ def test_a_cross_entropy_that_comes_down_to_chance_has_learned_nothing(num_class
 def test_a_check_that_waits_while_the_loss_falls_says_so() -> None:
     """It found nothing because it did not look."""
     verdict = verdict_on([*healthy_tables(), table("activation/dead_fraction", {"relu": [0.6] * STEPS})], [loss([2.0, *[0.5] * 15])])
-    assert status_of(verdict, "dead_units") == ("not judged: the loss is below its start", "")
+    assert status_of(verdict, "dead_units") == ("skipped: the loss has fallen", "")
     assert status_of(verdict, "frozen_updates") == ("not found", "")
 
 
-@pytest.mark.parametrize(("facts", "losses"), [(Facts(is_manual=True), FALLING), (Facts(), [*FALLING[:-1], -0.1])])
-def test_a_loss_that_is_not_judged_has_its_reason(facts: Facts, losses: list[float]) -> None:
-    """Which is not that there is none."""
-    verdict = verdict_on(healthy_tables(), [loss(losses)], facts=[(0, facts)])
-    reason = "a loss is not judged under manual optimization" if facts.is_manual else "a loss below 0 is not judged"
+def test_a_loss_that_is_not_judged_has_its_reason() -> None:
+    """Which is not that there is none; a loss below 0 has no factor by which it grows."""
+    verdict = verdict_on(healthy_tables(), [loss(FALLING)], facts=[(0, Facts(is_manual=True))])
+    reason = "a loss is not judged under manual optimization"
     assert status_of(verdict, "diverging") == status_of(verdict, "not_learning") == ("does not apply", reason)
+    verdict = verdict_on(healthy_tables(), [loss([*FALLING[:-1], -0.1])])
+    assert status_of(verdict, "diverging") == ("does not apply", "a loss below 0 has no factor by which it grows")
+    assert status_of(verdict, "not_learning") == ("not found", "")
 
 
 def test_the_rank_test_is_that_of_the_textbook() -> None:
@@ -262,13 +270,19 @@ def test_a_large_eps_makes_adam_s_steps_small(eps: float, name: str) -> None:
 
 
 def test_a_rate_of_zero_by_schedule_is_no_fault() -> None:
-    """A weight stands still while its rate is 0, and moves afterwards."""
-    still = [1.0] * 8 + [*np.linspace(1, 2, 8)]
-    tables = [table("gradient/norm", {"fc.weight": [0.5] * STEPS}), table("parameter/norm", {"fc.weight": still})]
-    rates = table("context/lr", {"": [0.0] * 8 + [0.1] * 8})
-    assert verdict_on(tables, [loss(FALLING), rates], facts=[(0, parameter_facts())]).findings == []
-    rates = table("context/lr", {"": [0.1] * STEPS})
-    assert [one.name for one in verdict_on(tables, [loss(FALLING), rates], facts=[(0, parameter_facts())]).findings] == ["frozen_updates"]
+    """A weight stands still while its rate is 0, and not otherwise; what moves again later was no fault either."""
+    moves = [*np.linspace(1, 2, 8)]
+    tables = {
+        name: [table("gradient/norm", {"fc.weight": [0.5] * STEPS}), table("parameter/norm", {"fc.weight": norms})]
+        for name, norms in (("first", [1.0] * 8 + moves), ("later", [*moves, *[2.0] * 8]))
+    }
+    facts = [(0, parameter_facts())]
+    rates = {"first": table("context/lr", {"": [0.0] * 8 + [0.1] * 8}), "later": table("context/lr", {"": [0.1] * 8 + [0.0] * 8})}
+    for name, of_weight in tables.items():
+        assert verdict_on(of_weight, [loss(FALLING), rates[name]], facts=facts).findings == []
+    constant = table("context/lr", {"": [0.1] * STEPS})
+    assert verdict_on(tables["first"], [loss(FALLING), constant], facts=facts).findings == []
+    assert [one.name for one in verdict_on(tables["later"], [loss(FALLING), constant], facts=facts).findings] == ["frozen_updates"]
 
 
 def test_a_weight_that_is_clamped_is_not_judged() -> None:
@@ -352,11 +366,11 @@ def test_what_is_not_finite_is_judged_where_training_did_not() -> None:
 
 def test_what_a_run_has_recorded_is_not_advised_again() -> None:
     """A check that a run recorded for has its reason instead, and another option stays advice."""
-    gradients = table("gradient/norm", {"lora.A": [0.5] * STEPS})
+    gradients = table("gradient/norm", {"lora.bias": [0.5] * STEPS})
     watched = ["vanishing", "zero_gradients", "large_logits"]
     verdict = verdict_on([gradients], [loss(FALLING)], watched=watched)
     for name in ("vanishing", "zero_gradients"):
-        assert status_of(verdict, name) == ("does not apply", "no trained parameter with 'weight' in its name has a gradient")
+        assert status_of(verdict, name) == ("does not apply", "no trained parameter, other than biases, has a gradient")
     assert status_of(verdict, "large_logits") == ("does not apply", "no attention ran")
     assert status_of(verdict, "growing_over_depth") == ("not recorded", "add health: {watch: growing_over_depth}")
 
@@ -402,11 +416,7 @@ def test_a_check_without_a_value_could_not_judge(is_partly: bool) -> None:
     nothing = [math.nan] * STEPS
     rows = {"a": nothing, "b": nothing, **({"c": [0.1] * STEPS} if is_partly else {})}
     verdict = verdict_on([table("activation/rms", rows), *healthy_tables()[1:]], [loss(FALLING)], watched=["nonfinite"])
-    expected = (
-        ("not judged: the loss is below its start", "")
-        if is_partly
-        else ("not computed", "no value could be computed: NaN in all of 2 series")
-    )
+    expected = ("skipped: the loss has fallen", "") if is_partly else ("not computed", "no value could be computed: NaN in all of 2 series")
     assert status_of(verdict, "growing_over_depth") == expected
     assert next(check.num_series for check in verdict.checks if check.name == "growing_over_depth") == int(is_partly)
     assert verdict.level == ("healthy" if is_partly else "unknown")
@@ -435,3 +445,62 @@ def test_arrays() -> None:
     np.testing.assert_array_equal(late(values), values[:, 6:])
     assert late(values[:, :1]).shape == (2, 1)
     np.testing.assert_array_equal(median_of_finite(np.array([[1.0, math.inf, 3.0], [math.nan] * 3])), [2.0, math.nan])
+
+
+def test_what_is_not_to_be_searched_is_not_judged() -> None:
+    """A run with ``nonfinite: ignore`` has no finding of NaN in its store either; records of another origin have."""
+    bad = [table("activation/rms", {"fc": [1.0] * 5 + [math.nan] * 11})]
+    assert [one.name for one in verdict_on(bad, watched=["exploding"]).findings] == []
+    assert [one.name for one in verdict_on(bad).findings] == ["nonfinite"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_sorted"),
+    [
+        ([0] * 6 + [1] * 6 + [2] * 6, True),
+        ([0] * 5 + [None] + [1] * 5 + [None] + [2] * 5, True),
+        ([0, 1] * 10, True),
+        ([0] * 20, False),  # one class alone may be all that there is
+        ([0] * 20 + [None] * 10, False),  # as 95 of 100 give
+        ([0] * 20 + [1], True),  # eight of a class of 5 % would be one in 10 ** 10
+        ([0, 1] + [None] * 28, False),  # as two classes give now and then: 1 of 128 batches of eight
+        ([None] * 30, False),
+    ],
+)
+def test_batches_of_one_class(labels: list[int | None], is_sorted: bool) -> None:
+    """More of them than a random order gives with the frequencies of classes for which they are most likely."""
+    least = [0.0 if label is None else float(label) for label in labels]
+    largest = [1.0 if label is None else float(label) for label in labels]
+    figures = [
+        loss([*np.linspace(2.0, 1.0, len(labels))]),
+        table("context/target_min", {"": least}),
+        table("context/target_max", {"": largest}),
+    ]
+    verdict = verdict_on(healthy_tables(len(labels)), figures)
+    assert [one.name for one in verdict.findings] == (["constant_target"] if is_sorted else [])
+    assert verdict.level == ("sick" if is_sorted else "unknown" if labels == [0] * 20 else "healthy")
+
+
+def test_a_part_of_the_loss_that_does_not_fall() -> None:
+    """What is logged as a loss: the sum falls, one part does not; a metric of an epoch, which stands still, does not count."""
+    noise = np.random.default_rng(0).normal(0, 0.02, STEPS)
+    parts = {"still_loss": 2.3 + noise, "other_loss": np.linspace(2.0, 0.5, STEPS), "loss_epoch": np.full(STEPS, 1.0)}
+    figures = [loss(FALLING), *(table(f"context/{name}", {"": [*values]}) for name, values in parts.items())]
+    verdict = verdict_on(healthy_tables(), figures)
+    assert verdict.sentence.startswith("unknown: the loss falls, and still_loss, which is logged, does not; ")
+    del figures[1]
+    assert verdict_on(healthy_tables(), figures).level == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("losses", "facts", "name"),
+    [
+        ([-(4.0**number) for number in range(STEPS)], Facts(), "unbounded_loss"),
+        ([-3.0 - 0.1 * number for number in range(STEPS)], Facts(), ""),
+        ([30.0, *FALLING[1:]], Facts(is_classification=True, num_classes=10), "large_start"),
+        ([8.0, *FALLING[1:]], Facts(is_classification=True, num_classes=10), ""),
+    ],
+)
+def test_losses_that_are_no_losses_of_learning(losses: list[float], facts: Facts, name: str) -> None:
+    """One without a lower bound, and one that begins far above guessing."""
+    assert [one.name for one in verdict_on(healthy_tables(), [loss(losses)], facts=[(0, facts)]).findings] == ([name] if name else [])

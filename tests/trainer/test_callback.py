@@ -67,10 +67,11 @@ def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogC
     # What the watches look at besides.
     expected |= {"activation/model.stem.2/dead_fraction", *(f"gradient/{name}/rms" for name in parameters if name.endswith("weight"))}
     context = {
-        f"context/{name}" for name in ("loss", "lr", "batch_size", "loss_2", "input_abs_max", "input_is_constant", "stale_gradients")
+        *(f"context/{name}" for name in ("loss", "lr", "batch_size", "loss_2", "input_abs_max", "input_is_constant", "stale_gradients")),
+        *(f"context/{name}" for name in ("input_variation", "output_variation", "constant_from", "same_units")),
     }  # the last key is what the module logs as "loss"
     assert set(record.values) == expected | context | {"monitor/errors"}
-    line = "Watching 5 modules, 8 parameters: 39 keys and 6 context keys a step, every 50 steps."
+    line = "Watching 5 modules, 8 parameters: 39 keys and 12 context keys a step, every 50 steps."
     assert [m for m in caplog.messages if "Watching" in m] == [line]
 
 
@@ -156,8 +157,8 @@ def test_dry_run_prints_the_plan_and_records_nothing(tmp_path: Path, capsys: pyt
         "  gradient: 4 sites x 2 (mean, std)",
         "  update: 4 sites x 1 (ratio)",
         "  a copy of the parameters whose update is recorded: 652 B during the step",
-        "  27 keys and 6 context keys; a table of 1.64 KiB to copy to the host, once",
-        "  3 monitored steps in max_steps=9: at most 792 B of store",
+        "  27 keys and 12 context keys; a table of 1.64 KiB to copy to the host, once",
+        "  3 monitored steps in max_steps=9: at most 936 B of store",
     ]
 
 

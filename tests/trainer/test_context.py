@@ -253,6 +253,7 @@ def test_keys_that_monitors_pass_to_lightning_are_no_context_and_names_like_them
         "context/loss", "run1/context/lr", "run1/monitor/errors", *(key for key in keeps[0].series() if key.startswith("parameter/")),
     }  # fmt: skip
     names = {"loss", "lr", "batch_size", "input_abs_max", "input_is_constant", "stale_gradients"}
+    names |= {"input_variation", "output_variation", "constant_from", "same_units"}
     names |= {"loss_2", "own_weight_norm", "gradient_net_size", "monitor_own"}
     for prefix, keep in zip(["", "run1/"], keeps, strict=True):
         series = keep.series()

@@ -146,16 +146,19 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
 
 
 _SATURATION = ((nn.Sigmoid, saturated_sigmoid), (nn.Tanh, saturated_tanh), (nn.Softmax, saturated_softmax))
-_SIZES = ("exploding", "growing_weights", "shrinking_weights", "frozen_updates", "no_optimizer", "zero_gradients")
+_SIZES = (
+    *("exploding", "growing_weights", "shrinking_weights", "frozen_updates", "no_optimizer", "zero_gradients"),
+    *("no_gradients", "overwritten", "large_steps", "one_sided"),
+)
 _RECORDING: tuple[tuple[tuple[str, ...], tuple[Rule, ...]], ...] = (
     (("dead_units",), (Rule(kinds="activation", types=[nn.ReLU, nn.ReLU6], statistics="dead_fraction"),)),
     (
         ("saturation",),
         tuple(Rule(kinds="activation", types=kind, functions={"saturated_fraction": function}) for kind, function in _SATURATION),
     ),
-    (("vanishing",), (Rule(kinds="gradient", sites=".*weight.*", statistics="rms"),)),
+    (("vanishing",), (Rule(kinds="gradient", sites=r"(?!.*bias[^.]*$).*", statistics="rms"),)),
     (_SIZES, (Rule(kinds=["parameter", "gradient"], statistics="norm"),)),
-    (("growing_over_depth",), (Rule(kinds="activation", leaf_modules=True, statistics="rms"),)),
+    (("growing_over_depth", "shrinking_outputs"), (Rule(kinds="activation", leaf_modules=True, statistics="rms"),)),
     (("large_logits",), (Rule(kinds="attention_max_logit", statistics="max"),)),
 )
 """Detectors, and the rules that record their values where the model has them."""

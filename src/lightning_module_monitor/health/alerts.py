@@ -16,7 +16,7 @@ from lightning_module_monitor.health.bound import Bound
 from lightning_module_monitor.health.facts import Training
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import ROOT_SITE
-from lightning_module_monitor.record import UNDEFINED_BITS, Severity
+from lightning_module_monitor.record import UNDEFINED_BITS, Finding, Severity
 
 Action = Literal["warn", "stop", "checkpoint", "capture"]
 ACTIONS: tuple[Action, ...] = ("warn", "stop", "checkpoint", "capture")
@@ -97,6 +97,8 @@ class AlertRule:
     """Records of later steps do not count."""
     unless_loss_falls: float = math.inf
     """Records do not count in which the training loss has fallen by more than this part of the first one; see :func:`has_fallen`."""
+    needs_fall: bool = False
+    """Whether only records meet the condition in which the training loss is below the first one; none under manual optimization."""
     parameters: Training | None = None
     """State of the parameters that the rule judges; ``None``: all."""
     severity: Severity = "warning"
@@ -125,6 +127,15 @@ class Fired(NamedTuple):
     """The figure that it is compared with; 1 without such a figure."""
     since: int
     """The step of the first consecutive record in which the condition was met."""
+
+
+class Alarm(NamedTuple):
+    """A finding, and the actions that follow it."""
+
+    finding: Finding
+    then: tuple[Action, ...] = ("warn",)
+    fired: Sequence[Fired] = ()
+    """The figures that met the condition."""
 
 
 def has_fallen(first: float, loss: float, part: float) -> bool:
@@ -168,11 +179,11 @@ class RuleState:
         self.num_records += 1
         self.num_passed_over += has_loss_fallen
 
-    def observe(self, step: int, bound: Bound, values: NDArray[np.float64]) -> list[Fired]:
+    def observe(self, step: int, bound: Bound, values: NDArray[np.float64], *, can_meet: bool = True) -> list[Fired]:
         """The figures that with this record have met the condition for long enough.
 
-        ``bound`` are the rule's series in the record, with ``values`` of shape ``(series,)``. A NaN meets no condition and ends a streak.
-        Within ``np.errstate(invalid="ignore")``: an infinite base may be multiplied by 0.
+        ``bound`` are the rule's series in the record, with ``values`` of shape ``(series,)``. A NaN meets no condition and ends a streak,
+        and so does a record that cannot meet it. Within ``np.errstate(invalid="ignore")``: an infinite base may be multiplied by 0.
         """
         is_defined = values.view(np.uint64) != UNDEFINED_BITS
         if False in is_defined:  # a store does not show them either
@@ -194,10 +205,11 @@ class RuleState:
             return []
         self.num_records += 1
         base = self._base(rows)
-        is_met = self._is_met(value, rows, base)
+        is_met = self._is_met(value, rows, base) & can_meet
         if is_idle is not None:
             is_met &= ~(is_idle & self._has_worked[rows])
-            self._has_worked[rows] |= ~is_idle
+            # Between two records, too: the norm of what has not worked stays as it is.
+            self._has_worked[rows] |= ~is_idle | ~(is_met | np.isnan(self._recent[rows, -1]))
         self._keep(rows, value)
         num_met, num_well = self._num_met[rows], self._num_well[rows]
         self._since[rows[is_met & (num_met == 0)]] = step

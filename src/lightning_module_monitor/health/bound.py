@@ -21,13 +21,13 @@ MAX_PARTS = 64
 
 
 def is_weight(site: str) -> bool:
-    """Whether a parameter is a weight by its own name, or by that of the weight that a parametrization computes from it.
+    """Whether a parameter is no bias by its own name, or by that of the bias that a parametrization computes from it.
 
-    >>> is_weight("fc.weight"), is_weight("weights.0.bias"), is_weight("fc.parametrizations.weight.original0")
-    (True, False, True)
+    >>> is_weight("fc.weight"), is_weight("adapter.a"), is_weight("biases.0.weight"), is_weight("weights.0.bias")
+    (True, True, True, False)
     """
     *path, name = site.split(".")
-    return "weight" in name or (path[-2:-1] == ["parametrizations"] and "weight" in path[-1])
+    return "bias" not in (path[-1] if path[-2:-1] == ["parametrizations"] else name)
 
 
 class Bound:

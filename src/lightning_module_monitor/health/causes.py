@@ -7,8 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_module_monitor.health.alerts import has_fallen
-from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING, ZERO_RATE
+from lightning_module_monitor.health.detectors import (
+    CONSTANT_TARGET,
+    DROPOUT,
+    LARGE_START,
+    LARGE_STEPS,
+    NONFINITE,
+    NOT_LEARNING,
+    ONE_SIDED,
+    OVERWRITTEN,
+    UNBOUNDED,
+    ZERO_RATE,
+)
 from lightning_module_monitor.health.run_history import SMALL_REACH, History
+from lightning_module_monitor.health.whole_run import constant_from, hardly_varies, varies_before
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import RANK_DISAGREEMENT
 from lightning_module_monitor.record import Finding
@@ -39,6 +51,8 @@ class Cause:
     """A sentence with the figures that show it, or that rule other causes out."""
     is_from_start: bool = False
     """Whether the first record shows it, whenever its findings come."""
+    site: Callable[[History], str] = lambda _history: ""
+    """The module or parameter that shows it, where its findings have none."""
 
 
 def _cause_is(*names: str) -> Callable[[Finding, History], bool]:
@@ -83,9 +97,10 @@ def _decay_in_words(history: History) -> str:
     return f"weight_decay is {decay:.3g}." if decay > 0 else "No optimizer has a weight decay, so look for a penalty in the loss."
 
 
-_GROWTH = ("exploding", "growing_weights", "diverging", "growing_over_depth")
+_GROWTH = (LARGE_STEPS, LARGE_START, "exploding", "growing_weights", "diverging", "growing_over_depth", ONE_SIDED)
 _FLAT = ("saturation", "vanishing", "large_logits")
-_SYMPTOMS = ("zero_gradients", "frozen_updates", *_FLAT, "dead_units", NOT_LEARNING)
+_STILL = ("zero_gradients", "no_gradients", "frozen_updates", OVERWRITTEN)
+_SYMPTOMS = (*_STILL, *_FLAT, "dead_units", "constant_output", "shrinking_outputs", NOT_LEARNING)
 _SLOWER = "a learning rate that is ten times lower, warm-up, clipping of gradients"
 
 CAUSES = (
@@ -112,13 +127,59 @@ CAUSES = (
         (ZERO_RATE,),
         "give the group a learning rate; for a warm-up in steps, configure the scheduler with interval: step, as Lightning's default is a "
         "step per epoch; or set requires_grad to False where the group is to stay as it is",
+        ("frozen_updates", OVERWRITTEN, NOT_LEARNING),
+    ),
+    Cause(
+        "cleared_gradients",
+        "Optimizers step without any gradient",
+        ("no_gradients",),
+        "look for a zero_grad() between the backward pass and the step, and for a loss that does not depend on the parameters",
+        (*_SYMPTOMS,),
+        "no parameter of an optimizer has a gradient when it steps",
+        is_shown=lambda _finding, history: history.facts.no_gradient,
+    ),
+    Cause(
+        OVERWRITTEN,
+        "Weights are written over after each step",
+        (OVERWRITTEN,),
+        "look for code that writes into the weights, such as a moving average or a state_dict that is loaded in each step; a moving "
+        "average belongs into a copy",
         ("frozen_updates", NOT_LEARNING),
+        remark=_reach_in_words,
     ),
     Cause(
         "stale_gradients",
         "Gradients are never set to zero: each step adds to the gradients of earlier steps",
         ("stale_gradients",),
         "optimizer.zero_grad() before the backward pass",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
+    ),
+    Cause(
+        "maximizing",
+        "The optimizer maximizes the loss",
+        ("maximizing",),
+        "maximize=False; or minus the quantity that is to become large as the loss",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
+    ),
+    Cause(
+        "mixed_samples",
+        "A module takes the samples of a batch for the elements of a sequence, or of a distribution",
+        ("mixed_samples",),
+        "batch_first=True, or an input whose first dimension is that of the sequence; a softmax over the last dimension",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
+    ),
+    Cause(
+        "same_units",
+        "All units of a layer are the same: they begin with the same weights, and stay together",
+        ("same_units",),
+        "random weights, as torch's layers have by default; zeros for the last layer of a residual branch alone",
+        (*_SYMPTOMS,),
+    ),
+    Cause(
+        UNBOUNDED,
+        "The loss has no lower bound, and falls without end",
+        (UNBOUNDED,),
+        "look at its sign, and at what it expects: nll_loss gets log-probabilities (log_softmax), and a likelihood a smallest deviation",
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
     ),
     Cause(
@@ -129,10 +190,24 @@ CAUSES = (
         (*_FLAT, "zero_gradients", NOT_LEARNING),
     ),
     Cause(
+        "broadcast_loss",
+        "The loss compares each output with the targets of all samples, as their shapes are (N, 1) and (N,)",
+        ("broadcast_loss",),
+        "give both one shape: output.squeeze(1), or target.unsqueeze(1)",
+        (*_SYMPTOMS,),
+    ),
+    Cause(
         "constant_input",
         "The input is the same for all samples",
         ("constant_input",),
         "look at what the data set returns, and at its transforms",
+        (*_SYMPTOMS, *_GROWTH),
+    ),
+    Cause(
+        CONSTANT_TARGET,
+        "Each batch has samples of one class alone",
+        (CONSTANT_TARGET,),
+        "shuffle the data: shuffle=True in the DataLoader, or a sampler that mixes classes",
         (*_SYMPTOMS, *_GROWTH),
     ),
     Cause(
@@ -150,6 +225,17 @@ CAUSES = (
         (*_SYMPTOMS, *_GROWTH, NONFINITE),
         "a softmax gets a row of minus infinity, or a mask without a visible key",
         is_shown=_cause_is("masked_row"),
+    ),
+    Cause(
+        "rounded_eps",
+        "The eps of the optimizer is rounded to 0 in float16, so that it divides 0 by 0",
+        (NONFINITE,),
+        "an eps of at least 1e-4; or weights in float32 (precision: 16-mixed or bf16-mixed)",
+        (NONFINITE, *_GROWTH, *_SYMPTOMS),
+        "the weights are in float16, and not finite after an update",
+        is_shown=lambda finding, history: (
+            any(group.eps_is_zero for group in history.facts.groups) and _cause_is("overflow", "update", "learning_rate")(finding, history)
+        ),
     ),
     Cause(
         "overflow",
@@ -180,6 +266,17 @@ CAUSES = (
         is_shown=lambda finding, history: finding.first_step == 0 and not history.explodes_in_first_module,
     ),
     Cause(
+        "summed_loss",
+        "The loss is summed over the samples: the learning rate is as many times too high",
+        (*_GROWTH, "dead_units", NOT_LEARNING, NONFINITE),
+        "the mean over the samples: reduction='mean'; or a learning rate that is divided by the size of a batch",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
+        "the graph of the loss has the sum, and the loss has risen",
+        is_shown=lambda finding, history: (
+            history.facts.is_summed and history.has_risen and _cause_is("", "learning_rate", "update")(finding, history)
+        ),
+    ),
+    Cause(
         "unscaled_targets",
         "The targets are far larger than the outputs of the model",
         (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", "zero_gradients"),
@@ -196,16 +293,16 @@ CAUSES = (
         (NOT_LEARNING, *_GROWTH, "dead_units", "saturation", "zero_gradients", NONFINITE),
         "scale the input: subtract its mean and divide by its standard deviation",
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
-        "the input had a value above 50 in the first record",
+        "the input had a value above 50 in the first record, or none above 0.02",
         is_shown=lambda finding, history: (
-            history.has_large_input and not _is_idle(finding) and _cause_is("", "learning_rate", "update")(finding, history)
+            history.has_unscaled_input and not _is_idle(finding) and _cause_is("", "learning_rate", "update")(finding, history)
         ),
         is_from_start=True,
     ),
     Cause(
         "explodes_from_start",
         "Outputs or gradients are huge before any update",
-        ("exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
+        (LARGE_START, "exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
         "clipping of gradients; for a recurrent network an orthogonal initialization, LSTM or GRU; else normalization layers",
         (*_GROWTH, *_SYMPTOMS, NONFINITE),
         "before any update the gradient is 1000 times the loss or the output 1000 times the input; or a recurrent module makes NaN",
@@ -224,16 +321,26 @@ CAUSES = (
         is_from_start=True,
     ),
     Cause(
+        "own_targets",
+        "Targets that the model computes itself run away",
+        ("diverging", "exploding"),
+        "for values of reinforcement learning no further value behind the last state (1 - done), a discount below 1, a target network that "
+        "follows slowly; else look at what is compared",
+        (*_GROWTH, *_SYMPTOMS, NONFINITE),
+        "training_step calls the model without gradients, too, and steps are not large",
+        is_shown=lambda _finding, history: history.facts.computes_targets and not history.has_large_steps,
+    ),
+    Cause(
         "learning_rate",
         "The learning rate is too high",
-        ("exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
+        (LARGE_STEPS, "exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
         _SLOWER,
         (*_GROWTH, *_SYMPTOMS, NONFINITE, "shrinking_weights"),
-        "of NaN and infinity: magnitudes had grown there",
-        is_shown=_cause_is("learning_rate"),
-        evidence_against="the loss has not risen above its first values, nor jumped",
-        is_ruled_out=lambda history: not history.has_risen,
-        remark=lambda history: f"The loss rose from {history.first_loss:.3g} to {history.largest_loss:.3g}.",
+        "of NaN and infinity: magnitudes had grown there, or steps are as large",
+        is_shown=lambda finding, history: _cause_is("learning_rate")(finding, history) or (not finding.cause and history.has_large_steps),
+        evidence_against="the loss has not risen above its first values, nor jumped, and steps are not as large",
+        is_ruled_out=lambda history: not (history.has_risen or history.has_large_steps),
+        remark=lambda history: f"The loss rose from {history.first_loss:.3g} to {history.largest_loss:.3g}." if history.has_risen else "",
     ),
     Cause(
         "weight_decay",
@@ -256,9 +363,27 @@ CAUSES = (
         "ReLU units are dead from the start: the initialization kills them",
         ("dead_units",),
         "biases that start at 0, He initialization, LeakyReLU or GELU, a normalization layer in front",
-        ("zero_gradients", "frozen_updates", "vanishing", NOT_LEARNING),
-        "from the first record on",
-        is_shown=lambda finding, _history: finding.first_step == 0,
+        (*_STILL, "vanishing", "constant_output", NOT_LEARNING),
+        "from the first record on, and the input of the ReLU differs between samples",
+        is_shown=lambda finding, history: finding.first_step == 0 and varies_before(history, finding.site),
+    ),
+    Cause(
+        "constant_output",
+        "The output does not depend on the input",
+        ("constant_output",),
+        "look at the module that is named, and at what training_step gives to it: a mask that is upside down, a normalization over one "
+        "feature, an input that is overwritten",
+        (*_SYMPTOMS,),
+        "from the first record on, all outputs from one module on are the same for all samples, and those before it are not",
+        is_shown=lambda finding, history: finding.first_step == 0 and bool(constant_from(history)),
+        site=constant_from,
+    ),
+    Cause(
+        DROPOUT,
+        "Dropout leaves next to nothing",
+        (DROPOUT,),
+        "a probability of 0.1 to 0.5",
+        (*_SYMPTOMS,),
     ),
     Cause(
         "dead_units",
@@ -266,14 +391,23 @@ CAUSES = (
         ("dead_units",),
         "a lower learning rate, warm-up, LeakyReLU or GELU, a normalization layer in front; a model whose targets are below 0 does not end "
         "in a ReLU",
-        ("zero_gradients", "frozen_updates", "vanishing", NOT_LEARNING),
+        (*_STILL, "vanishing", "constant_output", "shrinking_outputs", NOT_LEARNING),
     ),
     Cause(
         "saturation",
         "Activation functions are saturated: next to no gradient comes through",
         ("saturation",),
         "a smaller initialization, a normalization layer in front, ReLU or GELU; for a softmax a scale of 1 / sqrt(d)",
-        ("vanishing", "zero_gradients", "frozen_updates", NOT_LEARNING),
+        (LARGE_START, "vanishing", *_STILL, "constant_output", "shrinking_outputs", NOT_LEARNING),
+    ),
+    Cause(
+        LARGE_START,
+        "The outputs are far too large at the start: the first loss is many times that of guessing",
+        (LARGE_START,),
+        "smaller weights of the last layer, such as a deviation of 0.02, also where it shares them with an embedding; a normalization "
+        "layer in front; for trained weights look whether the labels have the numbers that they were trained with",
+        (NOT_LEARNING, "exploding", "growing_weights", "saturation", "large_logits"),
+        is_from_start=True,
     ),
     Cause(
         "vanishing",
@@ -281,9 +415,27 @@ CAUSES = (
         ("vanishing",),
         "residual connections, normalization layers, an initialization that keeps the scale, fewer layers; where the gradients were larger "
         "at first, a lower learning rate and warm-up",
-        ("frozen_updates", NOT_LEARNING),
+        (*_STILL, "constant_output", NOT_LEARNING),
         evidence_against="the loss has fallen by more than half",
-        is_ruled_out=lambda history: has_fallen(history.first_loss, history.loss, 0.5),
+        is_ruled_out=lambda history: not history.facts.is_manual and has_fallen(history.first_loss, history.loss, 0.5),
+    ),
+    Cause(
+        ONE_SIDED,
+        "The networks have come out of balance: the gradients of one optimizer have faded or exploded",
+        (ONE_SIDED,),
+        "for a GAN a loss that does not saturate (-log D(G(z)) for the generator), a slower discriminator, a gradient penalty",
+        (*_GROWTH, *_FLAT, *_STILL, "dead_units", "constant_output", "shrinking_outputs"),
+    ),
+    Cause(
+        "lost_input",
+        "The output hardly depends on the input",
+        ("constant_output", NOT_LEARNING),
+        "look for a normalization over a single feature, and for a mask that is upside down; if it came later, a lower learning rate and "
+        "warm-up",
+        (*_SYMPTOMS,),
+        "for a loss that does not fall: the output's variation between samples was never above 0.001, and steps were large enough",
+        is_shown=lambda finding, history: finding.name != NOT_LEARNING or (hardly_varies(history) and not history.reach < SMALL_REACH),
+        remark=lambda history: f"The output's variation between samples was at most {history.largest_variation:.2g}.",
     ),
     Cause(
         "clipping",
@@ -325,8 +477,8 @@ CAUSES = (
         "no_gradient",
         "Parameters that are to be trained get no gradient",
         ("frozen_updates",),
-        "look for a detach() or no_grad() between the parameters and the loss; if the model does not use the parameters, as the mask token "
-        "of a checkpoint, set requires_grad to False",
+        "look for a detach() or no_grad() between the parameters and the loss, and for a checkpoint with use_reentrant=True; if the model "
+        "does not use the parameters, as the mask token of a checkpoint, set requires_grad to False",
         ("frozen_updates", NOT_LEARNING),
         "the newest record has gradients of others, and none of this parameter",
         is_shown=lambda finding, history: history.num_gradients > 0 and math.isnan(history.gradient_of(finding.site)),
@@ -334,12 +486,13 @@ CAUSES = (
     Cause(
         "zero_gradient",
         "A part of the model gets gradients of nothing but zeros",
-        ("zero_gradients", "frozen_updates"),
-        "look for an input of zeros, for a detach() or no_grad(), and for a softmax over one value, whose derivative is 0; check whether "
-        "it is meant to be idle",
+        ("no_gradients", "zero_gradients", "frozen_updates"),
+        "look for an input of zeros, for two factors that are both 0, for a detach() or no_grad(), for a zero_grad() between the backward "
+        "pass and the step, and for what has a derivative of 0: rounding, argmax, a softmax over one value; check whether it is meant to "
+        "be idle",
         (NOT_LEARNING,),
         "for parameters that do not move: the newest record has a gradient of 0",
-        is_shown=lambda finding, history: finding.name == "zero_gradients" or history.gradient_of(finding.site) == 0,
+        is_shown=lambda finding, history: finding.name != "frozen_updates" or history.gradient_of(finding.site) == 0,
     ),
     Cause(
         "frozen",
@@ -368,6 +521,13 @@ CAUSES = (
         (NONFINITE, *_GROWTH, *_SYMPTOMS),
     ),
     Cause(
+        "shrinking_outputs",
+        "An output has shrunk to next to nothing: it carries less and less",
+        ("shrinking_outputs",),
+        "for a variational autoencoder a smaller or slowly growing weight of the KL term, or a weaker decoder; else a smaller penalty",
+        (NOT_LEARNING,),
+    ),
+    Cause(
         "growth",
         "Sizes grow, and the loss does not rise",
         ("exploding", "growing_weights", "diverging", "growing_over_depth"),
@@ -377,7 +537,7 @@ CAUSES = (
     ),
     Cause(
         NOT_LEARNING,
-        "The loss does not fall, and nothing else that was recorded shows why",
+        "The loss does not fall, and no check that could judge shows why",
         (NOT_LEARNING,),
         "check that labels belong to their inputs, and that output and target have the same shape; train on one batch until its loss is "
         "near 0; other learning rates. The loss of trained weights may stay where it is",

@@ -13,11 +13,14 @@ from lightning_module_monitor.health.bound import ORDER_OF_EVENTS
 from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.figures import (
     FINITE_STATISTICS,
+    constant_output,
     moved_by_gradients,
     not_finite,
+    of_outputs,
     over_the_input,
     relative_to_largest,
     totals,
+    without_gradient,
     zeros_of_weights,
 )
 from lightning_module_monitor.kinds import CONTEXT_KIND, FACT_KIND, LOSS
@@ -27,10 +30,16 @@ _SIZES = ("rms", "norm", "abs_max", "abs_mean")
 _OF_PARAMETERS = ((("parameter",), ("norm",)), (("gradient",), ("norm",)))
 _HEURISTIC = "a heuristic"
 _NO_LOSS, _NO_OUTPUT, _NO_ATTENTION = "no loss was recorded", "no output of a module was recorded", "no attention ran"
-_NO_WEIGHT = "no trained parameter with 'weight' in its name has a gradient"
+_NO_WEIGHT = "no trained parameter, other than biases, has a gradient"
+CONSTANT_TARGET = "constant_target"
 DIVERGING = "diverging"
+DROPOUT = "dropout"
+LARGE_START, LARGE_STEPS = "large_start", "large_steps"
 NONFINITE = "nonfinite"
 NOT_LEARNING = "not_learning"
+ONE_SIDED = "one_sided"
+OVERWRITTEN = "overwritten"
+UNBOUNDED = "unbounded_loss"
 ZERO_RATE = "zero_rate"
 
 DETECTORS = {
@@ -51,9 +60,9 @@ DETECTORS = {
             [([CONTEXT_KIND], [LOSS])],
             formula="a rank test (Mann-Whitney, one-sided) of the losses of the last third of the records against those of the first; "
             "of halves below 15 records. It also falls if it fell by a third within the first records, far more than it varies; a smaller "
-            "fall in them alone is not judged. Losses below 0, and those of manual optimization, are not judged, nor is a cross-entropy "
-            "that begins below 0.5, as that of trained weights does, or that falls no further than to the logarithm of the number of "
-            "classes, which is guessing",
+            "fall in them alone is not judged. A loss below 0 is judged by its ranks alone. Not judged are losses of manual optimization, "
+            "a cross-entropy that begins below 0.5, as that of trained weights does, and one that falls no further than to the logarithm "
+            "of the number of classes, which is guessing",
             limit="the last losses are not lower at the level of 5 %, and that they are lower by 20 % is excluded at 5 %, also from the "
             "first record on; between the two nothing is known. Or all steps together can move no weight by more than 2 % of its norm, "
             "and the loss is not 10 % lower; or a schedule has brought the rate down so far that those of the last two thirds of the "
@@ -73,6 +82,94 @@ DETECTORS = {
             min_records=3,
         ),
         Detector(
+            "no_gradients",
+            [([FACT_KIND], ["no_gradient"]), (["gradient"], ["norm"])],
+            formula="whether no parameter that an optimizer has has a gradient when it steps, or all gradients are exactly zero",
+            limit="in 3 records",
+            source="plain arithmetic",
+            severity="error",
+            rule=_rule(
+                figures=without_gradient, above=0.5, for_steps=3, needs_step=True, phrase="No parameter gets a gradient other than zero"
+            ),
+        ),
+        Detector(
+            OVERWRITTEN,
+            _OF_PARAMETERS,
+            formula="the largest change of a trained parameter's norm since the first record, over its norm, and over how far all steps "
+            "together can move a weight",
+            limit="below a thousandth of either, where the steps can move a weight by more than 30 % of its norm, in at least 5 records; "
+            "not for weights of 16 bits, which rounding may hold",
+            source=_HEURISTIC,
+            severity="error",
+            min_records=5,
+        ),
+        Detector(
+            "maximizing",
+            [([FACT_KIND], ["maximizes"])],
+            formula="whether an optimizer has the option maximize",
+            limit="in 3 records, under automatic optimization, while the training loss is not below the first one",
+            source="plain arithmetic",
+            severity="error",
+            rule=_rule(above=0.5, for_steps=3, unless_loss_falls=0.0, phrase="An optimizer maximizes the loss"),
+        ),
+        Detector(
+            "mixed_samples",
+            [([FACT_KIND], ["mixes_samples"])],
+            formula="whether a recurrent or attention module with batch_first=False gets an input of three dimensions, of which the first, "
+            "and not the second, has the length of the batch; or a softmax is over that dimension",
+            limit="in 1 record",
+            source="plain arithmetic",
+            severity="error",
+            rule=_rule(above=0.5, is_of_facts=True, phrase="{sites}: the samples of a batch are mixed"),
+        ),
+        Detector(
+            "same_units",
+            [([CONTEXT_KIND], ["same_units"])],
+            formula="the number of linear and convolutional layers whose units, without their biases, return the same for all samples, in "
+            "the first record; layers that return the same for all samples do not count",
+            limit="above 0",
+            source="plain arithmetic: units with the same weights get the same gradients",
+            without="no linear or convolutional layer of several units ran",
+            rule=_rule(above=0.5, phrase="The units of {value:.0f} layers return the same"),
+        ),
+        Detector(
+            UNBOUNDED,
+            [([CONTEXT_KIND], [LOSS])],
+            formula="the training loss, under automatic optimization",
+            limit="below 0, as the median of the last third of at least 10 records, and 100 times as large as the first one, or as 1",
+            source=_HEURISTIC,
+            severity="error",
+            without=_NO_LOSS,
+            min_records=10,
+        ),
+        Detector(
+            LARGE_START,
+            [([CONTEXT_KIND], [LOSS])],
+            formula="the first loss, if it is the mean of a cross-entropy, over the logarithm of the number of classes",
+            limit="more than 5 times, with at least 3 records",
+            source="plain arithmetic: a network that guesses has a ratio of 1",
+            without=_NO_LOSS,
+            min_records=3,
+        ),
+        Detector(
+            LARGE_STEPS,
+            _OF_PARAMETERS,
+            formula="how far the first recorded step of Adam and its relatives can move a weight, over its norm: the median of all weights",
+            limit="more than 3 times, with at least 5 records: nothing of the initial weights is left",
+            source=_HEURISTIC,
+            min_records=5,
+        ),
+        Detector(
+            ONE_SIDED,
+            _OF_PARAMETERS[1:],
+            formula="under manual optimization with several optimizers, the norm of the gradients of each one's parameters, as the "
+            "median of the last third of the records, over the first",
+            limit="below a thousandth, or above 1000 times, with at least 6 records",
+            source=_HEURISTIC,
+            without="there are no two optimizers under manual optimization",
+            min_records=6,
+        ),
+        Detector(
             "in_eval",
             [([FACT_KIND], ["in_eval"])],
             formula="whether a module with running statistics is in eval (module.training is False) while its own weights are trained",
@@ -88,6 +185,62 @@ DETECTORS = {
             limit="in 1 record",
             source="plain arithmetic",
             rule=_rule(above=0.5, phrase="The loss takes the softmax or sigmoid of one"),
+        ),
+        Detector(
+            "broadcast_loss",
+            [([FACT_KIND], ["is_broadcast"])],
+            formula="whether a loss of squares or magnitudes expands outputs of shape (N, 1) to (N, N)",
+            limit="in 1 record",
+            source="plain arithmetic",
+            severity="error",
+            rule=_rule(above=0.5, phrase="The loss compares each output with the targets of all samples"),
+        ),
+        Detector(
+            DROPOUT,
+            [([FACT_KIND], ["dropout"]), ([CONTEXT_KIND], [LOSS])],
+            formula="the largest probability of a dropout module in training mode",
+            limit="above 0.9, if the loss does not fall, or that is not known",
+            source=_HEURISTIC,
+            min_records=10,
+        ),
+        Detector(
+            "constant_output",
+            [([CONTEXT_KIND], ["output_variation", "input_variation"])],
+            formula="how much the last output of the model varies between the samples of a micro-batch: the norm of their differences from "
+            "the first sample, over the norm of all elements; the largest of a step's calls",
+            limit="below 1e-6 in 3 records, while that of the largest tensor of the batch is above 0.01",
+            source="plain arithmetic: what is below is rounding",
+            severity="error",
+            without="no output of several samples was found",
+            rule=_rule(figures=constant_output, below=1e-6, for_steps=3, phrase="The output is the same for all samples, which differ"),
+        ),
+        Detector(
+            CONSTANT_TARGET,
+            [([CONTEXT_KIND], ["target_min", "target_max"])],
+            formula="whether the labels that a cross-entropy compares with are all the same in a step of at least 8; how probable so many "
+            "such steps are, whatever the frequencies of the classes, if the order is random",
+            limit="below a millionth",
+            source="plain arithmetic: the likelihood of the frequencies that make it largest, times the number of orders",
+            severity="error",
+            without="the loss is no cross-entropy of the only labels in the batch",
+            min_records=3,
+        ),
+        Detector(
+            "shrinking_outputs",
+            [(["activation"], ["rms"])],
+            formula="the rms of a module's first output, or 1 if it is larger, over the largest of its first 3 records",
+            limit="below a tenth in 9 records in which the training loss is below the first one",
+            source=_HEURISTIC,
+            without=_NO_OUTPUT,
+            rule=_rule(
+                figures=of_outputs,
+                below=0.1,
+                relative_to="first",
+                for_steps=9,
+                needs_step=True,
+                needs_fall=True,
+                phrase="{sites}: the size of the output is {times:.2g} of its start",
+            ),
         ),
         Detector(
             "constant_input",

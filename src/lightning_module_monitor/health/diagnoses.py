@@ -72,11 +72,20 @@ class Diagnoses(Described, list[Diagnosis]):
         return "[" + ",\n ".join(map(repr, self)) + "]"
 
 
+def is_withdrawn(finding: Finding, history: History) -> bool:
+    """Whether later records contradict a finding: all parameters that did not move have moved since, as an expert that is chosen late."""
+    norms = history.frozen.get(finding.step, {}) if finding.name == "frozen_updates" else {}
+    return bool(norms) and all(history.norm_of(site) != norm for site, norm in norms.items())
+
+
 def diagnose(findings: Iterable[Finding], history: History | None = None) -> Diagnoses:
     """The causes that findings show, the surest first; at most ``MAX_DIAGNOSES``. Each finding belongs to one of them."""
     history = History() if history is None else history
     # A finding on the whole run begins with the run, whenever its cause does.
-    rest = sorted(findings, key=lambda finding: (finding.name == NOT_LEARNING, finding.first_step))
+    rest = sorted(
+        (finding for finding in findings if not is_withdrawn(finding, history)),
+        key=lambda finding: (finding.name == NOT_LEARNING, finding.first_step, finding.severity != "error", finding.name, finding.step),
+    )
     diagnoses = Diagnoses()
     for cause in CAUSES:
         evidence = [finding for finding in rest if finding.name in cause.evidence_for and cause.is_shown(finding, history)]
@@ -88,7 +97,8 @@ def diagnose(findings: Iterable[Finding], history: History | None = None) -> Dia
         words = tuple(filter(None, [*(finding.words for finding in shown), cause.remark(history)]))
         names = tuple(finding.name for finding in consequences)
         first_step = history.steps[0] if cause.is_from_start and history.steps else first.first_step
-        diagnoses.append(Diagnosis(cause.name, cause.headline, first_step, first.site, words, names, cause.advice, first.key))
+        site = first.site or cause.site(history)
+        diagnoses.append(Diagnosis(cause.name, cause.headline, first_step, site, words, names, cause.advice, first.key))
         rest = [finding for finding in rest if finding not in evidence and finding not in consequences]
     return diagnoses
 

@@ -33,6 +33,31 @@ class GroupFacts(NamedTuple):
     """The group's own ``name``; empty without one, and in stores of earlier versions."""
     eps: float = 0.0
     """What Adam and its relatives add to the root of the second moment; 0 in stores of earlier versions."""
+    number: int = 0
+    """Number of its optimizer."""
+    dtype: str = ""
+    """Dtype of its first parameter, such as ``float16``."""
+
+    @property
+    def is_half(self) -> bool:
+        """Whether its parameters have 16 bits."""
+        return self.dtype in ("float16", "bfloat16")
+
+    @property
+    def eps_is_zero(self) -> bool:
+        """Whether ``eps`` is rounded to 0 in the dtype of its parameters: in float16 below half of the smallest number."""
+        return self.dtype == "float16" and 0 < self.eps < 2.0**-25
+
+
+class CallFacts(NamedTuple):
+    """Facts about the calls of modules."""
+
+    order: tuple[str, ...] = ()
+    """The modules that returned a tensor of the batch's samples in the first step, in the order of their last calls."""
+    without_gradient: bool = False
+    """Whether the last one was called without gradients, too."""
+    mixes_samples: tuple[str, ...] = ()
+    """Modules that take samples for elements of a sequence, in the first step."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +81,46 @@ class Facts:
     """Whether it clips every element, and not the norm."""
     num_classes: int = 0
     """The number of classes, where the loss is the mean of a cross-entropy and nothing else; else 0."""
+    is_summed: bool = False
+    """Whether the loss is the sum over the samples, and not their mean."""
+    is_broadcast: bool = False
+    """Whether the loss compares each output with the targets of all samples: shapes ``(N, 1)`` and ``(N,)``."""
+    compares_outputs: bool = False
+    """Whether the loss compares outputs of two calls of the model with each other, and nothing holds them apart."""
+    dropout: float = 0.0
+    """The largest probability of a dropout module in training mode."""
+    no_gradient: bool = False
+    """Whether the optimizers got no gradient at all."""
+    maximizes: bool = False
+    """Whether an optimizer moves against the loss (``maximize=True``)."""
+    computes_targets: bool = False
+    """Whether ``training_step`` calls the model without gradients, too: it computes targets by itself."""
+    mixes_samples: Sequence[str] = ()
+    """Recurrent and attention modules that take the samples of a batch for the elements of a sequence."""
+    order: Sequence[str] = ()
+    """The modules that returned an output for each sample, in the order of execution in the first record; the last one is the output."""
+
+    @property
+    def num_optimizers(self) -> int:
+        """Number of optimizers."""
+        return max((group.number + 1 for group in self.groups), default=0)
+
+    def optimizer_of(self, site: str) -> int:
+        """The number of the optimizer that has a parameter; -1 if none has it."""
+        parameter = self.parameters.get(site)
+        return self.groups[parameter.group].number if parameter is not None and 0 <= parameter.group < len(self.groups) else -1
 
     def as_values(self) -> dict[Key, float]:
         """The conditions among them, which are judged as values of a record are."""
         in_eval = {Key(FACT_KIND, name, "in_eval"): 1.0 for name in self.in_eval}
-        return {Key(FACT_KIND, "", "softmax_twice"): float(self.softmax_twice), **in_eval}
+        mixed = {Key(FACT_KIND, name, "mixes_samples"): 1.0 for name in self.mixes_samples}
+        of_run = {name: float(getattr(self, name)) for name in ("softmax_twice", "is_broadcast", "no_gradient", "maximizes")}
+        return {**{Key(FACT_KIND, "", name): value for name, value in of_run.items()}, **in_eval, **mixed}
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Facts:
         """The inverse of ``dataclasses.asdict`` and JSON."""
         parameters = {name: ParameterFacts(*values) for name, values in content["parameters"].items()}
         groups = tuple(GroupFacts(*values) for values in content["groups"])
-        return cls(**{**content, "parameters": parameters, "groups": groups, "in_eval": tuple(content["in_eval"])})
+        names = {name: tuple(content.get(name, ())) for name in ("in_eval", "order", "mixes_samples")}
+        return cls(**{**content, "parameters": parameters, "groups": groups, **names})

@@ -17,6 +17,11 @@ the ``std`` of one element or a ratio to zero."""
 
 NUM_BEFORE = 3
 """Number of preceding weights, in the order of the model, that show whether the gradient of a single weight is small."""
+ROUNDING, CLIFF = 1e-7, 1e6
+"""A gradient below the first part of the largest one, and so many times smaller than one of the weights right behind it, is a rounding
+error: what fades on its way back does so from weight to weight."""
+VARYING = 0.01
+"""An input varies between samples if its variation is above this."""
 
 
 def relative_to_largest(bound: Bound, values: NDArray[np.float64]) -> Figures:
@@ -24,9 +29,13 @@ def relative_to_largest(bound: Bound, values: NDArray[np.float64]) -> Figures:
 
     A gradient that reaches a weight reaches the weights before it: the gradients of queries and keys alone are tiny while attention is
     uniform. Zeros are left out, because a weight without a gradient has not faded. Biases are left out, because the gradient of a bias in
-    front of BatchNorm is a rounding error.
+    front of BatchNorm is a rounding error; and so are weights whose gradient is one.
     """
     is_size = bound.is_weight & (values > 0) & np.isfinite(values)
+    sizes = values[is_size]
+    behind = np.concatenate([sizes, np.zeros(NUM_BEFORE)])
+    largest_behind = np.max([behind[shift : shift + len(sizes)] for shift in range(1, NUM_BEFORE + 1)], axis=0)
+    is_size[is_size] = ~((sizes < ROUNDING * sizes.max(initial=0.0)) & (CLIFF * sizes < largest_behind))
     sizes = values[is_size]
     nearby = np.concatenate([np.zeros(NUM_BEFORE), sizes])
     figures = np.zeros(len(values))
@@ -77,6 +86,27 @@ def not_finite(bound: Bound, values: NDArray[np.float64]) -> Figures:
     order, texts = bound.order_of_events, bound.texts_in_order_of_events
     figures = np.where(bound.has_statistic(FINITE_STATISTICS[0]), values > 0, ~np.isfinite(values))
     return Figures(texts, figures[order].astype(float), texts)
+
+
+def constant_output(bound: Bound, values: NDArray[np.float64]) -> Figures:
+    """The variation of the output between samples, where the input varies; no figure for a batch of one sample."""
+    by_name = dict(zip((key.statistic for key in bound.keys), values.tolist(), strict=True))
+    figure, is_there = by_name.get("output_variation", math.nan), by_name.get("input_variation", math.nan) > VARYING
+    names = bound.texts[: len(by_name) and 1]
+    return Figures(names, np.full(len(names), figure), names, is_there=np.full(len(names), is_there and not math.isnan(figure)))
+
+
+def without_gradient(bound: Bound, values: NDArray[np.float64]) -> Figures:
+    """1 if the optimizers got no gradient at all, or none but zeros; else 0."""
+    is_norm = np.array([key.kind == "gradient" for key in bound.keys], bool)
+    norms, has_none = values[is_norm], values[~is_norm].any()
+    figure, keys = float(has_none or (len(norms) > 0 and not norms.any())), bound.texts[:1]
+    return Figures(("all",)[: len(keys)], np.full(len(keys), figure), keys)
+
+
+def of_outputs(bound: Bound, values: NDArray[np.float64]) -> Figures:
+    """The size of every module's first output, at most 1: what begins far larger may become smaller."""
+    return Figures(bound.texts, np.minimum(values, 1.0), bound.texts, is_there=bound.is_first_output)
 
 
 def zeros_of_weights(bound: Bound, values: NDArray[np.float64]) -> Figures:

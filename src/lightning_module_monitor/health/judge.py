@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_module_monitor.health.alerts import Action, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
+from lightning_module_monitor.health.alerts import Alarm, AlertRule, Fired, RuleState, conditions, has_fallen, words_of
 from lightning_module_monitor.health.bound import Bound
 from lightning_module_monitor.health.detector import Detector
-from lightning_module_monitor.health.detectors import DETECTORS, NOT_LEARNING, ZERO_RATE
 from lightning_module_monitor.health.facts import Facts, ParameterFacts
-from lightning_module_monitor.health.run_history import History, KeptColumns, is_kept
+from lightning_module_monitor.health.kept_columns import KeptColumns, is_kept
+from lightning_module_monitor.health.run_history import History
+from lightning_module_monitor.health.whole_run import alarms_of
 from lightning_module_monitor.keys import Columns, Key, is_rate, is_total, name_of_rate
-from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, ROOT_SITE
+from lightning_module_monitor.kinds import CONTEXT_KIND, ROOT_SITE
 from lightning_module_monitor.record import Finding, Record, is_absent
 
 UNKNOWN_PARAMETER = ParameterFacts("trained", -1, 0)
@@ -26,22 +27,6 @@ MAX_BOUND = 8
 """Number of columns to which the judge is bound at once: a run has those of its stages, and records made by hand have their own."""
 
 _NO_RATE = np.array([math.nan])
-
-_LOSS_PHRASES = {
-    "flat": "does not fall by more than its noise",
-    "still": "hardly falls, and the weights hardly move",
-    "stopped": "falls no more, and the weights hardly move",
-}
-"""What is wrong with the loss, by the result of :attr:`History.learning`."""
-
-
-class Alarm(NamedTuple):
-    """A finding, and the actions that follow it."""
-
-    finding: Finding
-    then: tuple[Action, ...] = ("warn",)
-    fired: Sequence[Fired] = ()
-    """The figures that met the condition."""
 
 
 class _Series(NamedTuple):
@@ -136,15 +121,20 @@ class Judge:
             values = np.full(len(values), history.rise)
         if rule.needs_step and history.was_skipped:
             return None
-        has_loss_fallen = rule.unless_loss_falls < math.inf and has_fallen(judged.first_loss, judged.loss, rule.unless_loss_falls)
+        # Under manual optimization a loss need not fall, and its fall means nothing; nor does that of a loss without a lower bound.
+        may_pass_over = rule.unless_loss_falls < math.inf and not history.facts.is_manual and not judged.loss < 0
+        has_loss_fallen = may_pass_over and has_fallen(judged.first_loss, judged.loss, rule.unless_loss_falls)
         if step > rule.until_step or has_loss_fallen:
             state.count_unjudged(has_loss_fallen=has_loss_fallen)
             return None
-        fired = state.observe(step, bound, values)
+        is_low = not rule.needs_fall or (not history.facts.is_manual and has_fallen(judged.first_loss, judged.loss, 0.0))
+        fired = state.observe(step, bound, values, can_meet=is_low)
         if fired and rule.needs_rate and history.facts.is_manual:
             fired = self._without_clamped(state, fired)
         if not fired:
             return None
+        if rule.is_unchanged:
+            history.frozen[step] = {Key.parse(figure.key).site: figure.value for figure in fired}
         finding = Finding(
             step=step,
             name=rule.name,
@@ -230,7 +220,7 @@ class Judge:
 
     def alarms_of_whole_run(self) -> list[Alarm]:
         """The alarms that need the whole run."""
-        return [*self._zero_rates(), *self._not_learning()]
+        return alarms_of(self.history)
 
     def have_values(self, detector: Detector) -> list[bool]:
         """Whether each series that a detector judges has a value, without the series of other kinds that it uses besides."""
@@ -240,32 +230,6 @@ class Judge:
             if concerns(key) and key.kind in detector.main_kinds:
                 series.append(has_value)
         return series
-
-    def _zero_rates(self) -> list[Alarm]:
-        history, alarms = self.history, []
-        for name, rate in history.rates.items():
-            sites = history.sites_of(name)
-            if rate.largest == 0 and rate.num_records >= DETECTORS[ZERO_RATE].min_records and sites:
-                more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
-                words = f"{sites[0]}{more}: the learning rate is 0 in all {rate.num_records} records, and the gradient is not."
-                alarms.append(self._alarm_of_run(ZERO_RATE, sites[0], name, words))
-        return alarms
-
-    def _not_learning(self) -> list[Alarm]:
-        history, (before, after) = self.history, self.history.ends
-        what = _LOSS_PHRASES.get(history.learning)
-        if what is None:
-            return []
-        medians = f"its median is {np.median(before):.4g} in the first {len(before)} records and {np.median(after):.4g} in the last"
-        words = f"The loss {what}: {medians} {len(after)}."
-        return [self._alarm_of_run(NOT_LEARNING, "", LOSS, words, history.stalled_since if history.learning == "stopped" else None)]
-
-    def _alarm_of_run(self, name: str, site: str, statistic: str, words: str, since: int | None = None) -> Alarm:
-        first = self.history.steps[0] if since is None else since
-        last, key = self.history.steps[-1], Key(CONTEXT_KIND, "", statistic).format()
-        severity = DETECTORS[name].severity
-        finding = Finding(step=last, name=name, site=site, key=key, words=words, severity=severity, steps_before=last - first)
-        return Alarm(finding, fired=[Fired(key, math.nan, 1.0, first)])
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, in plain numbers and texts: the state of every rule, and the history."""

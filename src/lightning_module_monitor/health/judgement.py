@@ -10,19 +10,20 @@ from itertools import groupby
 import numpy as np
 
 from lightning_module_monitor.display import counted
-from lightning_module_monitor.health.alerts import Fired
+from lightning_module_monitor.health.alerts import Alarm, Fired
 from lightning_module_monitor.health.detector import Detector
-from lightning_module_monitor.health.detectors import DETECTORS, DIVERGING, NONFINITE, NOT_LEARNING
-from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
-from lightning_module_monitor.health.judge import Alarm, Judge
+from lightning_module_monitor.health.detectors import DETECTORS, DIVERGING, NONFINITE, NOT_LEARNING, ONE_SIDED
+from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose, is_withdrawn
+from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.run_history import MIN_LOSSES, History
+from lightning_module_monitor.health.whole_run import has_only_constant_targets, still_part
 from lightning_module_monitor.kinds import ROOT_SITE
 from lightning_module_monitor.record import Finding, Severity
 
 LEVELS: Mapping[Severity, str] = {"error": "sick", "warning": "watch"}
 """The verdict on a finding in a word, by its severity."""
 FOUND, NOT_FOUND, TOO_FEW, UNCLEAR = "found", "not found", "too few records", "unclear"
-PASSED_OVER = "not judged: the loss is below its start"
+PASSED_OVER = "skipped: the loss has fallen"
 NOT_RECORDED, NOT_COMPUTED, NOT_APPLICABLE = "not recorded", "not computed", "does not apply"
 WITHOUT_ANSWER = (TOO_FEW, UNCLEAR, NOT_COMPUTED, NOT_RECORDED)
 """Statuses of checks that could find nothing in this run, and might in another."""
@@ -32,6 +33,7 @@ WITHOUT_FINDING = (NOT_FOUND, PASSED_OVER, *WITHOUT_ANSWER, NOT_APPLICABLE)
 _LOSS_IN_WORDS = {
     "above": "loss {first:.3g} to {last:.3g}, which is above its start",
     "not finite": "the loss is not finite at the end",
+    "hardly": "loss {first:.3g} to {last:.3g}, a fall of less than 3 %",
     "stalled": "loss {first:.3g} to {last:.3g}, without a clear fall since step {stalled_since}",
     "chance": "loss {first:.3g} to {last:.3g}, which is that of guessing among {num_classes} classes",
     "at once": "loss {first:.3g} to {last:.3g} within the first records, without a clear fall since",
@@ -40,12 +42,17 @@ _LOSS_IN_WORDS = {
     "too few": f"too few losses ({{num}} of {MIN_LOSSES}), use a smaller every_n_steps",
     "none": "no loss was recorded",
     "manual": "a loss is not judged under manual optimization",
-    "negative": "a loss below 0 is not judged",
 }
 
 
 def _doubt_about_loss(history: History) -> str:
     """Why it is not known whether the loss falls; empty where it is known."""
+    if history.learning == "falls" and history.facts.compares_outputs:
+        return "the loss falls, and whether outputs differ between samples was not looked at"
+    if history.learning == "falls" and (part := still_part(history)):
+        return f"the loss falls, and {part}, which is logged, does not"
+    if has_only_constant_targets(history):
+        return "all targets that were looked at are the same"
     words = _LOSS_IN_WORDS.get(history.learning, "")
     return words.format(
         first=history.first_loss,
@@ -62,7 +69,7 @@ class Check:
 
     Attributes:
         name: Name of the detector.
-        status: ``found``, ``not found``, ``not judged: the loss is below its start``, ``too few records``, ``unclear``, ``not recorded``,
+        status: ``found``, ``not found``, ``skipped: the loss has fallen``, ``too few records``, ``unclear``, ``not recorded``,
             ``not computed``, or ``does not apply``.
         num_series: Number of series that it judged, without those that have no value.
         num_records: Number of records with values of these series.
@@ -135,10 +142,10 @@ class Verdict:
         num_judged, num_checks = len(self.checks_with(NOT_FOUND)), len(self.checks_with(NOT_FOUND, PASSED_OVER, *WITHOUT_ANSWER))
         judged = f"{num_judged} of {num_checks} checks"
         if self._doubts:
-            return f"{self._doubts[0]}; no fault in {judged}"
+            return f"{self._doubts[0]}; {judged} could judge, and found nothing"
         course = f"loss {self.history.first_loss:.3g} to {np.median(self.history.ends[1] or math.nan):.3g}"
         looked_at = self._looked_at()
-        return f"{course}; no fault in {f'{looked_at} ({judged})' if looked_at else judged}"
+        return f"{course}; {judged} could judge, and found nothing{f' in {looked_at}' if looked_at else ''}"
 
     @property
     def sentence(self) -> str:
@@ -181,6 +188,7 @@ def verdict_of(
             fired.setdefault(alarm.finding.name, {}).setdefault(figure.key, figure)
     states = {state.rule.name: state for state in judge.states}
     num_losses = len(judge.history.losses)
+    findings = [finding for finding in findings if not is_withdrawn(finding, judge.history)]
     names = {finding.name for finding in findings}
     checks = [Check(NONFINITE, FOUND if NONFINITE in names else NOT_FOUND, 0, num_losses, 1)] if NONFINITE in watched else []
     for name, detector in DETECTORS.items():
@@ -208,8 +216,12 @@ def _status_without_finding(  # noqa: PLR0911  # a reason each
     if detector.types and types and not {*types} & {*detector.types}:
         return NOT_APPLICABLE, f"no {', '.join(detector.types[:-1])} or {detector.types[-1]} module"
     doubt = _doubt_about_loss(history)
-    if detector.name in (NOT_LEARNING, DIVERGING) and history.learning in ("manual", "negative"):
+    if detector.name in (NOT_LEARNING, DIVERGING) and history.learning == "manual":
         return NOT_APPLICABLE, doubt
+    if detector.name == DIVERGING and history.has_negative_losses:
+        return NOT_APPLICABLE, "a loss below 0 has no factor by which it grows"
+    if detector.name == ONE_SIDED and not history.gradients_by_optimizer:
+        return NOT_APPLICABLE, detector.without
     if detector.judges_facts:
         return (NOT_FOUND, "") if num_records else (NOT_APPLICABLE, "known of a Trainer's runs alone")
     if num_series and not num_records and detector.needs_rate and history.has_no_rate:

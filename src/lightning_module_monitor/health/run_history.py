@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -12,26 +11,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import has_fallen
-from lightning_module_monitor.health.bound import is_weight
 from lightning_module_monitor.health.facts import Facts
-from lightning_module_monitor.keys import Key, is_rate, is_total, name_of_rate
-from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, OWN_KIND, ROOT_SITE, STEP_SKIPPED, TRAIN
+from lightning_module_monitor.health.kept_columns import NO_COLUMN, KeptColumns, Sizes
+from lightning_module_monitor.health.loss_tests import (
+    A_GOOD_PART,
+    A_LITTLE,
+    FALLS,
+    excludes_fall,
+    fell_at_once,
+    may_have_fallen_at_once,
+    rank_test,
+)
+from lightning_module_monitor.keys import Key, is_rate, name_of_rate
+from lightning_module_monitor.kinds import LOSS
 from lightning_module_monitor.record import is_absent
 
+VARIES = 0.01
+"""An input differs between samples if its variation is above this."""
+MIN_MOVEMENTS = 5
+"""Number of records of which it is known how far their steps can move a weight, below which that is not judged."""
 MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""
 MIN_FOR_THIRDS = 15
 """Number of losses from which the last third is compared with the first; below it are halves."""
 MIN_IN_THIRD = 4
 """Number of losses in a third of the records below which a loss is not judged to have stalled."""
-FALLS, MAY_FALL = 2.326, 1.645
-"""Quantiles of the normal distribution for 1 % and 5 %."""
 SMALL_REACH, NO_REACH = 0.05, 0.02
 """The largest part of its norm by which all steps together move a weight: below the first, steps are too small if the loss does not fall;
 below the second, if it falls by less than ``A_LITTLE``."""
-A_GOOD_PART, A_LITTLE = 0.2, 0.1
-"""A loss does not fall if its records exclude, at 5 %, that it fell by a good part; a loss that fell before has stalled if they exclude
-that it fell by a little."""
 A_LARGE_PART = 1 / 3
 """A loss that falls within the first records alone falls by more than this part of its first value where a network learns. It falls by less
 where its outputs only shrink to the mean of its targets."""
@@ -39,57 +46,23 @@ CONVERGED = 1 / 3
 """A loss below this part of its first value has converged where it stalls."""
 NUM_FIRST = 5
 """Number of losses that are the start of a loss that diverges."""
+HARDLY = 0.03
+"""A loss that has fallen by less than this part of its start has hardly fallen."""
 CHANCE = 0.5
 """A cross-entropy below it begins better than chance, which is log 2 or more: the weights are trained."""
-NEAR_CHANCE = 0.98
+NEAR_CHANCE = 0.95
 """A cross-entropy above this part of the logarithm of the number of classes is not better than guessing."""
 SMALL_RATE = 0.01
 """A learning rate below this part of its largest value has been brought down by a schedule."""
-_ADAM_LIKE = ("Adam", "Lion", "RMSprop", "Adagrad")
-"""Parts of the names of optimizers that move an element by the learning rate at most."""
-
+LARGE_STEP = 3.0
+"""Steps that can move most weights by more than so many times of their norms keep nothing of them."""
 NO_FACTS = Facts()
 """The facts of a run of which only numbers are known: none."""
 
 Learning = Literal[
-    "falls", "above", "not finite", "chance", "stalled", "stopped", "at once", "flat", "still", "settled", "unclear", "too few", "none",
-    "manual", "negative",
+    "falls", "hardly", "above", "not finite", "chance", "stalled", "stopped", "at once", "flat", "still", "settled", "unclear", "too few",
+    "none", "manual",
 ]  # fmt: skip
-
-
-def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
-    """The normal approximation of Mann and Whitney's statistic: above 2.33, ``after`` is lower at the level of 1 %.
-
-    >>> round(rank_test([4, 5, 6, 7, 8], [0, 1, 2, 3, 3]), 2), rank_test([1, 2], [1, 2])
-    (2.61, 0.0)
-    """
-    earlier, later = np.asarray(before)[:, np.newaxis], np.asarray(after)[np.newaxis]
-    num_pairs = len(before) * len(after)
-    num_lower = (earlier > later).sum() + 0.5 * (earlier == later).sum()
-    return float((num_lower - num_pairs / 2) / math.sqrt(num_pairs * (len(before) + len(after) + 1) / 12))
-
-
-def excludes_fall(before: Sequence[float], after: Sequence[float], part: float) -> bool:
-    """Whether ``after`` is not lower than ``before`` at the level of 5 %, and a fall by a part is excluded at the same level."""
-    return rank_test(before, after) <= MAY_FALL <= rank_test(after, [(1 - part) * loss for loss in before])
-
-
-def fell_at_once(first: float, after: Sequence[float], part: float = 0.0) -> bool:
-    """Whether losses are below the first one by a part, and by far more than they vary."""
-    mean = float(np.mean(after))
-    return mean < (1 - part) * first and mean + 4 * float(np.std(after)) < first and max(after) < first
-
-
-def may_have_fallen_at_once(first: float, after: Sequence[float]) -> bool:
-    """Whether a fall by a good part from the first loss cannot be excluded at 1 %, or would not show in the noise."""
-    mean = float(np.mean(after))
-    return mean - FALLS * float(np.std(after)) < (1 - A_GOOD_PART) * max(first, mean)
-
-
-def is_kept(key: Key) -> bool:
-    """Whether a history uses a value: the context of training, sizes of parameters and outputs, updates."""
-    sizes = {"parameter": "norm", "gradient": "norm", "activation": "rms", "update": "ratio", OWN_KIND: STEP_SKIPPED}
-    return key.stage == TRAIN and (sizes.get(key.kind) == key.statistic or (key.kind == CONTEXT_KIND and not key.site))
 
 
 class Rate(NamedTuple):
@@ -100,83 +73,6 @@ class Rate(NamedTuple):
     first: float
 
 
-class KeptColumns:
-    """The columns of a record that a history uses, and what is known of them while the facts are the same.
-
-    Args:
-        keys: The keys that it uses, without prefix, by column.
-        facts: The facts of training.
-    """
-
-    def __init__(self, keys: Mapping[int, Key], facts: Facts) -> None:
-        self.keys = keys
-        self.columns = np.array([*keys], np.intp)
-        by_key = {key: column for column, key in keys.items()}
-        self.context = {key.statistic: column for column, key in keys.items() if key.kind == CONTEXT_KIND}
-        self.skipped = by_key.get(Key(OWN_KIND, "", STEP_SKIPPED), NO_COLUMN)
-        self.root = by_key.get(Key("gradient", ROOT_SITE, "norm"), NO_COLUMN)
-        """The norm of the whole gradient."""
-        self.gradients = self._of("gradient", without=ROOT_SITE)
-        self.parameters = self._of("parameter")
-        self.outputs = self._of("activation")
-        trained = {site: parameter for site, parameter in facts.parameters.items() if parameter.training == "trained"}
-        groups = {site: facts.groups[parameter.group] for site, parameter in trained.items() if 0 <= parameter.group < len(facts.groups)}
-        weights = {site: trained[site] for site in groups if is_weight(site)}
-        norms = [[by_key.get(Key(*name), NO_COLUMN) for name in _norms_of(site)] for site in weights]
-        self.norms = np.array(norms, np.intp).reshape(-1, 3).T
-        """Columns of the norms of the trained weights and of their gradients, and of the ratios of their updates."""
-        self.rates = np.array([self.context.get(name_of_rate(parameter.group), NO_COLUMN) for parameter in weights.values()], np.intp)
-        optimizers = [groups[site] for site in weights]
-        self.divisors = np.array([1 - min(group.momentum, 0.99) for group in optimizers])
-        self.eps = np.array([group.eps for group in optimizers])
-        self.sizes = np.sqrt([float(parameter.numel) for parameter in weights.values()])
-        self.is_sgd = np.array([group.optimizer == "SGD" for group in optimizers], bool)
-        self.is_adam = np.array([any(name in group.optimizer for name in _ADAM_LIKE) for group in optimizers], bool)
-        num = sum(parameter.numel for parameter in trained.values())
-        self.least_clipped = facts.clip * (0.5 * math.sqrt(num) if facts.clips_values else 0.99)
-        """The norm at which gradients of trained parameters have the largest size that clipping allows; 0 without clipping."""
-
-    def _of(self, kind: str, *, without: str = "") -> NDArray[np.intp]:
-        return np.array([column for column, key in self.keys.items() if key.kind == kind and key.site != without], np.intp)
-
-    def movement(self, numbers: NDArray[np.float64]) -> float:
-        """The largest part of its norm by which a step can move a weight, given the numbers of a record.
-
-        Infinite if an optimizer is not known, NaN if no weight with a gradient is trained.
-        """
-        norm, gradient, ratio = numbers[self.norms]
-        with np.errstate(all="ignore"):
-            rate = numbers[self.rates]
-            by_sgd = rate * gradient / self.divisors / norm
-            by_adam = rate * self.sizes / norm * gradient / (gradient + self.eps * self.sizes)
-        movement = np.where(self.is_sgd, by_sgd, np.where(self.is_adam, by_adam, math.inf))
-        movement = np.where(np.isfinite(ratio), ratio, movement)
-        movement = np.where((norm > 0) & (gradient > 0), movement, math.nan)
-        return float(np.fmax.reduce(movement, initial=math.nan))
-
-
-def _norms_of(site: str) -> tuple[tuple[str, str, str], ...]:
-    return ("parameter", site, "norm"), ("gradient", site, "norm"), ("update", site, "ratio")
-
-
-NO_COLUMN = -1
-"""The last number of the judge's vector, which is NaN."""
-
-
-class Sizes:
-    """The numbers of a record with parameters."""
-
-    def __init__(self, kept: KeptColumns, numbers: NDArray[np.float64]) -> None:
-        self._kept, self._numbers = kept, numbers
-
-    @functools.cached_property
-    def values(self) -> Mapping[Key, float]:
-        """Value by key, without those of all parameters together."""
-        numbers = self._numbers[self._kept.columns]
-        known = zip(self._kept.keys.values(), numbers.tolist(), is_absent(numbers).tolist(), strict=True)
-        return {key: value for key, value, absent in known if not (absent or is_total(key))}
-
-
 class History:
     """The losses and learning rates of a run, and sizes in its first and last record."""
 
@@ -184,6 +80,8 @@ class History:
         self.steps: list[int] = []
         """The steps of the losses."""
         self.losses: list[float] = []
+        self.parts: dict[str, list[float]] = {}
+        """What a module logs as a loss, by name."""
         self.rates: dict[str, Rate] = {}
         """Learning rates by name."""
         self._movements: list[tuple[int, float]] = []
@@ -191,7 +89,18 @@ class History:
         self.num_gradients, self.num_clipped = 0, 0
         """Number of records with gradients, and number of records whose gradients have the largest size that clipping allows."""
         self.first: dict[str, float] = {}
-        """Sizes in the first record: ``gradient``, ``output`` (last module), ``first_output`` (first module), ``input_abs_max``."""
+        """Of the first record ``gradient``, ``output`` (size of the last module's), ``first_output`` (of the first module's),
+        ``input_abs_max``, ``constant_from``, ``same_units``, and ``median_movement`` (of the weights)."""
+        self.first_norms: dict[str, float] = {}
+        """The norms of parameters in the first record, by site."""
+        self.targets: list[float] = []
+        """Of each record with labels the label, if they were all the same; else NaN."""
+        self.largest_variation = 0.0
+        """The largest variation of the output in records in which the input varied."""
+        self.gradients_by_optimizer: list[list[float]] = []
+        """Under manual optimization, of each record the norm of the gradients of each optimizer's parameters."""
+        self.frozen: dict[int, dict[str, float]] = {}
+        """The norms of parameters that a finding is about because they did not move, by the step of the finding."""
         self.was_skipped = False
         """Whether a ``GradScaler`` skipped the step of the newest record."""
         self._last: Sizes | None = None
@@ -220,21 +129,37 @@ class History:
             self.steps.append(step)
             self.losses.append(self._context[LOSS])
         for name, value in self._context.items():
+            if "loss" in name and name != LOSS:
+                self.parts.setdefault(name, []).append(value)
             if is_rate(name):
                 num_records, largest, first = self.rates.get(name, (0, 0.0, value))
                 self.rates[name] = Rate(num_records + 1, max(largest, value), first)
+        if self._context.get("input_variation", 0.0) > VARIES:
+            self.largest_variation = max(self.largest_variation, self._context.get("output_variation", math.inf))
+        if (target := self._context.get("target_min")) is not None:
+            self.targets.append(target if target == self._context.get("target_max") else math.nan)
         norms = numbers[kept.gradients][is_there[kept.gradients]]
         has_root = kept.root != NO_COLUMN and is_there[kept.root]
         norm = float(numbers[kept.root]) if has_root else math.hypot(*norms)
         if len(norms) or norm > 0 or is_there[kept.parameters].any():
             self._before, self._last = self._last, Sizes(kept, numbers)
-            movement = kept.movement(numbers)
+            movements = kept.movements(numbers)
+            movement = float(np.fmax.reduce(movements, initial=math.nan))
             self._movements += [] if math.isnan(movement) else [(step, movement)]
             self.num_gradients += len(norms) > 0 or norm > 0
             self.num_clipped += 0 < kept.least_clipped <= norm
+            if self.facts.is_manual and len(kept.gradients_by_optimizer) > 1:
+                sizes = [numbers[columns] for columns in kept.gradients_by_optimizer]
+                self.gradients_by_optimizer.append([math.hypot(*size[~is_absent(size)].tolist()) for size in sizes])
             if not self.first:
+                norms_of = self._last.values.items()
+                self.first_norms = {key.site: value for key, value in norms_of if (key.kind, key.statistic) == ("parameter", "norm")}
                 outputs = numbers[kept.outputs][is_there[kept.outputs]].tolist()
-                self.first = {name: self._context[name] for name in ("input_abs_max",) if name in self._context}
+                self.first = {
+                    name: self._context[name] for name in ("input_abs_max", "constant_from", "same_units") if name in self._context
+                }
+                if not math.isnan(movement) and kept.is_adam.all():  # steps of others become smaller with the gradients
+                    self.first["median_movement"] = float(np.nanmedian(movements))
                 self.first |= {"gradient": norm, **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
 
     @property
@@ -273,14 +198,24 @@ class History:
         if unjudged is not None:
             return unjudged
         before, after = self.ends
+        if self.has_negative_losses:
+            return self._learning_by_ranks(before, after)
         is_chance = np.median(after) > NEAR_CHANCE * math.log(self.facts.num_classes or math.inf)
         if rank_test(before, after) > FALLS or fell_at_once(self.first_loss, after, A_LARGE_PART):
             return "chance" if is_chance else self._fall_to(float(np.median(after)))
         if fell_at_once(self.first_loss, after) and not is_chance:
             return "at once"
         if not excludes_fall(before, after, A_GOOD_PART) or may_have_fallen_at_once(self.first_loss, after):
-            return "unclear"
+            return "chance" if is_chance else "unclear"
         return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
+
+    def _learning_by_ranks(self, before: Sequence[float], after: Sequence[float]) -> Learning:
+        """The result for losses that have no ratio to the first one."""
+        if rank_test(before, after) > FALLS:
+            is_finite, last = math.isfinite(self.losses[-1]), float(np.median(after))
+            return "not finite" if not is_finite else "above" if last > self.first_loss else "falls"
+        is_at_once = float(np.mean(after)) + 4 * float(np.std(after)) < self.first_loss and max(after) < self.first_loss
+        return "falls" if is_at_once else "unclear"
 
     def _fall_to(self, last: float) -> Learning:
         """What a fall by ranks amounts to: none where the loss only came down from a peak, or is lost in the end."""
@@ -288,6 +223,8 @@ class History:
             return "not finite"
         if last > self.first_loss:
             return "above"
+        if last > (1 - HARDLY) * max(self.first_loss, float(np.median(self.ends[0]))):
+            return "hardly"
         return "falls" if self.stalled_since is None else "stopped" if self.is_stopped_by_schedule else "stalled"
 
     @property
@@ -308,13 +245,18 @@ class History:
         """The result for the loss that needs no rank test, or the reason why there is no test; ``None`` if it is to be tested."""
         before, after = self.ends
         is_enough = sum(map(math.isfinite, self.losses)) >= MIN_LOSSES
-        if is_enough and self.reach < NO_REACH and not has_fallen(float(np.median(before)), float(np.median(after)), A_LITTLE):
-            return "still"
+        if is_enough and self.reach < NO_REACH:
+            low, high = float(np.median(after)), float(np.median(before))
+            if not (rank_test(before, after) > FALLS if self.has_negative_losses else has_fallen(high, low, A_LITTLE)):
+                return "still"
         if self.facts.is_manual:
             return "manual"
-        if any(loss < 0 for loss in self.losses) or self.first_loss == 0:
-            return "negative"
         return None if is_enough else "too few" if self.losses else "none"
+
+    @property
+    def has_negative_losses(self) -> bool:
+        """Whether a loss was below 0, or the first one 0: then a ratio to the first loss means nothing."""
+        return any(loss < 0 for loss in self.losses) or self.first_loss == 0
 
     @property
     def rise(self) -> float:
@@ -377,9 +319,10 @@ class History:
         return is_large and self.first.get("output", math.nan) < 0.1 * math.sqrt(self.first_loss)
 
     @property
-    def has_large_input(self) -> bool:
-        """Whether the input had values far from 1 in the first record."""
-        return self.first.get("input_abs_max", math.nan) > 50
+    def has_unscaled_input(self) -> bool:
+        """Whether the input had values far from 1 in the first record, or none that are not."""
+        size = self.first.get("input_abs_max", math.nan)
+        return size > 50 or 0 < size < 0.02
 
     @property
     def explodes_from_start(self) -> bool:
@@ -408,6 +351,15 @@ class History:
         between = ((step - before) * max(earlier, later) for (before, earlier), (step, later) in itertools.pairwise(movements))
         return movements[0][1] + sum(between) if movements else math.nan
 
+    def norm_of(self, site: str) -> float:
+        """The norm of a parameter in the last record; NaN without one."""
+        return self.last.get(Key("parameter", site, "norm"), math.nan)
+
+    @property
+    def has_large_steps(self) -> bool:
+        """Whether the first recorded step could move most weights by several times of their norms."""
+        return len(self._movements) >= MIN_MOVEMENTS and LARGE_STEP < self.first.get("median_movement", math.nan) < math.inf
+
     @property
     def is_stopped_by_schedule(self) -> bool:
         """Whether all learning rates have come down so far that the steps of the last two thirds of the records can move no weight."""
@@ -428,16 +380,28 @@ class History:
         return {
             "steps": [*self.steps],
             "losses": [*self.losses],
+            "parts": {name: [*losses] for name, losses in self.parts.items()},
             "rates": {name: tuple(rate) for name, rate in self.rates.items()},
             "first": dict(self.first),
             "movements": [*self._movements],
+            "first_norms": dict(self.first_norms),
+            "targets": [*self.targets],
+            "largest_variation": self.largest_variation,
+            "gradients_by_optimizer": [*self.gradients_by_optimizer],
+            "frozen": dict(self.frozen),
             "clipped": (self.num_gradients, self.num_clipped),
         }
 
     def load(self, content: Mapping[str, Any]) -> None:
         """Restore a result of :meth:`state`."""
         self.steps, self.losses = [*content.get("steps", ())], [*content.get("losses", ())]
+        self.parts = {name: [*losses] for name, losses in content.get("parts", {}).items()}
         self.rates = {name: Rate(*rate) for name, rate in content.get("rates", {}).items()}
         self.first = dict(content.get("first", {}))
         self._movements = [*content.get("movements", ())]
+        self.first_norms = dict(content.get("first_norms", {}))
+        self.targets = [*content.get("targets", ())]
+        self.largest_variation = content.get("largest_variation", 0.0)
+        self.gradients_by_optimizer = [*content.get("gradients_by_optimizer", ())]
+        self.frozen = {step: dict(norms) for step, norms in content.get("frozen", {}).items()}
         self.num_gradients, self.num_clipped = content.get("clipped", (0, 0))

@@ -30,15 +30,16 @@ def verdict_on(  # noqa: PLR0917  # the contents of a store
         tables: The tables of one run's sites.
         figures: Series without sites, such as the monitor's own.
         findings: The findings of training. Those on non-finite values, alerts and ranks are kept, because they rest on more than records.
-        watched: The detectors for which training recorded values, with ``nonfinite`` if it searched for non-finite values.
+        watched: The detectors for which training recorded values, with ``nonfinite`` if it searched for non-finite values; empty for
+            records of another origin, in which such values are looked for.
         facts: Facts about training besides numbers, each with its first step.
         modules: The modules of the model; empty where they are not known.
 
     Returns:
         The verdict on training; validation and other stages are not judged.
     """
-    searched = NONFINITE in watched
-    detectors = [detector for name, detector in DETECTORS.items() if detector.rule is not None and not (name == NONFINITE and searched)]
+    # A run of the callback searched for non-finite values itself, or was to ignore them.
+    detectors = [detector for name, detector in DETECTORS.items() if detector.rule is not None and not (name == NONFINITE and watched)]
     rules = [detector.alert() for detector in detectors]
     judge = Judge(rules, [site for table in tables for site in table.sites], [module.name for module in modules])
     records = _records([*tables, *figures], facts)

@@ -22,6 +22,7 @@ from lightning_module_monitor.trainer.facts_reader import FactsReader, first_gra
 from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
 from lightning_module_monitor.trainer.run import Run, passed_keys
 from lightning_module_monitor.trainer.strategy import scaler_of
+from lightning_module_monitor.trainer.variation import OutputVariation, sample_dimension, variation
 
 CONTEXT = {
     LOSS: "mean",
@@ -29,9 +30,18 @@ CONTEXT = {
     BATCH_SIZE: "sum",
     "input_abs_max": "max",
     "input_is_constant": "min",
+    "input_variation": "max",
+    "output_variation": "max",
+    "constant_from": "max",
+    "same_units": "max",
+    "target_min": "min",
+    "target_max": "max",
     "stale_gradients": "max",
 }
-"""The context of the monitored steps of a fit: the aggregate over micro-batches and ranks, by name. Some batches have no ``input_...``."""
+"""The context of the monitored steps of a fit: the aggregate over micro-batches and ranks, by name. Some steps have not all of it."""
+
+MIN_TARGETS = 8
+"""Number of targets of a batch below which their range is not taken."""
 
 
 def announce_context(model: ObservedModel, optimizers: Sequence[Optimizer]) -> Callable[[str], str]:
@@ -59,17 +69,26 @@ class MonitoredStep:
     """Notifies the monitor of the optimizers of a step, and adds its context; only metrics of the progress bar are read on the host."""
 
     def __init__(
-        self, run: Run, name_of_metric: Callable[[str], str], facts: FactsReader | None, fail: Callable[[str, Exception], None]
+        self,
+        run: Run,
+        name_of_metric: Callable[[str], str],
+        facts: FactsReader | None,
+        variation: OutputVariation | None,
+        fail: Callable[[str, Exception], None],
     ) -> None:
         self._run = run
-        self._facts = facts
-        """Reads the facts of the step; ``None`` where nothing needs them."""
+        self._facts, self._variation = facts, variation
+        """What detectors need beside the values of the step; ``None`` where nothing needs it."""
+        self._labels: list[Tensor] = []
+        """The tensors of integers in the micro-batch."""
         self._trainer = run.trainer
         self._name_of_metric = name_of_metric
         self._optimizers = [optimizer for optimizer in run.trainer.optimizers if isinstance(optimizer, Optimizer)]
         """The optimizers that are torch's: a strategy may have other objects."""
         if facts is not None:
             facts.begin_step()
+        if variation is not None:
+            variation.begin_step()
         self._stale: dict[Optimizer, Tensor | float] = {}
         """Whether the first gradient of an optimizer was not zero at the begin of every backward pass; it stands for all of them."""
         self._rates: dict[Optimizer, list[Tensor | float | None]] = {}
@@ -102,6 +121,12 @@ class MonitoredStep:
                 self._add("input_is_constant", (tensor == tensor[:1]).all().float())
         if data is not None and data.is_floating_point():
             self._add("input_abs_max", data.detach().abs().max().float())
+        if self._variation is not None:
+            self._variation.begin_batch(size, dense)
+            dimension = None if data is None or data.is_complex() else sample_dimension(data, size or 0)
+            if data is not None and dimension is not None:
+                self._add("input_variation", variation(data, dimension))
+            self._labels = [tensor for tensor in dense if not (tensor.is_floating_point() or tensor.is_complex())]
 
     @torch.no_grad()
     def begin_backward(self, loss: Tensor) -> None:
@@ -113,16 +138,27 @@ class MonitoredStep:
         value = value if num_batches == 1 else value * num_batches
         self._add(LOSS, value if scale is None else value / scale)
         if self._facts is not None:
-            self._facts.note_loss(loss, is_scaled=scale is not None)
+            self._observe_targets(self._facts.note_loss(loss, is_scaled=scale is not None))
         for optimizer in self._optimizers:
             gradient = first_gradient(optimizer)
             is_stale = 0.0 if gradient is None else (gradient != 0).any().float()
             self._stale[optimizer] = self._stale[optimizer] * is_stale if optimizer in self._stale else is_stale
 
+    def _observe_targets(self, num_targets: int) -> None:
+        """Take the range of the labels that the loss compares with: of the batch's tensor of so many integers, if there is one."""
+        labels = [tensor for tensor in self._labels if tensor.numel() == num_targets >= MIN_TARGETS]
+        self._labels = []
+        if len(labels) == 1 and labels[0].dtype != torch.bool:
+            least, largest = torch.aminmax(labels[0])
+            self._add("target_min", least)
+            self._add("target_max", largest)
+
     def before_step(self, optimizer: Optimizer) -> None:
         """The gradients of an optimizer are complete; under automatic optimization they are not clipped yet."""
         self.tracker.before_step(optimizer)
         self._observe_rates(optimizer)
+        if self._facts is not None:
+            self._facts.note_gradients(optimizer)
 
     def _observe_rates(self, optimizer: Optimizer) -> None:
         """Note the learning rates that an optimizer is about to use, which a scheduler may change before the step is over."""
@@ -136,6 +172,8 @@ class MonitoredStep:
             # Gradients that were cleared since were accumulated on purpose.
             self._add("stale_gradients", 0.0 if first_gradient(optimizer) is None else self._stale.get(optimizer, 0.0))
         self.tracker.finish()
+        for name, value in ({} if self._variation is None else self._variation.end_step()).items():
+            self._add(name, value)
         for optimizer in self._trainer.optimizers:
             self._observe_rates(optimizer)
         rates = [rate for optimizer in self._trainer.optimizers for rate in self._rates[optimizer]]
@@ -151,7 +189,13 @@ class MonitoredStep:
 
     def facts(self) -> Facts | None:
         """The facts of the step beside its values, when it is over; ``None`` where nothing needs them."""
-        return None if self._facts is None else self._facts.read(self._optimizers)
+        return None if self._facts is None else self._facts.read(self._optimizers, self._run.results.calls)
+
+    def close(self) -> None:
+        """Remove every hook; a second call does nothing."""
+        self.tracker.close()
+        if self._variation is not None:
+            self._variation.close()
 
     def _add(self, name: str, value: Tensor | float) -> None:
         self._run.monitor.monitor_context(name, value, CONTEXT[name])

@@ -14,7 +14,8 @@ from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action
 from lightning_module_monitor.health.detectors import DETECTORS
-from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.health.diagnoses import is_withdrawn
+from lightning_module_monitor.health.facts import CallFacts, Facts
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import verdict_of
 from lightning_module_monitor.health.run_history import NO_FACTS
@@ -43,7 +44,7 @@ class HealthController:
         index = run.planner.index
         modules = [site.name for site in index.whole.modules]
         self._judge = Judge(self.options.rules, [*modules, *(site.name for site in index.parameters)], modules)
-        run.results.history = self._judge.history
+        run.results.history, run.results.calls = self._judge.history, CallFacts()
         self.nonfinite = _search_of(run)
         self.needs_facts = not self.options.is_off or self.nonfinite.is_on
         """Whether anything needs the facts of training: detectors, or the diagnosis of a value that is not finite."""
@@ -60,6 +61,8 @@ class HealthController:
         self._judge.load(state.get("alerts", {}))
         if "findings" in state:  # of the run that is resumed; another run leaves the results of a fit as they are
             self._run.results.findings = [Finding(**finding) for finding in state["findings"]]
+            order, without_gradient, mixes_samples = state.get("calls", CallFacts())
+            self._run.results.calls = CallFacts(tuple(order), without_gradient, tuple(mixes_samples))
         self.nonfinite.is_reported = state.get("is_reported", False)
         for site, steps in state.get("details", {}).items() if self.options.may_capture else ():
             self._record_in_detail(site, steps)
@@ -68,24 +71,34 @@ class HealthController:
         """The state for a checkpoint, in plain numbers and texts: a resumed run repeats no finding and continues all streaks."""
         whole_run = [detector.name for detector in DETECTORS.values() if detector.rule is None]  # judged anew at the end
         findings = [dataclasses.asdict(finding) for finding in self._run.results.findings if finding.name not in whole_run]
-        return {"alerts": self._judge.state(), "findings": findings, "is_reported": self.nonfinite.is_reported, "details": self._details}
+        return {
+            "alerts": self._judge.state(),
+            "findings": findings,
+            "calls": tuple(self._run.results.calls),
+            "is_reported": self.nonfinite.is_reported,
+            "details": self._details,
+        }
 
     def finish(self, exception: BaseException | None = None) -> list[Finding]:
         """The findings about the whole fit, which an exception may have ended; logs the diagnoses and the verdict."""
         if not self._run.is_fit:
             return []
         findings = [] if self.options.is_off else [alarm.finding for alarm in self._judge.alarms_of_whole_run()]
-        self._run.results.findings += findings
+        results = self._run.results
+        withdrawn = [finding for finding in results.findings if is_withdrawn(finding, self._judge.history)]
+        results.findings = [finding for finding in results.findings if finding not in withdrawn] + findings
         if is_first_process():
+            for finding in withdrawn:
+                messages.info("[monitor] Step %d, %s: withdrawn, as later records contradict it.", finding.step, finding.name)
             self._log(findings)
-            for number, diagnosis in enumerate(self._run.results.diagnoses(), 1):
+            for number, diagnosis in enumerate(results.diagnoses(), 1):
                 messages.warning("[monitor] Diagnosis %d: %s", number, diagnosis)
             self._sinks.write_diagnoses()
             history = self._judge.history
             has_records = bool(history.steps) or history.facts is not NO_FACTS  # a step without a loss has facts
             if has_records and not self.options.is_off:
                 types = {type(site.module).__name__ for site in self._run.planner.index.modules}
-                verdict = verdict_of(self._judge, (), self._run.results.findings, watched=self.options.watched, types=types)
+                verdict = verdict_of(self._judge, (), results.findings, watched=self.options.watched, types=types)
                 end = "" if exception is None else f" {type(exception).__name__} ended the run."
                 messages.info("[monitor] Verdict: %s.%s", verdict.sentence, end)
         return findings

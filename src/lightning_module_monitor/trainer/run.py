@@ -10,6 +10,7 @@ from typing import Any
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose
+from lightning_module_monitor.health.facts import CallFacts
 from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -36,6 +37,8 @@ class RunResults:
         """All findings since the latest fit began, in order."""
         self.history = History()
         """Values of the latest run that explain its findings."""
+        self.calls = CallFacts()
+        """Facts about the calls of modules in the latest fit."""
         self.awaited: AwaitedKeys = {}
         self.state: dict[str, Any] = {}
         """The state for a checkpoint that is saved when no run is in progress."""

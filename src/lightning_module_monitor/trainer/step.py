@@ -27,6 +27,7 @@ from lightning_module_monitor.trainer.overhead import Overhead, clock_of
 from lightning_module_monitor.trainer.reference_controller import ReferenceController
 from lightning_module_monitor.trainer.run import Run, step_of
 from lightning_module_monitor.trainer.sinks_controller import SinksController
+from lightning_module_monitor.trainer.variation import OutputVariation
 
 
 class StepController:
@@ -41,6 +42,7 @@ class StepController:
         self.health = health
         self._nonfinite = health.nonfinite
         self._facts = FactsReader(run) if health.needs_facts else None
+        self._variation = OutputVariation(run) if health.needs_facts else None
         self._sinks = sinks
         self.reference = reference
         limit = run.options.max_overhead
@@ -189,7 +191,7 @@ class StepController:
         name_of_metric, overhead = self._name_of_metric, self._overhead
         prepare_gradient_noise(self._run)
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
-            self._monitored = MonitoredStep(self._run, name_of_metric, self._facts, self.fail)
+            self._monitored = MonitoredStep(self._run, name_of_metric, self._facts, self._variation, self.fail)
             self._monitored.tracker.attach()
         return self._monitored is not None or overhead is not None or self._nonfinite.is_on
 
@@ -212,7 +214,7 @@ class StepController:
 
     def _close_monitored(self) -> None:
         if self._monitored is not None:
-            self._monitored.tracker.close()
+            self._monitored.close()
         self._monitored = None
 
     def _end_step(self) -> None:

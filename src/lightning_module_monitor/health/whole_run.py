@@ -1,0 +1,228 @@
+"""What the history of a whole run shows, and the alarms that need it."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+import numpy as np
+
+from lightning_module_monitor.health.alerts import Alarm, Fired, has_fallen
+from lightning_module_monitor.health.detectors import (
+    CONSTANT_TARGET,
+    DETECTORS,
+    DROPOUT,
+    LARGE_START,
+    LARGE_STEPS,
+    NOT_LEARNING,
+    ONE_SIDED,
+    OVERWRITTEN,
+    UNBOUNDED,
+    ZERO_RATE,
+)
+from lightning_module_monitor.health.loss_tests import A_LITTLE
+from lightning_module_monitor.health.run_history import MIN_FOR_THIRDS, MIN_LOSSES, MIN_MOVEMENTS, History
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS
+from lightning_module_monitor.record import Finding
+
+MOST = 0.9
+"""The probability of a dropout module that leaves next to nothing."""
+
+UNLEARNED = ("flat", "still", "chance", "stalled", "at once", "unclear", "above")
+"""Results of :attr:`History.learning` of losses that may not fall."""
+
+_LOSS_PHRASES = {
+    "flat": "does not fall by more than its noise",
+    "still": "hardly falls, and the weights hardly move",
+    "stopped": "falls no more, and the weights hardly move",
+}
+"""What is wrong with the loss, by the result of :attr:`History.learning`."""
+BAD_START, MIN_FOR_START = 5.0, 3
+"""A first cross-entropy that is so many times that of guessing shows outputs that are far too large; least number of losses."""
+WITHOUT_BOUND = 100.0
+"""A loss below 0 that is so many times as large as the first one, or as 1, has no lower bound."""
+LARGE_REACH = 0.3
+"""Weights are written over if all steps together can move one by more than this part of its norm, and none moves."""
+FADED, MIN_OF_OPTIMIZERS = 1e-3, 6
+"""An optimizer's gradients have faded below this part of their start; number of records below which that is not judged."""
+HARDLY_VARIES = 1e-3
+"""An output hardly differs between samples if its variation was never above this."""
+MIN_SAMPLES = 8
+"""The least number of samples in a batch whose targets are compared."""
+
+
+def alarms_of(history: History) -> list[Alarm]:
+    """The alarms that need the whole run."""
+    judges = (*(_zero_rates, _not_learning, _constant_target, _overwritten, _large_steps, _one_sided, _dropout, _unbounded, _large_start),)
+    return [alarm for judge in judges for alarm in judge(history)]
+
+
+def constant_from(history: History) -> str:
+    """The module from which on all outputs were constant in the first record, while the one before it varied; empty without one."""
+    begin, order = history.first.get("constant_from", math.nan), history.facts.order
+    return order[int(begin)] if 0 <= begin < len(order) else ""
+
+
+def varies_before(history: History, site: str) -> bool:
+    """Whether the outputs of the modules that ran before a module were not constant in the first record."""
+    begin, order = constant_from(history), [*history.facts.order]
+    return not begin or site not in order or order.index(site) <= order.index(begin)
+
+
+def hardly_varies(history: History) -> bool:
+    """Whether the output has hardly differed between samples in any record, while the input did."""
+    return 0 < history.largest_variation < HARDLY_VARIES
+
+
+def has_only_constant_targets(history: History) -> bool:
+    """Whether all labels that were looked at are one."""
+    return len(history.targets) >= MIN_LOSSES and all(target == history.targets[0] for target in history.targets)  # not if any is NaN
+
+
+def is_sorted(history: History) -> bool:
+    """Whether so many batches have targets of one class each as a random order would have once in a million runs, or less often."""
+    numbers = [*collections.Counter(target for target in history.targets if not math.isnan(target)).values()]
+    num = sum(numbers)
+    if len(numbers) < 2:
+        return False
+    # The largest probability of this result, given that each batch has at least so many samples, over all frequencies of classes.
+    orders = math.lgamma(num + 1) - sum(math.lgamma(number + 1) for number in numbers)
+    chosen = math.lgamma(len(history.targets) + 1) - math.lgamma(num + 1) - math.lgamma(len(history.targets) - num + 1)
+    likelihood = MIN_SAMPLES * sum(number * math.log(number / num) for number in numbers)
+    return orders + chosen + likelihood < math.log(1e-6)
+
+
+def is_overwritten(history: History) -> bool:
+    """Whether no parameter's norm has changed by a thousandth of itself, nor of what the steps can change."""
+    reach = history.reach
+    is_judged = len(history._movements) >= MIN_MOVEMENTS and LARGE_REACH < reach < math.inf
+    if not is_judged or not history.first_norms or any(group.is_half for group in history.facts.groups):
+        return False
+    last = ((site, history.norm_of(site)) for site in history.first_norms if _is_trained(history, site))
+    changes = [abs(norm - history.first_norms[site]) / history.first_norms[site] for site, norm in last if history.first_norms[site] > 0]
+    return bool(changes) and max(changes) < 1e-3 * min(reach, 1.0)
+
+
+def _is_trained(history: History, site: str) -> bool:
+    parameter = history.facts.parameters.get(site)
+    return parameter is not None and parameter.training == "trained"
+
+
+def one_sided(history: History) -> tuple[int, float] | None:
+    """An optimizer whose gradients have faded or exploded, and their size relative to their start; ``None`` without one."""
+    records = np.array(history.gradients_by_optimizer)
+    if len(records) < MIN_OF_OPTIMIZERS:
+        return None
+    with np.errstate(all="ignore"):
+        times = np.median(records[-(len(records) // 3) :], axis=0) / records[0]
+    found = [(number, float(size)) for number, size in enumerate(times) if size < FADED or size > 1 / FADED]
+    return found[0] if found else None
+
+
+def still_part(history: History) -> str:
+    """The name of a logged loss that does not fall, though it differs from record to record; empty if all fall."""
+    for name, losses in history.parts.items():
+        num = len(losses) // (2 if len(losses) < MIN_FOR_THIRDS else 3)
+        is_judged = len(losses) >= MIN_LOSSES and len({*losses}) > 0.8 * len(losses) and 0 < min(losses) <= max(losses) < math.inf
+        if is_judged and not has_fallen(max(losses[0], float(np.median(losses[:num]))), float(np.median(losses[-num:])), A_LITTLE):
+            return name
+    return ""
+
+
+def is_unbounded(history: History) -> bool:
+    """Whether the loss falls below 0 by orders of magnitude: nothing that a model is to learn has such a loss."""
+    after = history.ends[1]
+    is_judged = not history.facts.is_manual and len(history.losses) >= MIN_LOSSES
+    return is_judged and bool(after) and float(np.median(after)) < -WITHOUT_BOUND * max(1.0, abs(history.first_loss))
+
+
+def has_large_start(history: History) -> bool:
+    """Whether the first cross-entropy was many times that of guessing."""
+    guessing = math.log(max(history.facts.num_classes, 1))
+    return guessing > 0 and len(history.losses) >= MIN_FOR_START and history.first_loss > BAD_START * guessing
+
+
+def _zero_rates(history: History) -> list[Alarm]:
+    alarms = []
+    for name, rate in history.rates.items():
+        sites = history.sites_of(name)
+        if rate.largest == 0 and rate.num_records >= DETECTORS[ZERO_RATE].min_records and sites:
+            more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+            words = f"{sites[0]}{more}: the learning rate is 0 in all {rate.num_records} records, and the gradient is not."
+            alarms.append(_alarm_of_run(history, ZERO_RATE, sites[0], name, words))
+    return alarms
+
+
+def _not_learning(history: History) -> list[Alarm]:
+    before, after = history.ends
+    what = _LOSS_PHRASES.get(history.learning)
+    if what is None:
+        return []
+    medians = f"its median is {np.median(before):.4g} in the first {len(before)} records and {np.median(after):.4g} in the last"
+    words = f"The loss {what}: {medians} {len(after)}."
+    return [_alarm_of_run(history, NOT_LEARNING, "", LOSS, words, since=history.stalled_since if history.learning == "stopped" else None)]
+
+
+def _constant_target(history: History) -> list[Alarm]:
+    if not is_sorted(history):
+        return []
+    num_constant = sum(not math.isnan(target) for target in history.targets)
+    words = f"The targets of a batch are all the same in {num_constant} of {len(history.targets)} records, and differ between records."
+    return [_alarm_of_run(history, CONSTANT_TARGET, "", "target_max", words)]
+
+
+def _overwritten(history: History) -> list[Alarm]:
+    if not is_overwritten(history):
+        return []
+    words = f"The weights stand still, and all steps together can move one by {history.reach:.2g} of its norm."
+    return [_alarm_of_run(history, OVERWRITTEN, "", LOSS, words)]
+
+
+def _large_steps(history: History) -> list[Alarm]:
+    if not history.has_large_steps:
+        return []
+    words = f"The first step can move a weight by {history.first['median_movement']:.2g} of its norm (median of all weights)."
+    return [_alarm_of_run(history, LARGE_STEPS, "", LOSS, words)]
+
+
+def _one_sided(history: History) -> list[Alarm]:
+    found, facts = one_sided(history), history.facts
+    if found is None:
+        return []
+    number, times = found
+    site = next((site for site in facts.parameters if facts.optimizer_of(site) == number), "")
+    words = f"{site}, and all other parameters of optimizer {number}: the norm of their gradients is {times:.2g} of its start."
+    return [_alarm_of_run(history, ONE_SIDED, site, LOSS, words)]
+
+
+def _unbounded(history: History) -> list[Alarm]:
+    if not is_unbounded(history):
+        return []
+    words = f"The loss falls below 0 without end: from {history.first_loss:.3g} to {np.median(history.ends[1]):.3g}."
+    return [_alarm_of_run(history, UNBOUNDED, "", LOSS, words)]
+
+
+def _large_start(history: History) -> list[Alarm]:
+    if not has_large_start(history):
+        return []
+    guessing = math.log(history.facts.num_classes)
+    words = f"The first loss is {history.first_loss:.3g}, and that of guessing among {history.facts.num_classes} classes {guessing:.3g}."
+    return [_alarm_of_run(history, LARGE_START, "", LOSS, words)]
+
+
+def _dropout(history: History) -> list[Alarm]:
+    probability = history.facts.dropout
+    if probability <= MOST or history.learning not in UNLEARNED:
+        return []
+    words = f"A dropout module has a probability of {probability:.3g}, and it is not known that the loss falls."
+    return [_alarm_of_run(history, DROPOUT, "", LOSS, words)]
+
+
+def _alarm_of_run(history: History, name: str, site: str, statistic: str, words: str, *, since: int | None = None) -> Alarm:
+    steps = history.steps or [0]
+    first = steps[0] if since is None else since
+    last, key = steps[-1], Key(CONTEXT_KIND, "", statistic).format()
+    severity = DETECTORS[name].severity
+    finding = Finding(step=last, name=name, site=site, key=key, words=words, severity=severity, steps_before=last - first)
+    return Alarm(finding, fired=[Fired(key, math.nan, 1.0, first)])
