@@ -200,7 +200,7 @@ def test_a_cross_entropy_that_comes_down_to_chance_has_learned_nothing(num_class
     losses = [*np.linspace(2.9, 2.2, 30)]
     verdict = verdict_on(healthy_tables(30), [loss(losses)], facts=[(0, Facts(is_classification=True, num_classes=num_classes))])
     if num_classes == 10:
-        reason = "loss 2.9 to 2.31, which is that of guessing among 10 classes"
+        reason = "loss 2.9 to 2.31, which is no better than guessing among 10 classes"
         assert verdict.sentence.startswith(f"unknown: {reason}; ")
         assert status_of(verdict, "not_learning") == ("unclear", reason)
     else:

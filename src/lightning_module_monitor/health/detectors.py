@@ -34,6 +34,7 @@ _NO_WEIGHT = "no trained parameter, other than biases, has a gradient"
 CONSTANT_TARGET = "constant_target"
 DIVERGING = "diverging"
 DROPOUT = "dropout"
+GROWING_WEIGHTS = "growing_weights"
 LARGE_START, LARGE_STEPS = "large_start", "large_steps"
 NONFINITE = "nonfinite"
 NOT_LEARNING = "not_learning"
@@ -322,10 +323,11 @@ DETECTORS = {
             ),
         ),
         Detector(
-            "growing_weights",
+            GROWING_WEIGHTS,
             _OF_PARAMETERS[:1],
             formula="the norm of all trained parameters together, over that of the first record",
-            limit="more than 5 times, in 2 records within 200 steps; later, gradients, outputs and the loss show it",
+            limit="more than 5 times, in 2 records within 200 steps; later, gradients, outputs and the loss show it. Or more than 100 "
+            "times in the last record, also if the loss falls",
             source=_HEURISTIC,
             rule=_rule(
                 figures=totals,

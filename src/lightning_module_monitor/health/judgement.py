@@ -35,7 +35,7 @@ _LOSS_IN_WORDS = {
     "not finite": "the loss is not finite at the end",
     "hardly": "loss {first:.3g} to {last:.3g}, a fall of less than 3 %",
     "stalled": "loss {first:.3g} to {last:.3g}, without a clear fall since step {stalled_since}",
-    "chance": "loss {first:.3g} to {last:.3g}, which is that of guessing among {num_classes} classes",
+    "chance": "loss {first:.3g} to {last:.3g}, which is no better than guessing among {num_classes} classes",
     "at once": "loss {first:.3g} to {last:.3g} within the first records, without a clear fall since",
     "unclear": "too noisy losses to tell whether they fall",
     "settled": "the loss hardly changes, as that of trained weights may",

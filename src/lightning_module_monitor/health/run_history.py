@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -56,6 +57,9 @@ SMALL_RATE = 0.01
 """A learning rate below this part of its largest value has been brought down by a schedule."""
 LARGE_STEP = 3.0
 """Steps that can move most weights by more than so many times of their norms keep nothing of them."""
+_OF_LOSS = re.compile(r"loss|(?<![a-z])(ce|bce|nll|mse)(?![a-z])")
+"""Names of what a module logs as a loss or a part of it."""
+
 NO_FACTS = Facts()
 """The facts of a run of which only numbers are known: none."""
 
@@ -129,7 +133,7 @@ class History:
             self.steps.append(step)
             self.losses.append(self._context[LOSS])
         for name, value in self._context.items():
-            if "loss" in name and name != LOSS:
+            if _OF_LOSS.search(name) and name != LOSS:
                 self.parts.setdefault(name, []).append(value)
             if is_rate(name):
                 num_records, largest, first = self.rates.get(name, (0, 0.0, value))

@@ -12,6 +12,7 @@ from lightning_module_monitor.health.detectors import (
     CONSTANT_TARGET,
     DETECTORS,
     DROPOUT,
+    GROWING_WEIGHTS,
     LARGE_START,
     LARGE_STEPS,
     NOT_LEARNING,
@@ -26,6 +27,8 @@ from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS
 from lightning_module_monitor.record import Finding
 
+RUNAWAY = 100.0
+"""Weights whose norm is more than so many times its start have run away."""
 MOST = 0.9
 """The probability of a dropout module that leaves next to nothing."""
 
@@ -54,7 +57,20 @@ MIN_SAMPLES = 8
 
 def alarms_of(history: History) -> list[Alarm]:
     """The alarms that need the whole run."""
-    judges = (*(_zero_rates, _not_learning, _constant_target, _overwritten, _large_steps, _one_sided, _dropout, _unbounded, _large_start),)
+    judges = (
+        *(
+            _zero_rates,
+            _not_learning,
+            _constant_target,
+            _overwritten,
+            _large_steps,
+            _runaway_weights,
+            _one_sided,
+            _dropout,
+            _unbounded,
+            _large_start,
+        ),
+    )
     return [alarm for judge in judges for alarm in judge(history)]
 
 
@@ -184,6 +200,15 @@ def _large_steps(history: History) -> list[Alarm]:
         return []
     words = f"The first step can move a weight by {history.first['median_movement']:.2g} of its norm (median of all weights)."
     return [_alarm_of_run(history, LARGE_STEPS, "", LOSS, words)]
+
+
+def _runaway_weights(history: History) -> list[Alarm]:
+    first = math.hypot(*history.first_norms.values())
+    last = math.hypot(*filter(math.isfinite, map(history.norm_of, history.first_norms)))
+    if history.facts.is_manual or len(history.steps) < 2 or not 0 < first < last / RUNAWAY:
+        return []
+    words = f"The norm of all parameters is {last / first:.3g} times its start, whatever the loss does."
+    return [_alarm_of_run(history, GROWING_WEIGHTS, "", LOSS, words, since=history.steps[1])]
 
 
 def _one_sided(history: History) -> list[Alarm]:
