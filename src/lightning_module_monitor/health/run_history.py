@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import has_fallen
 from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.health.figures import VARYING
 from lightning_module_monitor.health.kept_columns import NO_COLUMN, KeptColumns, Sizes
 from lightning_module_monitor.health.loss_tests import (
     A_GOOD_PART,
@@ -27,8 +28,6 @@ from lightning_module_monitor.keys import Key, is_rate, name_of_rate
 from lightning_module_monitor.kinds import LOSS
 from lightning_module_monitor.record import is_absent
 
-VARIES = 0.01
-"""An input differs between samples if its variation is above this."""
 MIN_MOVEMENTS = 5
 """Number of records of which it is known how far their steps can move a weight, below which that is not judged."""
 MIN_LOSSES = 10
@@ -88,7 +87,7 @@ class History:
         """What a module logs as a loss, by name."""
         self.rates: dict[str, Rate] = {}
         """Learning rates by name."""
-        self._movements: list[tuple[int, float]] = []
+        self.movements: list[tuple[int, float]] = []
         """Steps, and the largest part of its norm by which each can move a weight, of the records of which it is known."""
         self.num_gradients, self.num_clipped = 0, 0
         """Number of records with gradients, and number of records whose gradients have the largest size that clipping allows."""
@@ -138,7 +137,7 @@ class History:
             if is_rate(name):
                 num_records, largest, first = self.rates.get(name, (0, 0.0, value))
                 self.rates[name] = Rate(num_records + 1, max(largest, value), first)
-        if self._context.get("input_variation", 0.0) > VARIES:
+        if self._context.get("input_variation", 0.0) > VARYING:
             self.largest_variation = max(self.largest_variation, self._context.get("output_variation", math.inf))
         if (target := self._context.get("target_min")) is not None:
             self.targets.append(target if target == self._context.get("target_max") else math.nan)
@@ -149,7 +148,7 @@ class History:
             self._before, self._last = self._last, Sizes(kept, numbers)
             movements = kept.movements(numbers)
             movement = float(np.fmax.reduce(movements, initial=math.nan))
-            self._movements += [] if math.isnan(movement) else [(step, movement)]
+            self.movements += [] if math.isnan(movement) else [(step, movement)]
             self.num_gradients += len(norms) > 0 or norm > 0
             self.num_clipped += 0 < kept.least_clipped <= norm
             if self.facts.is_manual and len(kept.gradients_by_optimizer) > 1:
@@ -351,7 +350,7 @@ class History:
         return self._reach_since(0)
 
     def _reach_since(self, begin: int) -> float:
-        movements = [(step, movement) for step, movement in self._movements if step >= begin]
+        movements = [(step, movement) for step, movement in self.movements if step >= begin]
         between = ((step - before) * max(earlier, later) for (before, earlier), (step, later) in itertools.pairwise(movements))
         return movements[0][1] + sum(between) if movements else math.nan
 
@@ -362,7 +361,7 @@ class History:
     @property
     def has_large_steps(self) -> bool:
         """Whether the first recorded step could move most weights by several times of their norms."""
-        return len(self._movements) >= MIN_MOVEMENTS and LARGE_STEP < self.first.get("median_movement", math.nan) < math.inf
+        return len(self.movements) >= MIN_MOVEMENTS and LARGE_STEP < self.first.get("median_movement", math.nan) < math.inf
 
     @property
     def is_stopped_by_schedule(self) -> bool:
@@ -387,7 +386,7 @@ class History:
             "parts": {name: [*losses] for name, losses in self.parts.items()},
             "rates": {name: tuple(rate) for name, rate in self.rates.items()},
             "first": dict(self.first),
-            "movements": [*self._movements],
+            "movements": [*self.movements],
             "first_norms": dict(self.first_norms),
             "targets": [*self.targets],
             "largest_variation": self.largest_variation,
@@ -402,7 +401,7 @@ class History:
         self.parts = {name: [*losses] for name, losses in content.get("parts", {}).items()}
         self.rates = {name: Rate(*rate) for name, rate in content.get("rates", {}).items()}
         self.first = dict(content.get("first", {}))
-        self._movements = [*content.get("movements", ())]
+        self.movements = [*content.get("movements", ())]
         self.first_norms = dict(content.get("first_norms", {}))
         self.targets = [*content.get("targets", ())]
         self.largest_variation = content.get("largest_variation", 0.0)

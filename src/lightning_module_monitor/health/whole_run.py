@@ -57,20 +57,18 @@ MIN_SAMPLES = 8
 
 def alarms_of(history: History) -> list[Alarm]:
     """The alarms that need the whole run."""
-    judges = (
-        *(
-            _zero_rates,
-            _not_learning,
-            _constant_target,
-            _overwritten,
-            _large_steps,
-            _runaway_weights,
-            _one_sided,
-            _dropout,
-            _unbounded,
-            _large_start,
-        ),
-    )
+    judges = [
+        _zero_rates,
+        _not_learning,
+        _constant_target,
+        _overwritten,
+        _large_steps,
+        _runaway_weights,
+        _one_sided,
+        _dropout,
+        _unbounded,
+        _large_start,
+    ]
     return [alarm for judge in judges for alarm in judge(history)]
 
 
@@ -112,7 +110,7 @@ def is_sorted(history: History) -> bool:
 def is_overwritten(history: History) -> bool:
     """Whether no parameter's norm has changed by a thousandth of itself, nor of what the steps can change."""
     reach = history.reach
-    is_judged = len(history._movements) >= MIN_MOVEMENTS and LARGE_REACH < reach < math.inf
+    is_judged = len(history.movements) >= MIN_MOVEMENTS and LARGE_REACH < reach < math.inf
     if not is_judged or not history.first_norms or any(group.is_half for group in history.facts.groups):
         return False
     last = ((site, history.norm_of(site)) for site in history.first_norms if _is_trained(history, site))

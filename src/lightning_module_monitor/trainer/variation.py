@@ -62,7 +62,6 @@ class OutputVariation:
 
     The first step takes that of every module, to find which one is last, and from which one on outputs are constant. What is taken is the
     largest of a step's calls and micro-batches, without those of a single sample.
-
     """
 
     def __init__(self, run: Run) -> None:
@@ -76,6 +75,7 @@ class OutputVariation:
         self._variations: dict[str, Tensor] = {}
         """By module, in the order of the last calls."""
         self._mixing: dict[str, None] = {}
+        """Of the first step, the modules that mix samples, in the order of their calls."""
         self._of_units: dict[str, Tensor] = {}
         """Of the first step, how much the units of a layer differ from each other, by module; NaN if samples do not differ."""
         self._of_first: dict[str, Tensor | float] = {}
