@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.graphs import needs_node_shapes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -28,18 +29,13 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 }
 
 
-def _needs_shapes() -> None:
-    if not hasattr(torch.ones(2, requires_grad=True).exp().grad_fn, "_input_metadata"):
-        pytest.skip(f"nodes of the graph have no shapes in torch {torch.__version__}")
-
-
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_number_of_classes(name: str, is_scaled: bool) -> None:
     """Of a loss that is the mean of a cross-entropy and nothing else, as the trainer differentiates it; the backward pass is as before."""
     make, expected = LOSSES[name]
     if expected:
-        _needs_shapes()
+        needs_node_shapes()
     x = torch.randn(4, 10, 5, requires_grad=True)
     loss = make(x) / 1
     loss = loss * torch.tensor(8.0) if is_scaled else loss
@@ -67,7 +63,7 @@ TARGETS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_number_of_targets(name: str) -> None:
     """Of a cross-entropy, also beside another loss."""
-    _needs_shapes()
+    needs_node_shapes()
     make, expected = TARGETS[name]
     assert read(make(torch.randn(4, 10, 5, requires_grad=True)))[1] == expected
 
@@ -107,7 +103,7 @@ BROADCASTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 @pytest.mark.parametrize("name", BROADCASTS)
 def test_outputs_that_are_compared_with_all_targets(name: str) -> None:
     """Shapes (N, 1) and (N,) give (N, N)."""
-    _needs_shapes()
+    needs_node_shapes()
     make, expected = BROADCASTS[name]
     assert read(make(torch.randn(4, 1, requires_grad=True)))[0].is_broadcast is expected
 
