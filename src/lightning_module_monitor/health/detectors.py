@@ -35,6 +35,7 @@ CONSTANT_TARGET = "constant_target"
 DIVERGING = "diverging"
 DROPOUT = "dropout"
 GROWING_WEIGHTS = "growing_weights"
+LINEAR = "linear_model"
 LARGE_START, LARGE_STEPS = "large_start", "large_steps"
 NONFINITE = "nonfinite"
 NOT_LEARNING = "not_learning"
@@ -195,6 +196,47 @@ DETECTORS = {
             source="plain arithmetic",
             severity="error",
             rule=_rule(above=0.5, phrase="The loss compares each output with the targets of all samples"),
+        ),
+        Detector(
+            "unregistered",
+            [([FACT_KIND], ["num_unregistered"])],
+            formula="the number of weights in the graph of the loss, by which an input is multiplied, that neither the module nor "
+            "an optimizer has",
+            limit="above 0, if the module or an optimizer has others",
+            source="plain arithmetic",
+            rule=_rule(above=0.5, phrase="{value:.0f} weights that get a gradient belong neither to the module nor to an optimizer"),
+        ),
+        Detector(
+            "two_optimizers",
+            [([FACT_KIND], ["in_two_optimizers"])],
+            formula="whether an optimizer has all parameters of another one, and others besides",
+            limit="in 1 record",
+            source="plain arithmetic",
+            rule=_rule(above=0.5, is_of_facts=True, phrase="{sites}: in two optimizers, of which one has other parameters, too"),
+        ),
+        Detector(
+            "swapped_betas",
+            [([FACT_KIND], ["has_swapped_betas"])],
+            formula="whether the first beta of an optimizer is larger than the second one",
+            limit="in 1 record",
+            source="D. Kingma, J. Ba, Adam, arXiv 1412.6980: convergence needs the square of the first below the root of the second",
+            rule=_rule(above=0.5, phrase="The first beta of the optimizer is larger than the second one"),
+        ),
+        Detector(
+            "two_values",
+            [([FACT_KIND], ["of_two_values"])],
+            formula="whether a normalization layer normalizes two values at a time, in the first record",
+            limit="in 1 record",
+            source="plain arithmetic: what is left of two values is the sign of their difference",
+            rule=_rule(above=0.5, is_of_facts=True, phrase="{sites}: two values at a time are normalized"),
+        ),
+        Detector(
+            LINEAR,
+            [([FACT_KIND], ["is_linear"]), ([CONTEXT_KIND], [LOSS])],
+            formula="whether the graph of the loss has a product by a weight behind another one, and none but linear functions behind them",
+            limit="if the loss does not fall by 3 %, or no further than guessing",
+            source="plain arithmetic: linear functions of linear functions are linear",
+            min_records=10,
         ),
         Detector(
             DROPOUT,

@@ -13,6 +13,11 @@ Training = Literal["trained", "untrained", "frozen"]
 """State of a parameter: an optimizer has it; it requires a gradient, and no optimizer has it; or it requires none."""
 
 
+_OF_RUN = ("softmax_twice", "is_broadcast", "no_gradient", "maximizes", "num_unregistered", "has_swapped_betas")
+_OF_SITES = ("in_eval", "mixes_samples", "of_two_values", "in_two_optimizers")
+"""Facts that are judged as values of a record are: of the run, and of modules or parameters."""
+
+
 class ParameterFacts(NamedTuple):
     """Facts about a parameter in a step."""
 
@@ -58,6 +63,8 @@ class CallFacts(NamedTuple):
     """Whether the last one was called without gradients, too."""
     mixes_samples: tuple[str, ...] = ()
     """Modules that take samples for elements of a sequence, in the first step."""
+    of_two_values: tuple[str, ...] = ()
+    """Modules that normalize two values, in the first step."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,18 @@ class Facts:
     """Whether ``training_step`` calls the model without gradients, too: it computes targets by itself."""
     mixes_samples: Sequence[str] = ()
     """Recurrent and attention modules that take the samples of a batch for the elements of a sequence."""
+    of_two_values: Sequence[str] = ()
+    """Modules that normalize two values: only the sign of their difference is left."""
+    is_linear: bool = False
+    """Whether the model has several layers and no function between them that is not linear."""
+    of_tokens: bool = False
+    """Whether the targets of a cross-entropy are as many as the tokens of the input, or one less for each sample."""
+    num_unregistered: int = 0
+    """Number of weights that get a gradient, and that neither the module nor an optimizer has."""
+    has_swapped_betas: bool = False
+    """Whether an optimizer averages squares over fewer steps than gradients."""
+    in_two_optimizers: Sequence[str] = ()
+    """Parameters of an optimizer that another one has, too, among others."""
     order: Sequence[str] = ()
     """The modules that returned an output for each sample, in the order of execution in the first record; the last one is the output."""
 
@@ -112,15 +131,14 @@ class Facts:
 
     def as_values(self) -> dict[Key, float]:
         """The conditions among them, which are judged as values of a record are."""
-        in_eval = {Key(FACT_KIND, name, "in_eval"): 1.0 for name in self.in_eval}
-        mixed = {Key(FACT_KIND, name, "mixes_samples"): 1.0 for name in self.mixes_samples}
-        of_run = {name: float(getattr(self, name)) for name in ("softmax_twice", "is_broadcast", "no_gradient", "maximizes")}
-        return {**{Key(FACT_KIND, "", name): value for name, value in of_run.items()}, **in_eval, **mixed}
+        of_run = {Key(FACT_KIND, "", name): float(getattr(self, name)) for name in _OF_RUN}
+        of_sites = {Key(FACT_KIND, site, name): 1.0 for name in _OF_SITES for site in getattr(self, name)}
+        return of_run | of_sites
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Facts:
         """The inverse of ``dataclasses.asdict`` and JSON."""
         parameters = {name: ParameterFacts(*values) for name, values in content["parameters"].items()}
         groups = tuple(GroupFacts(*values) for values in content["groups"])
-        names = {name: tuple(content.get(name, ())) for name in ("in_eval", "order", "mixes_samples")}
+        names = {name: tuple(content.get(name, ())) for name in (*_OF_SITES, "order")}
         return cls(**{**content, "parameters": parameters, "groups": groups, **names})

@@ -16,7 +16,7 @@ from lightning_module_monitor.health.detectors import DETECTORS, DIVERGING, NONF
 from lightning_module_monitor.health.diagnoses import Diagnoses, diagnose, is_withdrawn
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.run_history import MIN_LOSSES, History
-from lightning_module_monitor.health.whole_run import has_only_constant_targets, still_part
+from lightning_module_monitor.health.whole_run import has_only_constant_targets, sees_its_labels, still_part
 from lightning_module_monitor.kinds import ROOT_SITE
 from lightning_module_monitor.record import Finding, Severity
 
@@ -51,6 +51,9 @@ def _doubt_about_loss(history: History) -> str:
         return "the loss falls, and whether outputs differ between samples was not looked at"
     if history.learning == "falls" and (part := still_part(history)):
         return f"the loss falls, and {part}, which is logged, does not"
+    if history.learning == "falls" and sees_its_labels(history):
+        last = np.median(history.ends[1])
+        return f"the loss falls to {last:.3g} for tokens of tokens, as where a model sees its labels: look at their shift and at the mask"
     if has_only_constant_targets(history):
         return "all targets that were looked at are the same"
     words = _LOSS_IN_WORDS.get(history.learning, "")

@@ -354,6 +354,12 @@ class History:
         between = ((step - before) * max(earlier, later) for (before, earlier), (step, later) in itertools.pairwise(movements))
         return movements[0][1] + sum(between) if movements else math.nan
 
+    @property
+    def frozen_part(self) -> float:
+        """The part of the elements of all parameters that require no gradient."""
+        sizes = [(parameter.numel, parameter.training == "frozen") for parameter in self.facts.parameters.values()]
+        return sum(numel for numel, is_frozen in sizes if is_frozen) / max(sum(numel for numel, _is_frozen in sizes), 1)
+
     def norm_of(self, site: str) -> float:
         """The norm of a parameter in the last record; NaN without one."""
         return self.last.get(Key("parameter", site, "norm"), math.nan)

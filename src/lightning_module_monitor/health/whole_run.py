@@ -15,6 +15,7 @@ from lightning_module_monitor.health.detectors import (
     GROWING_WEIGHTS,
     LARGE_START,
     LARGE_STEPS,
+    LINEAR,
     NOT_LEARNING,
     ONE_SIDED,
     OVERWRITTEN,
@@ -34,6 +35,8 @@ MOST = 0.9
 
 UNLEARNED = ("flat", "still", "chance", "stalled", "at once", "unclear", "above")
 """Results of :attr:`History.learning` of losses that may not fall."""
+UNLEARNED_AT_ALL = ("flat", "chance", "hardly")
+"""Those of losses that do not fall."""
 
 _LOSS_PHRASES = {
     "flat": "does not fall by more than its noise",
@@ -51,6 +54,8 @@ FADED, MIN_OF_OPTIMIZERS = 1e-3, 6
 """An optimizer's gradients have faded below this part of their start; number of records below which that is not judged."""
 HARDLY_VARIES = 1e-3
 """An output hardly differs between samples if its variation was never above this."""
+KNOWN = 0.05
+"""A cross-entropy of tokens below this part of its start tells nearly all of them; in texts most cannot be told."""
 MIN_SAMPLES = 8
 """The least number of samples in a batch whose targets are compared."""
 
@@ -65,6 +70,7 @@ def alarms_of(history: History) -> list[Alarm]:
         _large_steps,
         _runaway_weights,
         _one_sided,
+        _linear,
         _dropout,
         _unbounded,
         _large_start,
@@ -92,6 +98,12 @@ def hardly_varies(history: History) -> bool:
 def has_only_constant_targets(history: History) -> bool:
     """Whether all labels that were looked at are one."""
     return len(history.targets) >= MIN_LOSSES and all(target == history.targets[0] for target in history.targets)  # not if any is NaN
+
+
+def sees_its_labels(history: History) -> bool:
+    """Whether tokens are told from tokens next to without an error, as a language model does that sees what it is to tell."""
+    after = history.ends[1]
+    return history.facts.of_tokens and bool(after) and 0 < float(np.median(after)) < KNOWN * history.first_loss
 
 
 def is_sorted(history: History) -> bool:
@@ -232,6 +244,12 @@ def _large_start(history: History) -> list[Alarm]:
     guessing = math.log(history.facts.num_classes)
     words = f"The first loss is {history.first_loss:.3g}, and that of guessing among {history.facts.num_classes} classes {guessing:.3g}."
     return [_alarm_of_run(history, LARGE_START, "", LOSS, words)]
+
+
+def _linear(history: History) -> list[Alarm]:
+    if not history.facts.is_linear or history.learning not in UNLEARNED_AT_ALL:
+        return []
+    return [_alarm_of_run(history, LINEAR, "", LOSS, "No function between the layers is other than linear, and the loss does not fall.")]
 
 
 def _dropout(history: History) -> list[Alarm]:

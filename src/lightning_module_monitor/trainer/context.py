@@ -81,6 +81,8 @@ class MonitoredStep:
         """What detectors need beside the values of the step; ``None`` where nothing needs it."""
         self._labels: list[Tensor] = []
         """The tensors of integers in the micro-batch."""
+        self._tokens: Tensor | None = None
+        """The input of the micro-batch, if it is of integers."""
         self._trainer = run.trainer
         self._name_of_metric = name_of_metric
         self._optimizers = [optimizer for optimizer in run.trainer.optimizers if isinstance(optimizer, Optimizer)]
@@ -127,6 +129,7 @@ class MonitoredStep:
             if data is not None and dimension is not None:
                 self._add("input_variation", variation(data, dimension))
             self._labels = [tensor for tensor in dense if not (tensor.is_floating_point() or tensor.is_complex())]
+            self._tokens = next((tensor for tensor in self._labels if tensor is data), None)
 
     @torch.no_grad()
     def begin_backward(self, loss: Tensor) -> None:
@@ -138,7 +141,7 @@ class MonitoredStep:
         value = value if num_batches == 1 else value * num_batches
         self._add(LOSS, value if scale is None else value / scale)
         if self._facts is not None:
-            self._observe_targets(self._facts.note_loss(loss, is_scaled=scale is not None))
+            self._observe_targets(self._facts.note_loss(loss, self._tokens, is_scaled=scale is not None))
         for optimizer in self._optimizers:
             gradient = first_gradient(optimizer)
             is_stale = 0.0 if gradient is None else (gradient != 0).any().float()

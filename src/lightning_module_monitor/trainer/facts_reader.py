@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from lightning_module_monitor.health.run_history import NO_FACTS
 from lightning_module_monitor.trainer.loss_facts import LossFacts, LossReader
 from lightning_module_monitor.trainer.optimizers import parameter_ids
 from lightning_module_monitor.trainer.run import Run
+from lightning_module_monitor.trainer.strategy import can_run_again
 
-_OPTIONS = ("momentum", "weight_decay", "eps", "name", "maximize")
+_OPTIONS = ("momentum", "weight_decay", "eps", "name", "maximize", "betas")
 """Options of a group that are among the facts."""
 
 
@@ -32,7 +34,7 @@ class FactsReader:
         """The parameters that the model had then."""
         self._dropouts = [site.module for site in run.planner.index.modules if isinstance(site.module, _Dropout)]
         self._normalizations = [site.module for site in run.planner.index.modules if getattr(site.module, "running_mean", None) is not None]
-        self._losses = LossReader()
+        self._losses = LossReader(self._is_registered)
         self._loss = LossFacts()
         self._has_gradient: bool | None = None
         """Whether an optimizer that stepped had a gradient; ``None`` if none stepped."""
@@ -41,11 +43,21 @@ class FactsReader:
         """A monitored step begins."""
         self._loss, self._has_gradient = LossFacts(), None
 
-    def note_loss(self, loss: Tensor, *, is_scaled: bool) -> int:
-        """Note one of the losses of the step, which may be scaled by a ``GradScaler``; returns the number of its targets, 0 if unknown."""
+    def note_loss(self, loss: Tensor, tokens: Tensor | None, *, is_scaled: bool) -> int:
+        """Note one of the losses of the step, which may be scaled by a ``GradScaler``; returns the number of its targets, 0 if unknown.
+
+        ``tokens`` is the input, if it is of integers.
+        """
         facts, num_targets = self._losses.read(loss, is_scaled=is_scaled)
-        self._loss = self._loss.joined(facts)
+        is_of_tokens = tokens is not None and tokens.dim() > 1 and num_targets in (tokens.numel(), tokens.numel() - len(tokens))
+        self._loss = self._loss.joined(facts._replace(of_tokens=is_of_tokens))
         return num_targets
+
+    def _is_registered(self, weight: Tensor) -> bool:
+        """Whether a leaf of the graph belongs to the module or to an optimizer; sharded strategies have leaves of their own."""
+        optimized = parameter_ids([optimizer for optimizer in self._run.trainer.optimizers if isinstance(optimizer, Optimizer)])
+        is_known = id(weight) in optimized or any(weight is tensor for tensor in self._run.module.parameters())
+        return is_known or not can_run_again(self._run.trainer)
 
     def note_gradients(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
@@ -96,11 +108,17 @@ def facts_of(run: Run, optimizers: Sequence[Optimizer], loss: LossFacts, calls: 
         is_summed=loss.is_summed,
         is_broadcast=loss.is_broadcast,
         compares_outputs=loss.compares_outputs,
+        is_linear=loss.is_linear,
+        of_tokens=loss.of_tokens,
+        num_unregistered=loss.num_unregistered,
+        has_swapped_betas=any(_are_swapped(group.get("betas")) for _number, _optimizer, group in groups),
+        in_two_optimizers=tuple(_in_two(parameters, run, optimizers)),
         dropout=max((float(module.p) for module in dropouts), default=0.0),
         no_gradient=no_gradient,
         maximizes=any(bool(group.get("maximize")) for _number, _optimizer, group in groups),
         computes_targets=calls.without_gradient,
         mixes_samples=calls.mixes_samples,
+        of_two_values=calls.of_two_values,
         order=calls.order,
     )
 
@@ -110,6 +128,21 @@ def _group(number: int, optimizer: Optimizer, group: Mapping[str, Any]) -> Group
     momentum, weight_decay, eps = (_number(group.get(option)) for option in ("momentum", "weight_decay", "eps"))
     dtype = next((str(parameter.dtype).removeprefix("torch.") for parameter in group["params"]), "")
     return GroupFacts(type(optimizer).__name__, momentum, weight_decay, name if isinstance(name, str) else "", eps, number, dtype)
+
+
+def _are_swapped(betas: object) -> bool:
+    """Whether the two betas of an optimizer average squares over fewer steps than gradients."""
+    if not (isinstance(betas, tuple | list) and len(betas) == 2):
+        return False
+    return all(isinstance(beta, float) for beta in betas) and bool(betas[0] > betas[1])
+
+
+def _in_two(parameters: Iterable[str], run: Run, optimizers: Sequence[Optimizer]) -> Iterable[str]:
+    """Names of parameters of an optimizer that another one has, too, among others."""
+    held = [parameter_ids([optimizer]) for optimizer in optimizers]
+    twice = frozenset().union(*(one for one, other in itertools.permutations(held, 2) if one < other))
+    tensors = {site.name: site.tensor() for site in run.planner.index.parameters} if twice else {}
+    return (name for name in parameters if id(tensors.get(name)) in twice)
 
 
 def _number(option: object) -> float:

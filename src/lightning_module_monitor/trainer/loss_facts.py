@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_module_monitor.model.hooks import as_torch_itself
+from lightning_module_monitor.trainer.model_graph import RESHAPING, name_of, read_model
 
 MAX_NODES = 100
 """Largest number of nodes of the loss's graph that are read."""
@@ -21,10 +22,6 @@ MAX_LOSSES = 64
 _CROSS_ENTROPIES = {"LogSoftmax": ("Softmax",), "BinaryCrossEntropyWithLogits": ("Sigmoid", "Softmax")}
 """Nodes of the graph that apply a softmax or sigmoid to logits, each with the nodes that must not precede it."""
 _CLASSIFICATION_LOSSES = (*_CROSS_ENTROPIES, "NllLoss", "BinaryCrossEntropy", "CtcLoss")
-_RESHAPING = {"View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute"}
-_RESHAPING |= {"ToCopy", "Clone", "Slice", "Select"}
-
-
 _LOSSES = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy")
 """Beginnings of the names of nodes that apply a loss to outputs and targets."""
 _OF_SAMPLES, _SUM = 0, 2
@@ -61,18 +58,26 @@ class LossFacts(NamedTuple):
     is_summed: bool = False
     is_broadcast: bool = False
     compares_outputs: bool = False
+    is_linear: bool = False
+    num_unregistered: int = 0
+    of_tokens: bool = False
     num_classes: int = 0
 
     def joined(self, other: LossFacts) -> LossFacts:
         """The facts of a step with two losses, of which ``other`` is the second."""
-        either = {name: getattr(self, name) or getattr(other, name) for name in self._fields if name != "num_classes"}
+        either = {name: getattr(self, name) or getattr(other, name) for name in self._fields if name not in ("num_classes", "is_linear")}
         return other._replace(**either)
 
 
 class LossReader:
-    """Reads the graphs of losses: the first nodes of each loss, and the rest once for each kind of loss."""
+    """Reads the graphs of losses: the first nodes of each loss, and the rest once for each kind of loss.
 
-    def __init__(self) -> None:
+    Args:
+        is_registered: Whether a weight belongs to the module or to an optimizer.
+    """
+
+    def __init__(self, is_registered: Callable[[Tensor], bool]) -> None:
+        self._is_registered = is_registered
         self._known: dict[tuple[str, ...], LossFacts] = {}
         """Facts by the names of the first nodes."""
 
@@ -80,10 +85,14 @@ class LossReader:
         """The facts of a loss, which may be scaled by a ``GradScaler``, and the number of its targets; 0 if it is not known."""
         nodes = _nodes(loss)
         first = [*itertools.islice(nodes, NUM_FIRST_NODES)]
-        names = tuple([_name(node) for node, _before in first])
+        names = tuple([name_of(node) for node, _before in first])
         facts = self._known.get(names)
         if facts is None:
-            facts = _facts_of_graph([*first, *nodes], is_scaled=is_scaled)
+            facts, model = _facts_of_graph([*first, *nodes], is_scaled=is_scaled), as_torch_itself(lambda: read_model(loss))
+            num_registered = sum(map(self._is_registered, model.weights))
+            # Without any that is known, a strategy has put other tensors in their places.
+            num_unregistered = len(model.weights) - num_registered if num_registered else 0
+            facts = facts._replace(is_linear=model.is_linear, num_unregistered=num_unregistered)
             if len(self._known) < MAX_LOSSES:
                 self._known[names] = facts
         of_loss = _first_of(first, is_scaled=is_scaled)
@@ -93,7 +102,7 @@ class LossReader:
 
 def _facts_of_graph(nodes: Sequence[tuple[Any, Any]], *, is_scaled: bool) -> LossFacts:
     """Facts that the nodes of a loss's graph show, each with the nearest earlier node that does not only reshape."""
-    names = [(_name(node), _name(before)) for node, before in nodes]
+    names = [(name_of(node), name_of(before)) for node, before in nodes]
     is_classification = any(name in _CLASSIFICATION_LOSSES or name.startswith("NllLoss") for name, _before in names)
     first = _first_of(nodes, is_scaled=is_scaled)
     return LossFacts(
@@ -109,24 +118,24 @@ def _first_of(nodes: Sequence[tuple[Any, Any]], *, is_scaled: bool) -> tuple[Any
     """The node that computed a loss, of the first nodes of its graph; ``None`` if it is not known."""
     # Lightning divides the loss by the number of micro-batches, also by 1.
     factors = ["Mul", "Div"] if is_scaled else ["Div"]
-    is_by_trainer = [_name(node) for node, _before in nodes[: len(factors)]] == factors
+    is_by_trainer = [name_of(node) for node, _before in nodes[: len(factors)]] == factors
     return nodes[len(factors)] if is_by_trainer and len(nodes) > len(factors) else None
 
 
 def _is_summed(node: Any, before: Any) -> bool:  # noqa: ANN401  # nodes of autograd's graph
     """Whether a node is a loss that is summed over samples, or the sum of losses of samples."""
-    summed, reduction = (before, _OF_SAMPLES) if _name(node) == "Sum" else (node, _SUM)
-    return _name(summed).startswith(_LOSSES) and getattr(summed, "_saved_reduction", None) == reduction
+    summed, reduction = (before, _OF_SAMPLES) if name_of(node) == "Sum" else (node, _SUM)
+    return name_of(summed).startswith(_LOSSES) and getattr(summed, "_saved_reduction", None) == reduction
 
 
 def _is_broadcast(node: Any) -> bool:  # noqa: ANN401  # a node of autograd's graph
     """Whether a node compares outputs of shape ``(N, 1)`` with ``N`` targets, so that each is compared with all of them."""
-    name, parts = _name(node), [function for function, _index in node.next_functions]
+    name, parts = name_of(node), [function for function, _index in node.next_functions]
     outputs = [part for part in parts if part is not None]
     if not (name.startswith(("MseLoss", "SmoothL1Loss", "HuberLoss")) or name == "Sub") or not len(outputs) == 1 < len(parts):
         return False
     output = outputs[0]
-    before = output.next_functions[0][0] if _name(output) == "Expand" else output
+    before = output.next_functions[0][0] if name_of(output) == "Expand" else output
     compared = _shape(output) if before is not output else _shape(node)
     return len(compared) == 2 and compared[0] == compared[1] > 1 and _shape(before) == (compared[0], 1)
 
@@ -146,13 +155,13 @@ def _compares_outputs(loss: Any) -> bool:  # noqa: ANN401  # a node of autograd'
         if node is None or node in known:
             continue
         known.add(node)
-        name, parts = _name(node), [function for function, _index in node.next_functions]
+        name, parts = name_of(node), [function for function, _index in node.next_functions]
         if name in _COMPARISONS and len(parts) > 1 and None not in parts[:2]:
             one, other = _uses(parts[0]), _uses(parts[1])
             shared = one.keys() & other.keys()
             if shared and all(one[parameter].isdisjoint(other[parameter]) for parameter in shared):
                 return True
-        if name in _ELEMENTWISE | _RESHAPING:
+        if name in _ELEMENTWISE | RESHAPING:
             waiting.extend(parts)
     return False
 
@@ -164,7 +173,7 @@ def _uses(output: Any) -> dict[Any, set[Any]]:  # noqa: ANN401  # a node of auto
     while waiting and len(known) < MAX_NODES_OF_OUTPUT:
         node = waiting.popleft()
         for part, _index in node.next_functions:
-            if _name(part).endswith("AccumulateGrad"):
+            if name_of(part).endswith("AccumulateGrad"):
                 uses.setdefault(part, set()).add(node)
             elif part is not None and part not in known:
                 known.add(part)
@@ -174,18 +183,18 @@ def _uses(output: Any) -> dict[Any, set[Any]]:  # noqa: ANN401  # a node of auto
 
 def _num_targets(node: Any, before: Any) -> int:  # noqa: ANN401  # nodes of autograd's graph
     """The number of labels that a cross-entropy compares with; 0 for another node."""
-    if _name(node).startswith("NllLoss") and _name(before) == "LogSoftmax":
+    if name_of(node).startswith("NllLoss") and name_of(before) == "LogSoftmax":
         shape = _shape(before)
         return math.prod(shape) // shape[1 if len(shape) > 1 else 0] if shape else 0
-    is_binary = _name(node).startswith("BinaryCrossEntropy")
+    is_binary = name_of(node).startswith("BinaryCrossEntropy")
     return math.prod(_shape(node.next_functions[0][0])) if is_binary else 0
 
 
 def _num_classes(node: Any, before: Any) -> int:  # noqa: ANN401  # nodes of autograd's graph
     """The number of classes of a mean of cross-entropies; 0 for another node."""
     # The shape of the saved result: reading the result itself would call hooks on saved tensors, and checkpointing computes again in them.
-    is_mean = _name(node).startswith("NllLoss") and getattr(node, "_saved_reduction", 0) == 1
-    if not is_mean or _name(before) != "LogSoftmax" or not _shape(before):
+    is_mean = name_of(node).startswith("NllLoss") and getattr(node, "_saved_reduction", 0) == 1
+    if not is_mean or name_of(before) != "LogSoftmax" or not _shape(before):
         return 0
     shape, dim = _shape(before), before._saved_dim
     return int(shape[dim if dim < len(shape) else -1])  # -1 is stored as 2 ** 64 - 1
@@ -201,11 +210,7 @@ def _nodes(loss: Tensor) -> Iterable[tuple[Any, Any]]:
             continue
         known.add(node)
         before = node.next_functions[0][0] if node.next_functions else None
-        while before is not None and _name(before) in _RESHAPING:
+        while before is not None and name_of(before) in RESHAPING:
             before = before.next_functions[0][0]
         yield node, before
         waiting.extend(function for function, _index in node.next_functions)
-
-
-def _name(node: Any) -> str:  # noqa: ANN401  # a node of autograd's graph, or None
-    return "" if node is None else str(node.name()).partition("Backward")[0]

@@ -15,6 +15,7 @@ from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.model.outputs import named_tensors
 from lightning_module_monitor.probes.tap import counted_elements
 from lightning_module_monitor.step.accumulator import StepAccumulator
+from lightning_module_monitor.trainer.call_shapes import mixes_samples, normalizes_two_values
 from lightning_module_monitor.trainer.run import Run
 
 UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -76,6 +77,8 @@ class OutputVariation:
         """By module, in the order of the last calls."""
         self._mixing: dict[str, None] = {}
         """Of the first step, the modules that mix samples, in the order of their calls."""
+        self._of_two_values: dict[str, None] = {}
+        """Of the first step, the modules that normalize two values."""
         self._of_units: dict[str, Tensor] = {}
         """Of the first step, how much the units of a layer differ from each other, by module; NaN if samples do not differ."""
         self._of_first: dict[str, Tensor | float] = {}
@@ -121,8 +124,10 @@ class OutputVariation:
                         differences = elements - elements.narrow(dimension, 0, 1)
                         self._of_units[name] = torch.where(value > VARYING, variation(differences, unit), torch.nan)
                     break
-            if self._is_first and self._has_samples_first and _mixes_samples(called, args, self._num_samples):
+            if self._is_first and self._has_samples_first and mixes_samples(called, args, self._num_samples):
                 self._mixing[name] = None
+            if self._is_first and normalizes_two_values(called, args):
+                self._of_two_values[name] = None
             if not (self._is_first or has_gradient or self.calls.without_gradient):
                 self._run.results.calls = self.calls._replace(without_gradient=True)
 
@@ -143,7 +148,7 @@ class OutputVariation:
     def _read_first(self, found: dict[str, Tensor]) -> None:
         """Read what the calls of the first step show."""
         names = [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
-        self._run.results.calls = CallFacts(tuple(names), mixes_samples=tuple(self._mixing))
+        self._run.results.calls = CallFacts(tuple(names), mixes_samples=tuple(self._mixing), of_two_values=tuple(self._of_two_values))
         device = found[names[-1]].device
         values = torch.stack([found[name].to(device) for name in names])
         positions = torch.arange(1, len(names) + 1, device=device)
@@ -165,12 +170,3 @@ def _unit_dimension(output: Tensor) -> int | None:
     """The dimension of the units of a layer's output, as those of ``dead_fraction``; ``None`` for a single unit."""
     dimension = 1 if output.dim() in (4, 5) else output.dim() - 1
     return dimension if output.dim() > 1 and output.shape[dimension] > 1 else None
-
-
-def _mixes_samples(called: nn.Module, args: Sequence[object], num_samples: int) -> bool:
-    """Whether a recurrent or attention module, which expects sequences first, gets the samples first, or a softmax is over samples."""
-    first = plain(args[0]) if args and isinstance(args[0], Tensor) else None
-    if isinstance(called, nn.Softmax | nn.LogSoftmax):
-        return isinstance(first, Tensor) and first.dim() > 1 and called.dim in (0, -first.dim()) and first.shape[0] == num_samples > 1
-    is_mixed = isinstance(first, Tensor) and first.dim() == 3 and first.shape[0] == num_samples != first.shape[1]
-    return is_mixed and num_samples > 1 and getattr(called, "batch_first", None) is False
