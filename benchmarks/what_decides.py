@@ -3,10 +3,10 @@
 python benchmarks/what_decides.py train FOLDER [--only NAME ...] [--seed 0]
 python benchmarks/what_decides.py judge FOLDER
 
-``train`` runs each training of tests/helpers/trainings.py and silent_faults.py, sick and healthy, with the values that all detectors
-need, and keeps the stores below FOLDER. ``judge`` prints a line for each wrong verdict, and as Markdown how often each detector fires, how
-often each cause is the first diagnosis, and in how many sick runs a detector decides: without its findings the level or the first diagnosis
-would be another.
+``train`` runs each training of tests/helpers (trainings.py, silent_faults.py, structural_faults.py), sick and healthy, with the values
+that all detectors need, and keeps the stores below FOLDER. ``judge`` prints a line for each wrong verdict, and as Markdown how often each
+detector fires, how often each cause is the first diagnosis, and in how many sick runs a detector decides: without its findings the level or
+the first diagnosis would be another.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from urllib.parse import quote
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.silent_faults import SILENT_HEALTHY, SILENT_SICK  # type: ignore[import-not-found]  # a folder of the repository
+from helpers.structural_faults import STRUCTURAL_HEALTHY, STRUCTURAL_SICK  # type: ignore[import-not-found]  # a folder of the repository
 from helpers.training import trainer  # type: ignore[import-not-found]  # a folder of the repository
 from helpers.trainings import HEALTHY, SICK, Case, run_seed  # type: ignore[import-not-found]  # a folder of the repository
 
@@ -111,7 +112,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.CRITICAL)
     counts = Counts()
-    for is_sick, cases in ((True, SICK | SILENT_SICK), (False, HEALTHY | SILENT_HEALTHY)):
+    kinds = ((True, SICK | SILENT_SICK | STRUCTURAL_SICK), (False, HEALTHY | SILENT_HEALTHY | STRUCTURAL_HEALTHY))
+    for is_sick, cases in kinds:
         chosen = {name: case for name, case in cases.items() if not args.only or name in args.only}
         if args.what == "train":
             train(args.folder, chosen, args.seed, is_sick=is_sick)

@@ -14,6 +14,7 @@ import yaml
 from helpers.lightning_package import LightningModule
 from helpers.silent_faults import SILENT_HEALTHY, SILENT_SICK
 from helpers.small_data import digits
+from helpers.structural_faults import STRUCTURAL_HEALTHY, STRUCTURAL_SICK
 from helpers.training import trainer
 from helpers.trainings import HEALTHY, SICK, Case, run_seed
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from lightning_module_monitor.report.stored_run import read_run
 
 SEEDS = [int(seed) for seed in os.environ.get("HEALTH_SEEDS", "0").split(",")]
 """``make test-health`` has three."""
-ALL_SICK, ALL_HEALTHY = SICK | SILENT_SICK, HEALTHY | SILENT_HEALTHY
+ALL_SICK, ALL_HEALTHY = SICK | SILENT_SICK | STRUCTURAL_SICK, HEALTHY | SILENT_HEALTHY | STRUCTURAL_HEALTHY
 LONGEST = 160
 """Characters of a message, besides names."""
 

@@ -221,7 +221,7 @@ CAUSES = (
     ),
     Cause(
         "swapped_betas",
-        "The betas of an optimizer are swapped: it averages squares of gradients over fewer steps than gradients",
+        "The betas of an optimizer are swapped: it averages gradients over more steps than their squares",
         ("swapped_betas",),
         "betas=(0.9, 0.999), which is Adam's default",
         (*_SYMPTOMS, *_GROWTH),

@@ -14,9 +14,10 @@ RESHAPING |= {"ToCopy", "Clone", "Slice", "Select"}
 """Nodes that only reshape or copy."""
 _PRODUCTS = {"Addmm": (1, 2), "Mm": (0, 1), "Bmm": (0, 1), "Convolution": (0, 1), "MkldnnConvolution": (0, 1), "Linear": (0, 1)}
 """Nodes that multiply an input by a weight, with the places of the two."""
-_LINEAR = {*RESHAPING, *_PRODUCTS, "Add", "Sub", "Neg", "Sum", "Mean", "Expand", "Cat", "Stack", "NativeDropout", "FusedDropout"}
-_LINEAR |= {"NativeBatchNorm", "CudnnBatchNorm", "AvgPool1D", "AvgPool2D", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D"}
+_FACTORS = ("Mul", "Div")
 _LEAF = "torch::autograd::AccumulateGrad"
+_LINEAR = {*RESHAPING, *_PRODUCTS, *_FACTORS, _LEAF, "Add", "Sub", "Neg", "Sum", "Mean", "Expand", "Cat", "Stack"}
+_LINEAR |= {"NativeBatchNorm", "CudnnBatchNorm", "AvgPool1D", "AvgPool2D", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "NativeDropout"}
 
 
 class ModelGraph(NamedTuple):
@@ -35,7 +36,8 @@ def read_model(loss: Tensor) -> ModelGraph:
         return ModelGraph()
     products = [node for node, _is_behind in nodes if name_of(node) in _PRODUCTS]
     behind = [node for node, is_behind in nodes if is_behind]
-    is_linear = any(name_of(node) in _PRODUCTS for node in behind) and all(map(_is_linear, [*products, *behind]))
+    is_linear = any(name_of(node) in _PRODUCTS for node in behind) and all(map(_is_linear, behind))
+    is_linear = is_linear and not any(_multiplies(node) for node, _is_behind in nodes)
     places = ((node, _PRODUCTS[name_of(node)][1]) for node in products)
     leaves = (_leaf(node.next_functions[place][0]) for node, place in places)
     return ModelGraph(is_linear, [*{id(leaf): leaf.variable for leaf in leaves if leaf is not None}.values()])
@@ -56,12 +58,17 @@ def _nodes_of_model(loss: Tensor) -> Iterator[tuple[Any, bool]]:
 
 
 def _is_linear(node: Any) -> bool:  # noqa: ANN401  # a node of autograd's graph
-    """Whether a node is linear in what it gets from other nodes, where one factor of a product is a weight."""
+    """Whether a node is a linear function, given that no node multiplies what others compute."""
+    return name_of(node) in _LINEAR or getattr(node, "_saved_negative_slope", None) == 1
+
+
+def _multiplies(node: Any) -> bool:  # noqa: ANN401  # a node of autograd's graph
+    """Whether a node multiplies or divides two results of other nodes; a square does not count, as that of a loss."""
     name, parts = name_of(node), [part for part, _index in node.next_functions]
-    if name in _PRODUCTS or name in ("Mul", "Div"):
-        factors = [parts[place] for place in _PRODUCTS.get(name, (0, 1))[: len(parts)]]
-        return sum(factor is not None and _leaf(factor) is None for factor in factors) < 2
-    return name in _LINEAR or name == _LEAF or getattr(node, "_saved_negative_slope", None) == 1
+    if name not in _PRODUCTS and name not in _FACTORS:
+        return False
+    factors = {parts[place] for place in _PRODUCTS.get(name, (0, 1)) if place < len(parts)}
+    return sum(factor is not None and _leaf(factor) is None for factor in factors) > 1
 
 
 def _leaf(node: Any) -> Any:  # noqa: ANN401  # nodes of autograd's graph
