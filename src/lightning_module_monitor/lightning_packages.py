@@ -64,6 +64,14 @@ def is_overridden(value: object, name: str) -> bool:
     return getattr(getattr(value, name), "__module__", "").partition(".")[0] not in _ROOTS
 
 
+def runs_hook(module: LightningModule, name: str) -> Callable[[], bool]:
+    """A function that tells whether a hook of a module, or one of its steps, runs now, and no other one that Lightning calls.
+
+    Lightning keeps the name for ``self.log``; it is not public anywhere.
+    """
+    return lambda: module._current_fx_name == name
+
+
 def package_of(value: object) -> ModuleType:
     """The package of Lightning whose class an object is an instance of; without such a class the first installed package."""
     roots = [base.__module__.partition(".")[0] for base in type(value).__mro__]

@@ -33,6 +33,7 @@ from helpers.lightning_package import (
     Trainer,
     is_overridden,
 )
+from helpers.other_code import OF_CALLBACK, OF_MODULE, Visitor, Visits, fresh, is_within, records_of
 from helpers.training import Classifier, trainer
 from helpers.zoo import batches, make
 from lightning.fabric import Fabric
@@ -491,6 +492,18 @@ def unchanged_with_parts(folder: Path) -> dict[str, Any]:
             weights = {name: tensor.full_tensor() if is_sharded(tensor) else tensor.clone() for name, tensor in module.state_dict().items()}
             states.setdefault(way, []).append(weights | {"random": torch.get_rng_state()})
     return states
+
+
+def other_code(folder: Path) -> dict[str, list[Record]]:
+    """Records without other code that runs the model, and with such code in each event of a callback, or hook of the module."""
+    options: dict[str, Any] = {"devices": WORLD, "strategy": "ddp", "use_distributed_sampler": False}
+    records = {"": records_of(folder, fresh(), **options)}
+    for number, event in enumerate(OF_CALLBACK):
+        records[f"callback {event}"] = records_of(folder, fresh(), Visitor(event, Visits()), is_first=number % 2 == 0, **options)
+    for event in OF_MODULE:
+        if not is_within(event, is_manual=False):
+            records[f"module {event}"] = records_of(folder, fresh(event, Visits()), **options)
+    return records
 
 
 class Sick(nn.Module):
@@ -1431,6 +1444,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "operations": operations,
     "unchanged": unchanged,
     "unchanged_with_parts": unchanged_with_parts,
+    "other_code": other_code,
     "unchanged_flat": unchanged_flat,
     "sick": sick(Health(nonfinite="always", watch=["dead_units"])),
     "sick_by_default": sick(Health()),
@@ -1467,6 +1481,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
 OF_TWO_AND_FOUR = ["of_a_subclass", "of_an_unknown_strategy", "corrupted", "local_steps", "join", "one_rank_leaves", "flat_full"]
 OF_TWO = [
     "operations",
+    "other_code",
     "sick_with_parts",
     "reference_in_half_precision",
     "tensor_parallel",

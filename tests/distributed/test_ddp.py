@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from distributed.scenarios import EVERYTHING, FINE, OF_PARTS, QUANTILES, SCENARIOS, data
+from helpers.other_code import assert_same
 from helpers.textbook import PLAIN, histogram, slack, textbook
 from helpers.tiny import measured
 from helpers.training import Classifier
@@ -262,3 +263,11 @@ def test_a_monitored_step_has_one_transfer(num_ranks: int, run_scenarios: RunSce
         assert min(num_values) > 40
         assert len(num_all_values) == len(all_sizes) == 6
         assert min(num_all_values) > 500
+
+
+def test_other_code_that_runs_the_model(run_scenarios: RunScenarios) -> None:
+    """In each event of a callback, or hook of the module, on both ranks: the records are those of the steps alone."""
+    for result in run_scenarios(2, "other_code"):
+        assert len(result) > 60
+        for records in result.values():
+            assert_same(result[""], records)

@@ -94,11 +94,13 @@ class NonfiniteProbe:
     """Takes the largest magnitudes of every module's inputs and outputs, and of the gradients that arrive at them.
 
     An input that is the last output, unchanged, is not read again. An error in a hook is passed to ``report``, and ends the observation
-    of the micro-batch.
+    of the micro-batch. Calls count while ``is_in_step`` is true; by default all do.
     """
 
-    def __init__(self, sites: Sequence[ModuleSite], report: Callable[[Exception], None]) -> None:
-        self._report = report
+    def __init__(
+        self, sites: Sequence[ModuleSite], report: Callable[[Exception], None], is_in_step: Callable[[], bool] | None = None
+    ) -> None:
+        self._report, self._is_in_step = report, is_in_step
         self._owners = {"" if site.name == ROOT else f"{site.name}.": site.module for site in sites}
         """The modules that have parameters, by the beginning of the parameters' names."""
         self._sites = [site for site in sites if site.name != ROOT]
@@ -132,7 +134,7 @@ class NonfiniteProbe:
     def _hook(self, observe: Callable[[int, Args, Kwargs, object], None], site: int) -> UncopiedHook:
         def hook(_module: nn.Module, args: Args, kwargs: Kwargs, output: object = None) -> None:
             # A checkpointed module that is recomputed was observed before.
-            if self._is_open and not is_in_backward():
+            if self._is_open and not is_in_backward() and (self._is_in_step is None or self._is_in_step()):
                 with failing_alone(self._fail):
                     observe(site, args, kwargs, output)
 

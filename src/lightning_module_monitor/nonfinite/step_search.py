@@ -73,7 +73,7 @@ class StepSearch(NonfiniteSearch):
         self._is_at_every_step, self._raises_errors = is_at_every_step, raises_errors
         self._can_run_again, self._is_scaled = can_run_again, is_scaled
         index = monitor.engine.model.planner.index
-        self._probe = NonfiniteProbe(index.modules, self._report_hook_error)
+        self._probe = NonfiniteProbe(index.modules, self._report_hook_error, monitor.engine.gate.is_in_step)
         # The flag and the second run also cover compiled code: by gradients, and by a copy that runs uncompiled.
         self._all_sites = index.whole.modules
         self._flag = ReadFlag(self._all_sites)

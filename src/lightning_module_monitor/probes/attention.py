@@ -136,7 +136,7 @@ class AttentionProbe(Probe):
             is_reported: Whether the model itself reports the call. A call that is both reported and intercepted counts once.
         """
         # A forward pass within a backward pass recomputes a checkpointed one, which was counted.
-        if not self._tools.is_observed() or is_in_backward() or is_tracing() or (self._tools.gate.may_be_captured and is_capturing()):
+        if not self._tools.observes_calls() or is_in_backward() or is_tracing() or (self._tools.gate.may_be_captured and is_capturing()):
             return
         self.has_observed = True
         with failing_alone(functools.partial(self._fail, watched, call)), torch.no_grad():
@@ -215,7 +215,7 @@ class AttentionProbe(Probe):
 
     def _enter(self, hooked: _HookedModule, *_call: object) -> None:
         """The forward of a module begins."""
-        if not self._tools.is_observed() or self._tools.gate.is_redirected(hooked.module):
+        if not self._tools.observes_calls() or self._tools.gate.is_redirected(hooked.module):
             return
         if not self._running:
             self._num_above = 0

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_module_monitor.errors import Log, MonitorError, shortened
+from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, ParameterSite
 from lightning_module_monitor.model.outputs import Path, is_first
 from lightning_module_monitor.statistics.stream import Stream
@@ -55,12 +56,23 @@ class Gate:
         """The monitored module, if a strategy has wrapped it."""
         self.may_be_captured = False
         """Whether CUDA is in use, so that a stream may be captured. Asked once a step: nothing else pays for it where there is no CUDA."""
+        self.is_in_step: Callable[[], bool] | None = None
+        """Whether the step itself runs, and not code of others around it; ``None`` where all code counts."""
         self._closed_by: set[object] = set()
 
     @property
     def observer(self) -> object:
         """The accumulator that takes what happens now: the current one, or ``None`` while the gate is closed."""
         return None if self._closed_by else self.current
+
+    @property
+    def observer_of_calls(self) -> object:
+        """The accumulator that takes calls of modules: the current one, or ``None`` while the gate is closed or other code runs.
+
+        A call within a backward pass is the repetition of one that was taken.
+        """
+        is_taken = not self._closed_by and (self.is_in_step is None or self.is_in_step() or is_in_backward())
+        return self.current if is_taken else None
 
     def close(self, by: object) -> None:
         """Nothing is observed from now on, until :meth:`open` is called with the same object. A second call does nothing."""
@@ -210,9 +222,9 @@ class StepTools(NamedTuple):
     reporter: ErrorReporter
     gate: Gate
 
-    def is_observed(self) -> bool:
-        """Whether this step observes what happens now."""
-        return self.gate.observer is self.accumulator
+    def observes_calls(self) -> bool:
+        """Whether this step takes the calls of modules that are made now."""
+        return self.gate.observer_of_calls is self.accumulator
 
     def is_suspended(self) -> bool:
         """Whether a loop of another stage runs in the middle of the step. If not, the reference's calls count though the gate is closed."""

@@ -159,7 +159,8 @@ class GradientNoiseProbe(Probe):
 
     def _arrive(self, index: int, gradient: Tensor) -> None:
         """The hook on a parameter. It returns nothing: what a tensor hook returns replaces the gradient."""
-        if is_tracing() or (gradient.is_cuda and is_capturing()) or not self._tools.is_observed() or not self._tap.counts_gradients:
+        is_observed = self._tap.counts_gradients and self._tools.gate.observer is self._accumulator
+        if is_tracing() or (gradient.is_cuda and is_capturing()) or not is_observed:
             return
         try:
             with torch.no_grad():

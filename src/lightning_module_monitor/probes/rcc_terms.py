@@ -192,7 +192,7 @@ class CoordinateCheckProbe(Probe):
 
     def _observe_call(self, layer: CheckedLayer, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """Observe the terms of a call. A call that cannot be compared is counted; one whose terms cannot be computed gives NaN."""
-        if not self._tools.is_observed() or is_in_backward():
+        if not self._tools.observes_calls() or is_in_backward():
             return  # a recomputation repeats a call that was counted
 
         def fail(error: Exception) -> None:

@@ -276,7 +276,7 @@ class ReferenceProbe(Probe):
             copied_args, copied_kwargs = plain_copy((args, kwargs))
             self.reference(*copied_args, **copied_kwargs)
 
-        if self._tools.is_observed() and not self._tools.gate.is_redirected(module) and not is_in_backward():
+        if self._tools.observes_calls() and not self._tools.gate.is_redirected(module) and not is_in_backward():
             try:
                 self.run(call, torch.is_grad_enabled())
             except NotPlainError as error:

@@ -159,7 +159,7 @@ class ModuleTap(Probe):
 
     def _observe(self, consumers: Consumers, _module: nn.Module, _args: object, output: object) -> None:
         """Take the output of a call apart once, and give it to every consumer."""
-        if self.gate.observer is not self.step:
+        if self.gate.observer_of_calls is not self.step:
             return
         is_repeated = backward_pass() != NO_PASS  # is_in_backward without a further call for every module
         try:

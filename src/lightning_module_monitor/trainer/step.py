@@ -16,7 +16,7 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.errors import ConfigError, MonitorError, NonfiniteError, RanksLostError
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.kinds import OVERHEAD_FRACTION
-from lightning_module_monitor.lightning_packages import messages
+from lightning_module_monitor.lightning_packages import messages, runs_hook
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.trainer.checks import check_awaited, check_detectors
 from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, prepare_gradient_noise
@@ -47,6 +47,7 @@ class StepController:
         self.reference = reference
         limit = run.options.max_overhead
         self._overhead = None if limit is None else Overhead(limit, clock_of(run.module.device))
+        self._runs_training_step = run.engine.gate.is_in_step = runs_hook(run.module, "training_step")
         self.is_idle = True
         """Whether nothing is left to do in this step."""
         self._has_record = False
@@ -143,6 +144,7 @@ class StepController:
         stage = "" if running is None else running.value
         if options.observes(stage) and not (self._trainer.sanity_checking or options.dry_run):
             self._run.model.wrapper = self._trainer.strategy.model
+            self._engine.gate.is_in_step = runs_hook(self._run.module, f"{STAGES[stage]}_step")
             self._engine.begin_stage(STAGES[stage], step_of(self._trainer))
         else:
             self._engine.gate.close(self)
@@ -156,6 +158,7 @@ class StepController:
 
     def continue_step(self) -> None:
         """The loop is over; training continues."""
+        self._engine.gate.is_in_step = self._runs_training_step
         self._engine.gate.open(self)
 
     # The end
@@ -183,6 +186,7 @@ class StepController:
             stack.callback(self._close_monitored)
             stack.callback(self._engine.gate.open, self)
             stack.callback(self._nonfinite.close)
+        self._engine.gate.is_in_step = None
 
     # Inside
 

@@ -110,7 +110,7 @@ class OutputVariation:
     def _observe(self, name: str, called: nn.Module, args: Sequence[object], output: object) -> None:
         """Take the first tensor of a module's output that has the samples of the batch."""
         step, has_gradient = self._step, torch.is_grad_enabled()
-        if step is None or self._run.engine.gate.observer is not step or is_in_backward():
+        if step is None or self._run.engine.gate.observer_of_calls is not step or is_in_backward():
             return
         with self._run.reporter.guard("variation of the output", step):
             for _path, tensor in named_tensors(output):
