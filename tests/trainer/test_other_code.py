@@ -6,9 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
-from helpers.other_code import OF_CALLBACK, OF_MODULE, Visitor, Visits, assert_same, fresh, is_within, records_of
+import torch
+from helpers.lightning_package import Callback
+from helpers.other_code import OF_CALLBACK, OF_MODULE, Fitted, Visitor, Visits, assert_same, fresh, is_within, records_of
+from helpers.training import seed, trainer
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_module_monitor import Record
+from lightning_module_monitor import ModuleMonitorCallback, Record, Rule
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["automatic", "manual"])
@@ -50,3 +54,36 @@ def test_a_call_within_the_step_counts(tmp_path: Path) -> None:
     [record, *_rest] = records_of(tmp_path, fresh("log", Visits()))
     assert record.values["activation/model.first/abs_max"] > 20
     assert math.isfinite(record.values["activation/model.first/rms"])
+
+
+class Skipping(Fitted):
+    """Leaves the rest of the first epoch out, from its third batch on."""
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> int | None:
+        return -1 if self.trainer.current_epoch == 0 and batch_idx == 2 else None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_that_is_skipped(accumulate: int, tmp_path: Path) -> None:
+    """Nothing of it is in a record: neither its samples nor its values, nor those of the reference, which ran before it was skipped."""
+    seen: list[Record] = []
+    rules = [Rule(kinds="activation_difference", statistics=["norm", "abs_max"]), Rule(kinds="activation", statistics="abs_max")]
+    monitor = ModuleMonitorCallback(1, store=False, on_error="raise", reference="init", rules=rules)
+    keep = type("Keep", (Callback,), {"on_train_batch_end": lambda *_args: seen.append(monitor.last_record)})()
+    x = torch.ones(40, 6)
+    x[8:12] = 50.0  # the third batch
+    data = DataLoader(TensorDataset(x, torch.arange(40) % 3), batch_size=4)
+    options = {"max_steps": 2 + 2 // accumulate, "max_epochs": 3, "accumulate_grad_batches": accumulate}
+    seed()
+    trainer(tmp_path, [monitor, keep], limit_val_batches=1, **options).fit(Skipping(), data, data)
+    records = [*{record.step: record for record in seen if record is not None}.values()]
+    assert len(records) == options["max_steps"]
+    assert [record.values["context/batch_size"] for record in records] == [4.0 * accumulate] * len(records)
+    # Each batch but the third, which the second epoch has in its third step, or in its second one.
+    is_large = [step == 4 // accumulate for step in range(len(records))]
+    assert [record.values["context/input_abs_max"] > 1 for record in records] == is_large
+    assert [record.values["activation/model.first/abs_max"] > 10 for record in records] == is_large
+    assert {record.values["activation_difference/model.first/norm"] for record in records} == {0.0}  # no weight moves

@@ -120,6 +120,8 @@ class StepController:
 
     def end_batch(self) -> None:
         """A micro-batch is over; the last micro-batch of a step ends the step."""
+        if self._monitored is not None:
+            self._monitored.end_batch()
         self._nonfinite.end_micro_batch()
         self._monitor.after_micro_batch()
         ends_step = not self._trainer.fit_loop._should_accumulate()
