@@ -128,6 +128,12 @@ class StepContext:
             with self.guard("gradient noise"):
                 self.noise.observe_gradients(among, scale)
 
+    def observe_arriving(self, parameter: Tensor, gradient: Tensor, scale: Scale) -> None:
+        """Observe the gradient of a parameter while it arrives, before anything uses it."""
+        if self.parameters is not None:
+            with self.guard("gradients"):
+                self.parameters.observe_arriving(parameter, gradient, scale)
+
     def observe_parameters(self, parameters: Iterable[Tensor] | None) -> None:
         """Observe some parameters, or all, before the optimizer moves them."""
         if self.parameters is not None:

@@ -208,6 +208,12 @@ class ParameterTap(Probe):
         if kind == GRADIENT:
             self._cosines.note_gradients(self.watched)
 
+    def observe_arriving(self, parameter: Tensor, gradient: Tensor, scale: Scale) -> None:
+        """Observe a gradient that arrives at a parameter, whose ``grad`` does not have it yet."""
+        read = self._read({GRADIENT}, (id(parameter),), lambda _parameter: gradient)
+        for gradients in read:
+            self._observe(GRADIENT, "gradients", gradients, scale)
+
     def observe_updates(self, among: Among = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()) -> None:
         """Observe parameters minus their copies, release the copies, and observe what optimizers keep of the parameters.
 

@@ -19,6 +19,7 @@ from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import is_known, named_tensors, num_samples
 from lightning_module_monitor.trainer.facts_reader import FactsReader, first_gradient
+from lightning_module_monitor.trainer.moved_elsewhere import MovedElsewhere
 from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
 from lightning_module_monitor.trainer.run import Run, passed_keys
 from lightning_module_monitor.trainer.strategy import scaler_of
@@ -72,12 +73,14 @@ class MonitoredStep:
         self,
         run: Run,
         name_of_metric: Callable[[str], str],
+        *,
         facts: FactsReader | None,
         variation: OutputVariation | None,
+        elsewhere: MovedElsewhere,
         fail: Callable[[str, Exception], None],
     ) -> None:
         self._run = run
-        self._facts, self._variation = facts, variation
+        self._facts, self._variation, self._elsewhere = facts, variation, elsewhere
         """What detectors need beside the values of the step; ``None`` where nothing needs it."""
         self._of_batch: list[tuple[str, Tensor | float]] = []
         """The context of the running micro-batch, which counts when it is over: a hook of the module may skip it."""
@@ -102,7 +105,8 @@ class MonitoredStep:
             self.tracker = DeepSpeedTracker(run.monitor, run.trainer.strategy.model)
         else:
             is_automatic, scaler = run.module.automatic_optimization, scaler_of(run.trainer)
-            self.tracker = OptimizerTracker(run.monitor, run.module, self._optimizers, is_automatic, scaler, fail)
+            elsewhere.begin_step()
+            self.tracker = OptimizerTracker(run.monitor, run.module, self._optimizers, is_automatic, scaler, elsewhere, fail)
 
     @torch.no_grad()
     def begin_batch(self, batch: object) -> None:
@@ -164,7 +168,7 @@ class MonitoredStep:
         self.tracker.before_step(optimizer)
         self._observe_rates(optimizer)
         if self._facts is not None:
-            self._facts.note_gradients(optimizer)
+            self._facts.note_gradients(optimizer, moves_elsewhere=bool(self._elsewhere.parameters))
 
     def _observe_rates(self, optimizer: Optimizer) -> None:
         """Note the learning rates that an optimizer is about to use, which a scheduler may change before the step is over."""
@@ -200,7 +204,7 @@ class MonitoredStep:
 
     def facts(self) -> Facts | None:
         """The facts of the step beside its values, when it is over; ``None`` where nothing needs them."""
-        return None if self._facts is None else self._facts.read(self._optimizers, self._run.results.calls)
+        return None if self._facts is None else self._facts.read(self._optimizers, self._run.results.calls, {*self._elsewhere.parameters})
 
     def close(self) -> None:
         """Remove every hook; a second call does nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -59,20 +59,21 @@ class FactsReader:
         is_known = id(weight) in optimized or any(weight is tensor for tensor in self._run.module.parameters())
         return is_known or not can_run_again(self._run.trainer)
 
-    def note_gradients(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+    def note_gradients(self, optimizer: Optimizer, *, moves_elsewhere: bool) -> None:
+        """An optimizer is about to step; where other code moves parameters, it may get no gradient."""
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        self._has_gradient = self._has_gradient or any(gradient is not None for gradient in gradients)
+        self._has_gradient = self._has_gradient or moves_elsewhere or any(gradient is not None for gradient in gradients)
 
-    def read(self, optimizers: Sequence[Optimizer], calls: CallFacts) -> Facts:
-        """The facts of the step, when it is over, with those of the calls of modules."""
-        fingerprint = (calls, self._fingerprint_of(optimizers))
+    def read(self, optimizers: Sequence[Optimizer], calls: CallFacts, elsewhere: Set[int]) -> Facts:
+        """The facts of the step, when it is over, with those of the calls of modules; other code moves the parameters ``elsewhere``."""
+        fingerprint = (calls, elsewhere, self._fingerprint_of(optimizers))
         if fingerprint != self._fingerprint:
             sites = self._run.planner.index.parameters
             self._parameters = [tensor for site in sites if (tensor := site.tensor()) is not None]
-            facts = facts_of(self._run, optimizers, self._loss, calls, no_gradient=self._has_gradient is False)
+            parameters = _parameters(self._run, optimizers, elsewhere)
+            facts = facts_of(self._run, optimizers, parameters, self._loss, calls, no_gradient=self._has_gradient is False)
             self._facts = self._facts if facts == self._facts else facts
-            self._fingerprint = (calls, self._fingerprint_of(optimizers))
+            self._fingerprint = (calls, elsewhere, self._fingerprint_of(optimizers))
         return self._facts
 
     def _fingerprint_of(self, optimizers: Sequence[Optimizer]) -> object:
@@ -90,10 +91,17 @@ class FactsReader:
         )
 
 
-def facts_of(run: Run, optimizers: Sequence[Optimizer], loss: LossFacts, calls: CallFacts, *, no_gradient: bool) -> Facts:
+def facts_of(
+    run: Run,
+    optimizers: Sequence[Optimizer],
+    parameters: dict[str, ParameterFacts],
+    loss: LossFacts,
+    calls: CallFacts,
+    *,
+    no_gradient: bool,
+) -> Facts:
     """The facts of a step, when it is over."""
     groups = [(number, optimizer, group) for number, optimizer in enumerate(optimizers) for group in optimizer.param_groups]
-    parameters = _parameters(run, optimizers)
     dropouts = (site.module for site in run.planner.index.modules if isinstance(site.module, _Dropout) and site.module.training)
     return Facts(
         parameters=parameters,
@@ -159,9 +167,12 @@ def _in_eval(run: Run, parameters: dict[str, ParameterFacts]) -> Iterable[str]:
                 yield site.name
 
 
-def _parameters(run: Run, optimizers: Sequence[Optimizer]) -> dict[str, ParameterFacts]:
-    """Facts of each parameter, by the name of its site. Optimizers that hold none of the parameters hold copies: all are trained."""
-    optimized = parameter_ids(optimizers)
+def _parameters(run: Run, optimizers: Sequence[Optimizer], elsewhere: Set[int]) -> dict[str, ParameterFacts]:
+    """Facts of each parameter, by the name of its site. Optimizers that hold none of the parameters hold copies: all are trained.
+
+    What other code moves (``elsewhere``) is trained, too.
+    """
+    optimized = parameter_ids(optimizers) | elsewhere
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     group_by_id = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
     parameters = {site.name: site.tensor() for site in run.planner.index.parameters}

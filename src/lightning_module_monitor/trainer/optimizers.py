@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_module_monitor.distributed.ranks import least_of_all
 from lightning_module_monitor.model.hooks import HookSet, not_compiled
 from lightning_module_monitor.monitor import ModuleMonitor
+from lightning_module_monitor.trainer.moved_elsewhere import MovedElsewhere
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -55,6 +56,8 @@ class OptimizerTracker:
     """Whether Lightning steps every optimizer, and clips."""
     scaler: GradScaler | None
     """Scales the loss; ``None`` if the loss is not scaled."""
+    elsewhere: MovedElsewhere
+    """Finds parameters that other code moves, of which it notifies the monitor itself."""
     fail: Callable[[str, Exception], None]
     """Receives the name of a hook that raised an error, and the error."""
     scale: Tensor | None = field(default=None, init=False)
@@ -74,7 +77,7 @@ class OptimizerTracker:
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; the loss may be scaled."""
         if self.scaler is not None:
-            self.scale = self.scaler.scale(torch.ones((), device=loss.device))
+            self.scale = self.elsewhere.scale = self.scaler.scale(torch.ones((), device=loss.device))
         self.monitor.begin_backward(self.scale)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -160,27 +163,37 @@ class OptimizerTracker:
             self._note_skipped(optimizer, is_skipped=True)
         if self.scaler is not None and not self.first_steps:
             self.monitor.monitor_skipped_step(is_skipped=False)
-        rest = self._not_observed() if len(self.optimizers) > 1 or self.first_steps else None
+        rest = self._own(self._not_observed() if len(self.optimizers) > 1 or self.first_steps else None)
         if rest is None or rest:
             self.monitor.monitor_parameters(rest)
             if self.is_automatic:
                 self.monitor.monitor_gradients(parameters=rest)
             resting = [optimizer for optimizer in self.optimizers if optimizer not in self.first_steps]
             self.monitor.monitor_updates(rest, is_skipped=True, optimizers=resting)
+        self.elsewhere.end_step()
 
     def close(self) -> None:
         """Remove the hooks."""
         self.monitor.engine.gate.open(self)
         self._hooks.close()
+        self.elsewhere.close()
 
     def _begin_first_step(self, optimizer: Optimizer) -> _FirstStep:
         parameters = None
         if len(self.optimizers) > 1:
             of_others = parameter_ids(other for other in self.optimizers if other is not optimizer) - parameter_ids([optimizer])
             parameters = [parameter for parameter in self._not_observed() if id(parameter) not in of_others]
+        parameters = self._own(parameters)
         self.monitor.monitor_parameters(parameters)
         first = self.first_steps[optimizer] = _FirstStep(parameters)
         return first
+
+    def _own(self, parameters: list[Tensor] | None) -> list[Tensor] | None:
+        """Some parameters, or all, without those that other code moves; ``None`` for all."""
+        self.elsewhere.look(parameters, parameter_ids(self.optimizers))
+        if not self.elsewhere.parameters:
+            return parameters
+        return self.elsewhere.without(self.module.parameters() if parameters is None else parameters)
 
     def _not_observed(self) -> list[Tensor]:
         """The parameters that were observed with no optimizer yet."""

@@ -22,6 +22,7 @@ from lightning_module_monitor.trainer.checks import check_awaited, check_detecto
 from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, prepare_gradient_noise
 from lightning_module_monitor.trainer.facts_reader import FactsReader
 from lightning_module_monitor.trainer.health_controller import HealthController
+from lightning_module_monitor.trainer.moved_elsewhere import MovedElsewhere
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
 from lightning_module_monitor.trainer.reference_controller import ReferenceController
@@ -43,6 +44,7 @@ class StepController:
         self._nonfinite = health.nonfinite
         self._facts = FactsReader(run) if health.needs_facts else None
         self._variation = OutputVariation(run) if health.needs_facts else None
+        self._elsewhere = MovedElsewhere(run)
         self._sinks = sinks
         self.reference = reference
         limit = run.options.max_overhead
@@ -197,7 +199,10 @@ class StepController:
         name_of_metric, overhead = self._name_of_metric, self._overhead
         prepare_gradient_noise(self._run)
         if self._monitor.begin_step(step) if overhead is None else self._begin_limited(step, overhead):
-            self._monitored = MonitoredStep(self._run, name_of_metric, self._facts, self._variation, self.fail)
+            facts, variation, elsewhere = self._facts, self._variation, self._elsewhere
+            self._monitored = MonitoredStep(
+                self._run, name_of_metric, facts=facts, variation=variation, elsewhere=elsewhere, fail=self.fail
+            )
             self._monitored.tracker.attach()
         return self._monitored is not None or overhead is not None or self._nonfinite.is_on
 
