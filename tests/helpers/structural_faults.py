@@ -1,4 +1,4 @@
-"""Small trainings with a fault that structure, optimizers or shapes show, each beside a healthy one: for the verdict's tests."""
+"""Small trainings whose fault shows in structure, optimizers, loss or input, each beside a healthy one: for the verdict's tests."""
 
 from __future__ import annotations
 
@@ -189,6 +189,63 @@ def _bigram() -> nn.Module:
     return nn.Sequential(nn.Embedding(128, 32), nn.Linear(32, 128), Transposed())
 
 
+# -------------------------------------------------------------------------------- losses that are 0 or not there, inputs that grow
+
+
+class Ignoring(Module):
+    """Labels, or positions, may all be left out of the loss by a mask."""
+
+    def __init__(self, keep: Callable[[Tensor], Tensor], *options: Any) -> None:
+        super().__init__(mlp(), *options)
+        self.keep = keep
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        losses = F.cross_entropy(self.model(batch[0]), batch[1], reduction="none")
+        return (losses * self.keep(batch[1])).sum() / len(losses)
+
+
+class Aligned(LightningModule):
+    """Reads five digits of each image from as many frames, by CTC."""
+
+    def __init__(self, num_frames: int) -> None:
+        super().__init__()
+        self.network, self.num_frames = mlp((64, 64, num_frames * 11)), num_frames
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        scores = self.network(x).view(len(x), self.num_frames, 11).transpose(0, 1).log_softmax(-1)
+        targets = torch.stack([y + 1, (y + 1) % 10 + 1, (y + 2) % 10 + 1, (y + 3) % 10 + 1, (y + 4) % 10 + 1], 1)
+        lengths = torch.full((len(x),), self.num_frames), torch.full((len(x),), 5)
+        return F.ctc_loss(scores, targets, *lengths, zero_infinity=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Choosy(Module):
+    """Leaves a batch out if its loss, or something else, is not as it should be."""
+
+    def __init__(self, accept: Callable[[int, Tensor], bool], model: nn.Module | None = None, *options: Any) -> None:
+        super().__init__(mlp() if model is None else model, *options)
+        self.accept = accept
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.accept(self.trainer.fit_loop.epoch_loop.total_batch_idx, loss.detach()) else None
+
+
+def written(change: Callable[[Tensor], Tensor], copies: bool = False) -> DataLoader[Any]:
+    """Images that are changed when they are loaded, in place or in a copy."""
+    x, y = (torch.stack(one) for one in zip(*digits().dataset, strict=True))
+
+    def collate(rows: list[int]) -> list[Tensor]:
+        if not copies:
+            x[rows] = change(x[rows])
+        return [change(x[rows]) if copies else x[rows].clone(), y[rows]]
+
+    return DataLoader(list(range(320)), batch_size=32, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+
+
 _LEAKY = 1.0
 """A slope of ``True``, which is meant for ``inplace``."""
 
@@ -231,6 +288,25 @@ STRUCTURAL_SICK: dict[str, Case] = {
     "all but the first bias frozen": Case(
         lambda: Module(_frozen_but("0.bias", mlp()), adam(1e-3)), ("frozen_parameters",), ("watch", "unknown"), steps=200
     ),
+    "no label that counts": Case(lambda: Ignoring(lambda y: y > 9), ("zero_loss",), first_step=0),
+    "a weight of 0": Case(lambda: Module(cnn(), adam(1e-3), lambda out, y: 0 * F.cross_entropy(out, y)), ("zero_loss",), steps=100),
+    "four frames for five digits": Case(lambda: Aligned(4), ("zero_loss",), steps=200),
+    "three of four batches left out": Case(lambda: Choosy(lambda number, _loss: number % 4 == 0), ("skipped_batches",), steps=400),
+    "losses above 1.8 left out": Case(
+        lambda: Choosy(lambda number, loss: number < 60 or bool(loss < 0.1), cnn(), sgd(0.001)), ("skipped_batches",), steps=300
+    ),
+    "batches of odd numbers alone, after a while": Case(
+        lambda: Choosy(lambda number, _loss: number < 100), ("skipped_batches",), steps=300
+    ),
+    "noise that is written into the images": Case(
+        lambda: Module(mlp()), ("growing_input",), data=lambda: written(lambda x: x + 0.4 * torch.randn(x.shape)), steps=300
+    ),
+    "contrast that is written into the images": Case(
+        lambda: Module(cnn()), ("growing_input",), data=lambda: written(lambda x: 1.05 * x), steps=200
+    ),
+    "brightness that is written into the images": Case(
+        lambda: Module(mlp(activation=nn.Tanh)), ("growing_input",), data=lambda: written(lambda x: x + 0.2), steps=300
+    ),
     "tokens of themselves, a GPT": Case(lambda: Shifted(0, unmasked(Gpt()), adam(1e-2)), (), ("unknown",), characters, 600),
     "tokens of themselves, a table": Case(lambda: Shifted(0, _bigram(), adam(2e-2)), (), ("unknown",), characters, 600),
     "a mask that hides nothing": Case(lambda: Module(unmasked(Gpt(width=64)), adam(1e-2)), (), ("unknown",), characters, 1500, 50),
@@ -261,6 +337,14 @@ STRUCTURAL_HEALTHY: dict[str, Case] = {
         lambda: Module(mlp((10, 32, 1), nn.Identity), adam(3e-3), F.mse_loss), data=tabular, steps=200
     ),
     "a frozen half": Case(lambda: Module(_with_frozen(mlp(), 2), adam(3e-3))),
+    "five labels that count": Case(lambda: Ignoring(lambda y: y > 4)),
+    "ten frames for five digits": Case(lambda: Aligned(10), steps=300),
+    "a module that computes the loss": Case(lambda: Module(cnn(), adam(3e-3), nn.CrossEntropyLoss()), steps=300),
+    "one of four batches left out": Case(lambda: Choosy(lambda number, _loss: number % 4 != 1), steps=200),
+    "noise in a copy": Case(lambda: Module(mlp()), data=lambda: written(lambda x: x + 0.4 * torch.randn(x.shape), True), steps=200),
+    "contrast in a copy": Case(
+        lambda: Module(cnn()), data=lambda: written(lambda x: (0.7 + 0.6 * torch.rand(len(x), 1)) * x, True), steps=200
+    ),
     "tokens of those before": Case(lambda: Shifted(1, Gpt(length=15), adam(1e-2)), (), ("healthy",), characters, 600),
     "a mask of a language model": Case(lambda: Module(Gpt(width=64), adam(1e-2)), (), ("healthy",), characters, 1500, 50),
 }

@@ -99,6 +99,8 @@ class AlertRule:
     """Records do not count in which the training loss has fallen by more than this part of the first one; see :func:`has_fallen`."""
     needs_fall: bool = False
     """Whether only records meet the condition in which the training loss is below the first one; none under manual optimization."""
+    of_samples: bool = False
+    """Whether the rule judges modules that return a tensor for each sample alone, where these are known: not those of losses, say."""
     parameters: Training | None = None
     """State of the parameters that the rule judges; ``None``: all."""
     severity: Severity = "warning"

@@ -10,6 +10,7 @@ from lightning_module_monitor.health.alerts import has_fallen
 from lightning_module_monitor.health.detectors import (
     CONSTANT_TARGET,
     DROPOUT,
+    GROWING_INPUT,
     LARGE_START,
     LARGE_STEPS,
     LINEAR,
@@ -17,7 +18,9 @@ from lightning_module_monitor.health.detectors import (
     NOT_LEARNING,
     ONE_SIDED,
     OVERWRITTEN,
+    SKIPPED,
     UNBOUNDED,
+    ZERO_LOSS,
     ZERO_RATE,
 )
 from lightning_module_monitor.health.run_history import SMALL_REACH, History
@@ -131,6 +134,20 @@ CAUSES = (
         ("frozen_updates", OVERWRITTEN, NOT_LEARNING),
     ),
     Cause(
+        ZERO_LOSS,
+        "The loss is exactly 0: nothing is left of it",
+        (ZERO_LOSS,),
+        "look for targets that are all ignored or masked, a weight of 0, and zero_infinity of a CTC loss whose inputs are too short",
+        (*_SYMPTOMS,),
+    ),
+    Cause(
+        SKIPPED,
+        "Many batches are left out: training_step returns no loss",
+        (SKIPPED,),
+        "look at the condition under which training_step returns None",
+        (*_SYMPTOMS,),
+    ),
+    Cause(
         "cleared_gradients",
         "Optimizers step without any gradient",
         ("no_gradients",),
@@ -231,6 +248,13 @@ CAUSES = (
         "The input is the same for all samples",
         ("constant_input",),
         "look at what the data set returns, and at its transforms",
+        (*_SYMPTOMS, *_GROWTH),
+    ),
+    Cause(
+        GROWING_INPUT,
+        "The input grows while the model trains",
+        (GROWING_INPUT,),
+        "look for an augmentation or a transform that writes into the data itself: x = x.clone() before it",
         (*_SYMPTOMS, *_GROWTH),
     ),
     Cause(

@@ -34,6 +34,7 @@ _NO_WEIGHT = "no trained parameter, other than biases, has a gradient"
 CONSTANT_TARGET = "constant_target"
 DIVERGING = "diverging"
 DROPOUT = "dropout"
+GROWING_INPUT = "growing_input"
 GROWING_WEIGHTS = "growing_weights"
 LINEAR = "linear_model"
 LARGE_START, LARGE_STEPS = "large_start", "large_steps"
@@ -41,7 +42,9 @@ NONFINITE = "nonfinite"
 NOT_LEARNING = "not_learning"
 ONE_SIDED = "one_sided"
 OVERWRITTEN = "overwritten"
+SKIPPED = "skipped_batches"
 UNBOUNDED = "unbounded_loss"
+ZERO_LOSS = "zero_loss"
 ZERO_RATE = "zero_rate"
 
 DETECTORS = {
@@ -142,6 +145,34 @@ DETECTORS = {
             source=_HEURISTIC,
             severity="error",
             without=_NO_LOSS,
+            min_records=10,
+        ),
+        Detector(
+            ZERO_LOSS,
+            [([CONTEXT_KIND], [LOSS])],
+            formula="the training loss",
+            limit="exactly 0 in every record, at least 3",
+            source="plain arithmetic",
+            severity="error",
+            without=_NO_LOSS,
+            min_records=3,
+        ),
+        Detector(
+            SKIPPED,
+            [([CONTEXT_KIND], [LOSS])],
+            formula="the number of records without a loss, under automatic optimization: training_step has returned None",
+            limit="a third or more of at least 10 records, while others have one",
+            source=_HEURISTIC,
+            without=_NO_LOSS,
+            min_records=1,
+        ),
+        Detector(
+            GROWING_INPUT,
+            [([CONTEXT_KIND], ["input_abs_max"])],
+            formula="the largest magnitude of the input: the median of the last third of the records, over the largest of the first third",
+            limit="more than 1.25 times, with at least 10 records",
+            source=_HEURISTIC,
+            without="no floating tensor was found in a batch",
             min_records=10,
         ),
         Detector(
@@ -282,6 +313,7 @@ DETECTORS = {
                 for_steps=9,
                 needs_step=True,
                 needs_fall=True,
+                of_samples=True,
                 phrase="{sites}: the size of the output is {times:.2g} of its start",
             ),
         ),
@@ -455,6 +487,7 @@ DETECTORS = {
                 above=1e4,
                 for_steps=3,
                 unless_loss_falls=0.5,
+                of_samples=True,
                 phrase="{sites}: the output is {value:.3g} times as large as the input",
             ),
         ),

@@ -215,7 +215,9 @@ class Judge:
             # A total is of the trained parameters only where all are trained.
             accepted = (None, *counted) if len(counted) == 1 else (None,)
             return [index for index, rule in rules if rule.parameters in accepted and rule.concerns_total(parts, key)]
-        accepted = (None, self._parameter(parts.site).training)
+        accepted, order = (None, self._parameter(parts.site).training), self.history.facts.order
+        if order and parts.site not in order:
+            rules = [(index, rule) for index, rule in rules if not rule.of_samples]
         return [index for index, rule in rules if rule.parameters in accepted and rule.concerns(parts, key)]
 
     def alarms_of_whole_run(self) -> list[Alarm]:

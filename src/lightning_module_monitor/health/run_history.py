@@ -96,6 +96,10 @@ class History:
         ``input_abs_max``, ``constant_from``, ``same_units``, and ``median_movement`` (of the weights)."""
         self.first_norms: dict[str, float] = {}
         """The norms of parameters in the first record, by site."""
+        self.num_without_loss = 0
+        """Number of records of training without a loss."""
+        self.inputs: list[float] = []
+        """Of each record the largest magnitude of the input, if it is known."""
         self.targets: list[float] = []
         """Of each record with labels the label, if they were all the same; else NaN."""
         self.largest_variation = 0.0
@@ -128,19 +132,7 @@ class History:
         if not is_there[kept.columns].any():
             return
         self._context = {name: float(numbers[column]) for name, column in kept.context.items() if is_there[column]}
-        if LOSS in self._context:
-            self.steps.append(step)
-            self.losses.append(self._context[LOSS])
-        for name, value in self._context.items():
-            if _OF_LOSS.search(name) and name != LOSS:
-                self.parts.setdefault(name, []).append(value)
-            if is_rate(name):
-                num_records, largest, first = self.rates.get(name, (0, 0.0, value))
-                self.rates[name] = Rate(num_records + 1, max(largest, value), first)
-        if self._context.get("input_variation", 0.0) > VARYING:
-            self.largest_variation = max(self.largest_variation, self._context.get("output_variation", math.inf))
-        if (target := self._context.get("target_min")) is not None:
-            self.targets.append(target if target == self._context.get("target_max") else math.nan)
+        self._note_context(step)
         norms = numbers[kept.gradients][is_there[kept.gradients]]
         has_root = kept.root != NO_COLUMN and is_there[kept.root]
         norm = float(numbers[kept.root]) if has_root else math.hypot(*norms)
@@ -164,6 +156,26 @@ class History:
                 if not math.isnan(movement) and kept.is_adam.all():  # steps of others become smaller with the gradients
                     self.first["median_movement"] = float(np.nanmedian(movements))
                 self.first |= {"gradient": norm, **({"output": outputs[-1], "first_output": outputs[0]} if outputs else {})}
+
+    def _note_context(self, step: int) -> None:
+        """Note the losses, rates, inputs and targets of a record."""
+        if LOSS in self._context:
+            self.steps.append(step)
+            self.losses.append(self._context[LOSS])
+        else:
+            self.num_without_loss += 1
+        if "input_abs_max" in self._context:
+            self.inputs.append(self._context["input_abs_max"])
+        for name, value in self._context.items():
+            if _OF_LOSS.search(name) and name != LOSS:
+                self.parts.setdefault(name, []).append(value)
+            if is_rate(name):
+                num_records, largest, first = self.rates.get(name, (0, 0.0, value))
+                self.rates[name] = Rate(num_records + 1, max(largest, value), first)
+        if self._context.get("input_variation", 0.0) > VARYING:
+            self.largest_variation = max(self.largest_variation, self._context.get("output_variation", math.inf))
+        if (target := self._context.get("target_min")) is not None:
+            self.targets.append(target if target == self._context.get("target_max") else math.nan)
 
     @property
     def has_no_rate(self) -> bool:
@@ -395,6 +407,8 @@ class History:
             "movements": [*self.movements],
             "first_norms": dict(self.first_norms),
             "targets": [*self.targets],
+            "inputs": [*self.inputs],
+            "num_without_loss": self.num_without_loss,
             "largest_variation": self.largest_variation,
             "gradients_by_optimizer": [*self.gradients_by_optimizer],
             "frozen": dict(self.frozen),
@@ -410,6 +424,7 @@ class History:
         self.movements = [*content.get("movements", ())]
         self.first_norms = dict(content.get("first_norms", {}))
         self.targets = [*content.get("targets", ())]
+        self.inputs, self.num_without_loss = [*content.get("inputs", ())], content.get("num_without_loss", 0)
         self.largest_variation = content.get("largest_variation", 0.0)
         self.gradients_by_optimizer = [*content.get("gradients_by_optimizer", ())]
         self.frozen = {step: dict(norms) for step, norms in content.get("frozen", {}).items()}

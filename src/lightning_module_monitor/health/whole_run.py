@@ -12,6 +12,7 @@ from lightning_module_monitor.health.detectors import (
     CONSTANT_TARGET,
     DETECTORS,
     DROPOUT,
+    GROWING_INPUT,
     GROWING_WEIGHTS,
     LARGE_START,
     LARGE_STEPS,
@@ -19,7 +20,9 @@ from lightning_module_monitor.health.detectors import (
     NOT_LEARNING,
     ONE_SIDED,
     OVERWRITTEN,
+    SKIPPED,
     UNBOUNDED,
+    ZERO_LOSS,
     ZERO_RATE,
 )
 from lightning_module_monitor.health.loss_tests import A_LITTLE
@@ -54,6 +57,8 @@ FADED, MIN_OF_OPTIMIZERS = 1e-3, 6
 """An optimizer's gradients have faded below this part of their start; number of records below which that is not judged."""
 HARDLY_VARIES = 1e-3
 """An output hardly differs between samples if its variation was never above this."""
+GROWN = 1.25
+"""An input whose largest magnitude is more than so many times as large as at first has grown."""
 KNOWN = 0.05
 """A cross-entropy of tokens below this part of its start tells nearly all of them; in texts most cannot be told."""
 MIN_SAMPLES = 8
@@ -64,6 +69,9 @@ def alarms_of(history: History) -> list[Alarm]:
     """The alarms that need the whole run."""
     judges = [
         _zero_rates,
+        _zero_loss,
+        _skipped,
+        _growing_input,
         _not_learning,
         _constant_target,
         _overwritten,
@@ -178,6 +186,29 @@ def _zero_rates(history: History) -> list[Alarm]:
             words = f"{sites[0]}{more}: the learning rate is 0 in all {rate.num_records} records, and the gradient is not."
             alarms.append(_alarm_of_run(history, ZERO_RATE, sites[0], name, words))
     return alarms
+
+
+def _zero_loss(history: History) -> list[Alarm]:
+    if len(history.losses) < DETECTORS[ZERO_LOSS].min_records or any(loss != 0 for loss in history.losses):
+        return []
+    return [_alarm_of_run(history, ZERO_LOSS, "", LOSS, f"The loss is exactly 0 in all {len(history.losses)} records.")]
+
+
+def _skipped(history: History) -> list[Alarm]:
+    without, num = history.num_without_loss, history.num_without_loss + len(history.losses)
+    if num < MIN_LOSSES or not history.losses or 3 * without < num or history.facts.is_manual:
+        return []
+    words = f"training_step has returned no loss in {without} of {num} records."
+    return [_alarm_of_run(history, SKIPPED, "", LOSS, words)]
+
+
+def _growing_input(history: History) -> list[Alarm]:
+    sizes = history.inputs
+    num = len(sizes) // 3
+    if len(sizes) < MIN_LOSSES or not 0 < GROWN * max(sizes[:num]) < (last := float(np.median(sizes[-num:]))) < math.inf:
+        return []
+    words = f"The largest magnitude of the input is at most {max(sizes[:num]):.3g} in the first {num} records, and {last:.3g} in the last."
+    return [_alarm_of_run(history, GROWING_INPUT, "", "input_abs_max", words)]
 
 
 def _not_learning(history: History) -> list[Alarm]:

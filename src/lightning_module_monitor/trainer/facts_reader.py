@@ -35,19 +35,20 @@ class FactsReader:
         self._dropouts = [site.module for site in run.planner.index.modules if isinstance(site.module, _Dropout)]
         self._normalizations = [site.module for site in run.planner.index.modules if getattr(site.module, "running_mean", None) is not None]
         self._losses = LossReader(self._is_registered)
-        self._loss = LossFacts()
+        self._loss, self._has_loss = LossFacts(), False
         self._has_gradient: bool | None = None
         """Whether an optimizer that stepped had a gradient; ``None`` if none stepped."""
 
     def begin_step(self) -> None:
         """A monitored step begins."""
-        self._loss, self._has_gradient = LossFacts(), None
+        self._loss, self._has_loss, self._has_gradient = LossFacts(), False, None
 
     def note_loss(self, loss: Tensor, tokens: Tensor | None, *, is_scaled: bool) -> int:
         """Note one of the losses of the step, which may be scaled by a ``GradScaler``; returns the number of its targets, 0 if unknown.
 
         ``tokens`` is the input, if it is of integers.
         """
+        self._has_loss = True
         facts, num_targets = self._losses.read(loss, is_scaled=is_scaled)
         is_of_tokens = tokens is not None and tokens.dim() > 1 and num_targets in (tokens.numel(), tokens.numel() - len(tokens))
         self._loss = self._loss.joined(facts._replace(of_tokens=is_of_tokens))
@@ -71,7 +72,9 @@ class FactsReader:
             sites = self._run.planner.index.parameters
             self._parameters = [tensor for site in sites if (tensor := site.tensor()) is not None]
             parameters = _parameters(self._run, optimizers, elsewhere)
-            facts = facts_of(self._run, optimizers, parameters, self._loss, calls, no_gradient=self._has_gradient is False)
+            facts = facts_of(
+                self._run, optimizers, parameters, self._loss, calls, no_gradient=self._has_loss and self._has_gradient is False
+            )
             self._facts = self._facts if facts == self._facts else facts
             self._fingerprint = (calls, elsewhere, self._fingerprint_of(optimizers))
         return self._facts
@@ -83,6 +86,7 @@ class FactsReader:
             [parameter.requires_grad for parameter in self._parameters],
             [module.training for module in self._normalizations],
             [module.p for module in self._dropouts],
+            self._has_loss,
             self._has_gradient,
             len(self._run.planner.index.parameters),
             self._run.trainer.current_epoch,
