@@ -71,7 +71,7 @@ DETECTORS = {
             limit="the last losses are not lower at the level of 5 %, and that they are lower by 20 % is excluded at 5 %, also from the "
             "first record on; between the two nothing is known. Or all steps together can move no weight by more than 2 % of its norm, "
             "and the loss is not 10 % lower; or a schedule has brought the rate down so far that those of the last two thirds of the "
-            "records cannot, and the loss has stalled",
+            "records cannot, and the loss has stalled. Where the steps can move no weight by more than 5 %, it needs 100 steps",
             source='H. Mann, D. Whitney, "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other", 1947',
             without=_NO_LOSS,
             min_records=10,

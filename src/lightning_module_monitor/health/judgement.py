@@ -38,6 +38,7 @@ _LOSS_IN_WORDS = {
     "chance": "loss {first:.3g} to {last:.3g}, which is no better than guessing among {num_classes} classes",
     "at once": "loss {first:.3g} to {last:.3g} within the first records, without a clear fall since",
     "unclear": "too noisy losses to tell whether they fall",
+    "short": "{num_steps} steps, too few and too small to show in the loss",
     "settled": "the loss hardly changes, as that of trained weights may",
     "too few": f"too few losses ({{num}} of {MIN_LOSSES}), use a smaller every_n_steps",
     "none": "no loss was recorded",
@@ -61,6 +62,7 @@ def _doubt_about_loss(history: History) -> str:
         first=history.first_loss,
         last=np.median(history.ends[1] or math.nan),
         stalled_since=history.stalled_since,
+        num_steps=history.steps[-1] - history.steps[0] if history.steps else 0,
         num=sum(map(math.isfinite, history.losses)),
         num_classes=history.facts.num_classes,
     )

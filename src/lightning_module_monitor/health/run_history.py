@@ -32,6 +32,8 @@ MIN_MOVEMENTS = 5
 """Number of records of which it is known how far their steps can move a weight, below which that is not judged."""
 MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""
+MIN_STEPS = 100
+"""Number of steps below which a loss that does not fall is not judged, if the steps are small."""
 MIN_FOR_THIRDS = 15
 """Number of losses from which the last third is compared with the first; below it are halves."""
 MIN_IN_THIRD = 4
@@ -63,8 +65,8 @@ NO_FACTS = Facts()
 """The facts of a run of which only numbers are known: none."""
 
 Learning = Literal[
-    "falls", "hardly", "above", "not finite", "chance", "stalled", "stopped", "at once", "flat", "still", "settled", "unclear", "too few",
-    "none", "manual",
+    "falls", "hardly", "above", "not finite", "chance", "stalled", "stopped", "at once", "flat", "still", "settled", "unclear",
+    "too few", "short", "none", "manual",
 ]  # fmt: skip
 
 
@@ -222,6 +224,12 @@ class History:
             return "at once"
         if not excludes_fall(before, after, A_GOOD_PART) or may_have_fallen_at_once(self.first_loss, after):
             return "chance" if is_chance else "unclear"
+        return self._without_fall(before)
+
+    def _without_fall(self, before: Sequence[float]) -> Learning:
+        """The result for losses of which a fall is excluded."""
+        if self.is_short and self.reach < SMALL_REACH:
+            return "short"
         return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
 
     def _learning_by_ranks(self, before: Sequence[float], after: Sequence[float]) -> Learning:
@@ -263,10 +271,15 @@ class History:
         if is_enough and self.reach < NO_REACH:
             low, high = float(np.median(after)), float(np.median(before))
             if not (rank_test(before, after) > FALLS if self.has_negative_losses else has_fallen(high, low, A_LITTLE)):
-                return "still"
+                return "short" if self.is_short else "still"
         if self.facts.is_manual:
             return "manual"
         return None if is_enough else "too few" if self.losses else "none"
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the run has so few steps that small ones need not show in the loss, as those of a warm-up."""
+        return bool(self.steps) and self.steps[-1] - self.steps[0] < MIN_STEPS
 
     @property
     def has_negative_losses(self) -> bool:

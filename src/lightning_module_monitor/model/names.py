@@ -220,6 +220,8 @@ class ModelIndex:
         sites: list[Site] = [*modules, *parameters]
         self.excluded = [site for site in sites if _is_within(site, within) and is_excluded(site, exclude)]
         """The modules and parameters that ``exclude`` leaves out."""
+        if any(pattern.pattern == ROOT for pattern in exclude):
+            raise ConfigError(f"exclude {ROOT!r} is the whole model; expected names inside of it, as module: NAME is for a part of it.")
         if modules and not selected:
             patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
             raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")
