@@ -86,7 +86,7 @@ def test_a_monitor_is_a_table_of_its_rules() -> None:
     cells = shown(monitor)
     assert cells.rows == [
         ["kinds", "sites", "statistics", "when"],
-        ["activation, gradient", "<b>.* or .*", "rms, hist", "every step"],
+        ["activation, gradient", "<b>.*, .*", "rms, hist", "every step"],
         ["update", ".*", "f", "every 10 steps"],
     ]
     assert repr(monitor) == "ModuleMonitor(no module, 2 rules, no record)"

@@ -28,7 +28,7 @@ from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.engine import metrics
 from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
-from lightning_module_monitor.errors import ConfigError, Log
+from lightning_module_monitor.errors import ConfigError, Log, shortened
 from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.compiled import COMPILED_CHOICES, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
@@ -164,7 +164,7 @@ class ModuleMonitor(Described):
         rules, last = [rule for rule in self.engine.recipe.rules if rule.label not in (OF_WATCHES, OF_BLOCKS)], self.storage.last_step()
         module = "no module" if self.module is None else type(self.module).__name__
         title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
-        sites = [" or ".join(site.pattern for site in rule.sites) + of_modules(rule) for rule in rules]
+        sites = [shortened([site.pattern for site in rule.sites]) + of_modules(rule) for rule in rules]
         rows = [(", ".join(rule.kinds), site, ", ".join(rule.outputs), str(rule.schedule)) for rule, site in zip(rules, sites, strict=True)]
         return Description(title, ("kinds", "sites", "statistics", "when"), rows)
 

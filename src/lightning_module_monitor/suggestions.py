@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+
+from lightning_module_monitor.errors import shortened
 
 SYNONYMS = {
     # kinds
@@ -44,9 +46,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("Update", ["update_ratio", "update"]), nearest("sparsity", ["zero_fraction", "rms"]), nearest("entropy", ["rms"])
     ("; nearest: 'update'", "; nearest: 'zero_fraction'", '.')
     """
+    match = _nearest(name, known)
+    return "." if match is None else f"; nearest: {match!r}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
     by_lower_case = {name.lower(): name for name in known}
     match = name.lower() if name.lower() in by_lower_case else _near(name.lower(), by_lower_case)
-    return "." if match is None else f"; nearest: {by_lower_case[match]!r}"
+    return None if match is None else by_lower_case[match]
 
 
 def or_examples(end: str, known: Iterable[str]) -> str:
@@ -72,15 +79,47 @@ def nearest_pattern(pattern: str, names: Collection[str]) -> str:
     >>> nearest_pattern("weights/.*/norm", ["parameter/encoder.embedding/norm", "parameter/decoder.embedding/norm"])
     " as a whole; 'parameter/.*/norm' matches 2 of them."
     """
+    corrected = _corrected(pattern, names)
+    if corrected is None:
+        return nearest(pattern, names)
+    matched = [name for name in names if re.fullmatch(corrected, name)]
+    return f" as a whole; {corrected!r} matches {len(matched)} of them{nearest(pattern, matched) if len(matched) == 1 else '.'}"
+
+
+def unmatched(patterns: Sequence[str], names: Collection[str], what: str = "names") -> str:
+    """The message on patterns that match none of some names, however many: with the first three, and what these were meant to be.
+
+    >>> unmatched(["fc*"], ["fc1", "fc2"])
+    "'fc*' matches none of 2 names as a whole; 'fc.*' matches 2 of them."
+    >>> unmatched(["fc*", "haed", "tail", "nose"], ["fc1", "fc2", "head"])
+    "'fc*', 'haed', 'tail' and 1 more match none of 3 names; nearest: 'fc.*', 'head'."
+    """
+    if len(patterns) == 1:
+        end = nearest_pattern(patterns[0], names)
+    else:
+        # Of the first three alone: a search among the names takes milliseconds.
+        meant = dict.fromkeys(filter(None, (_corrected(pattern, names) or _nearest(pattern, names) for pattern in patterns[:3])))
+        end = f"; nearest: {', '.join(map(repr, meant))}." if meant else "."
+    return f"{these_match(patterns)} none of {len(names)} {what}{or_examples(end, names)}"
+
+
+def these_match(patterns: Sequence[str]) -> str:
+    """The beginning of a sentence on patterns, with the first three of many.
+
+    >>> these_match(["fc*"]), these_match(["a", "b", "c", "d"])
+    ("'fc*' matches", "'a', 'b', 'c' and 1 more match")
+    """
+    return f"{shortened([*map(repr, patterns)])} {'matches' if len(patterns) == 1 else 'match'}"
+
+
+def _corrected(pattern: str, names: Collection[str]) -> str | None:
+    """A pattern that a pattern without a match was meant to be, and that matches a name."""
     before, after = ("" if pattern[:1] == "^" else ".*"), ("" if pattern[-1:] == "$" else ".*")
     as_search = f".*({pattern}).*" if "|" in pattern else f"{before}{pattern}{after}"
     words = {word for name in names for word in _WORD.findall(name)}
     well_spelt = _WORD.sub(lambda word: word[0] if word[0] in words else _near(word[0], words) or word[0], pattern)
-    for corrected in (glob_as_pattern(pattern), as_search, well_spelt if well_spelt not in names else pattern):
-        matched = [name for name in names if re.fullmatch(corrected, name)]
-        if matched:
-            return f" as a whole; {corrected!r} matches {len(matched)} of them{nearest(pattern, matched) if len(matched) == 1 else '.'}"
-    return nearest(pattern, names)
+    candidates = (glob_as_pattern(pattern), as_search, well_spelt if well_spelt not in names else pattern)
+    return next((corrected for corrected in candidates if any(re.fullmatch(corrected, name) for name in names)), None)
 
 
 _WORD = re.compile(r"(?<!\\)[^\W\d]\w+")

@@ -120,7 +120,7 @@ def test_keys_that_do_not_occur_are_reported_with_the_nearest(  # noqa: PLR0917 
     rules = [Rule(kinds=["parameter", "gradient"], statistics="norm")]
     callback = ModuleMonitorCallback(1, rules=rules, store=False, **option(keys))
     [message] = warnings_of(caplog, lambda: fit(tmp_path, [callback], max_epochs=2))
-    start, end = f"{label} {keys!r} matches none of the ", " It waits for keys that come later."
+    start, end = f"{label} {keys!r} matches none of ", " Later records may have such keys."
     assert message.startswith(start)
     assert message.endswith(end)
     assert near in message
@@ -158,6 +158,64 @@ def test_an_exclude_may_wait_for_states_of_optimizers(tmp_path: Path, caplog: py
     rules = [Rule(kinds="optimizer_state", statistics="norm", exclude=".*momentum_buffer")]
     callback = ModuleMonitorCallback(1, rules=rules, exclude=".*bias.exp_avg", store=False)
     assert not any("matches none" in message for message in warnings_of(caplog, lambda: fit(tmp_path, [callback])))
+
+
+# Many patterns that match nothing
+
+OTHERS = [f"encoder.{number}.weight" for number in range(3_000)]
+"""Names of another model."""
+THREE = "'encoder.0.weight', 'encoder.1.weight', 'encoder.2.weight' and 2997 more"
+NEAR = "; nearest: 'model.0.weight', 'model.2.weight'."
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exclude": OTHERS}, f"exclude {THREE} match none of 9 names{NEAR}"),
+        (
+            {"rules": [Rule(kinds="gradient", statistics="norm", exclude=OTHERS)]},
+            f"rules[0].exclude {THREE} match none of 9 names{NEAR}",
+        ),
+        (
+            {"rules": [Rule(kinds="gradient", statistics="norm", sites=[".*", *OTHERS])]},
+            f"rules[0].sites {THREE} match none of 9 names{NEAR}",
+        ),
+        (
+            {"callback_metrics": [f"own/{number}" for number in range(3_000)]},
+            "callback_metrics 'own/0', 'own/1', 'own/2' and 2997 more match none of 35 keys of the first record; "
+            "expected e.g. 'parameter/_root_/norm', 'gradient/_root_/norm', 'context/loss'. Later records may have such keys.",
+        ),
+    ],
+    ids=["exclude", "exclude of a rule", "sites", "callback_metrics"],
+)
+def test_many_patterns_that_match_nothing_are_one_line(
+    options: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the first three, the number of the others and the nearest names, and no line for each."""
+    callback = ModuleMonitorCallback(1, store=False, **options)
+    assert warnings_of(caplog, lambda: fit(tmp_path, [callback])) == [message]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sites": OTHERS}, rf"rules\[0\].sites {THREE} match none of 4 parameter names{NEAR}"),
+        ({"exclude": [".*", *OTHERS]}, r"exclude \.\*, encoder.0.weight, encoder.1.weight and 2998 more leave nothing"),
+    ],
+    ids=["sites", "exclude"],
+)
+def test_many_patterns_are_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    """A rule that picks nothing."""
+    with pytest.raises(ConfigError, match=message):
+        ModuleMonitor(rules=Rule(kinds="gradient", statistics="norm", **options)).set_module(Tiny())
+
+
+def test_many_patterns_are_described_in_one_line() -> None:
+    """What a notebook shows of a monitor."""
+    monitor = ModuleMonitor(rules=Rule(kinds="gradient", statistics="norm", sites=OTHERS, per_module=["_root_", *OTHERS]))
+    assert (
+        "encoder.0.weight, encoder.1.weight, encoder.2.weight and 2997 more together, of _root_, encoder.0.weight," in monitor._repr_html_()
+    )
 
 
 # Null
@@ -279,7 +337,7 @@ def test_a_name_like_none_is_answered_with_three() -> None:
         (Rule(kinds="activation", sites="zzz", statistics="rms"), "'stem', 'head', 'stem.0'"),
         (Rule(kinds="gradient", sites=["zzz", "yyy"], statistics="rms"), "'head.weight', 'head.bias', 'stem.0.weight'"),
     ):
-        with pytest.raises(ConfigError, match=f"matches none of . (module|parameter) names; expected e.g. {names}.$"):
+        with pytest.raises(ConfigError, match=f"match(es)? none of . (module|parameter) names; expected e.g. {names}.$"):
             ModuleMonitor(rules=[rule]).set_module(model)
     with pytest.raises(ConfigError, match=r"parameter names; nearest: 'head.bias'"):
         ModuleMonitor(rules=[Rule(kinds="gradient", sites=["zzz", "head.bies"], statistics="rms")]).set_module(model)

@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     ),
     "sites as a glob": (
         rule(sites=["nothing", "mo*.1"]),
-        ("rules[0].sites 'nothing', 'mo*.1' matches none of 5 module names as a whole; 'mo.*.1' matches 1 of them; nearest: 'model.1'",),
+        ("rules[0].sites 'nothing', 'mo*.1' match none of 5 module names; nearest: 'mo.*.1'.",),
     ),
     "sites as a glob that is no pattern": (rule(sites="*.0"), ("'*.0' is not a regular expression", "a pattern like '.*.0'")),
     "statistic of a textbook": (rule(statistics="L2"), ("rules[0].statistics 'L2'", "nearest: 'norm'")),

@@ -371,6 +371,18 @@ def test_a_pattern_that_matches_nothing_waits_and_then_warns(option: str, caplog
     )
 
 
+def test_many_patterns_that_match_no_state_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """With the first three, the number of the others, and the nearest names."""
+    model = Net()
+    rules = [Rule(kinds=STATES, statistics="norm", sites=[".*", *(f"head.{number}.exp_avg" for number in range(3_000))])]
+    with ModuleMonitor(rules=rules, on_error="raise") as monitor:
+        train(model, AdamW(model.parameters()), monitor, num_steps=3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rules[0].sites 'head.0.exp_avg', 'head.1.exp_avg', 'head.2.exp_avg' and 2997 more match none of 12 names of parameters "
+        "and of their states; nearest: 'head.bias.exp_avg'."
+    ]
+
+
 def test_a_pattern_may_name_a_state_by_any_name_of_its_parameter(caplog: pytest.LogCaptureFixture) -> None:
     """A tied weight has two names, and its key has the first."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))

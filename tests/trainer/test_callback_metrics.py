@@ -192,5 +192,5 @@ def test_a_pattern_of_no_key_is_logged_with_the_first_record(
     fit(tmp_path, [callback, Logs()])
     messages = [record.getMessage() for record in caplog.records if "callback_metrics" in record.getMessage()]
     assert len(messages) == is_logged
-    assert all(message.startswith(f"callback_metrics {pattern!r} matches none of the ") for message in messages)
+    assert all(message.startswith(f"callback_metrics {pattern!r} matches none of ") for message in messages)
     assert all(" keys of the first record" in message for message in messages)

@@ -267,7 +267,7 @@ def test_a_dry_run_has_the_memory_and_what_waits(tmp_path: Path, capsys: pytest.
         "  optimizer_state: states of up to 4 parameters, known after the first step, x 1 (norm)",
         "  a copy of the parameters whose update is recorded: 652 B during the step",
         "  the last update for cosine_to_previous, in the dtype of the parameters: 652 B from step to step",
-        "  rules[0].sites '.*exp_avg' matches no parameter, and waits for names of states",
+        "  rules[0].sites '.*exp_avg' matches no parameter; names of states are known after the first step",
     ]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.errors import ConfigError, shortened
 from lightning_module_monitor.model.compiled import is_compiled, original_of, take_out_compiled_code
 
 Tensors = Mapping[str, Tensor]
@@ -192,7 +192,7 @@ def set_tensors(module: nn.Module, tensors: Tensors) -> None:
     """
     targets, differing = tensors_of(module), differing_tensors(module, tensors)
     if differing:
-        raise ValueError(f"these tensors are not those of the model: {', '.join(differing[:10])}{' ...' if len(differing) > 10 else ''}")
+        raise ValueError(f"these tensors are not those of the model: {shortened(differing, 10)}")
     for name, tensor in tensors.items():
         if targets[name].shape == tensor.shape:
             overwrite(targets[name], tensor)

@@ -223,7 +223,7 @@ class ModelIndex:
         if any(pattern.pattern == ROOT for pattern in exclude):
             raise ConfigError(f"exclude {ROOT!r} is the whole model; expected names inside of it, as module: NAME is for a part of it.")
         if modules and not selected:
-            patterns = ", ".join(repr(pattern.pattern) for pattern in exclude)
+            patterns = shortened([repr(pattern.pattern) for pattern in exclude])
             raise ConfigError(f"exclude {patterns} leaves none of the model's {len(modules)} modules; expected at least one to be left.")
         by_alias = {alias: site.module for site in self.modules for alias in site.aliases}
         names = (format_name(raw) for raw, _module in root.named_modules(remove_duplicate=False))

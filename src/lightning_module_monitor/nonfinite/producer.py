@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lightning_module_monitor.errors import shortened
 from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN
 from lightning_module_monitor.nonfinite.probe import NO_CALL, Call, ObservedPasses
@@ -207,7 +208,7 @@ class _MicroBatchSearch:
 
     def _nonfinite_weights(self, weights: Mapping[str, float]) -> str:
         """Those of some parameters that are not finite, in words; empty if all are."""
-        return ", ".join(f"{key} has {kind_of(value)}" for key, value in weights.items() if not math.isfinite(value))
+        return shortened([f"{key} has {kind_of(value)}" for key, value in weights.items() if not math.isfinite(value)])
 
     def _last_output(self, index: int) -> dict[str, float]:
         """The largest magnitude of the last output before a call, if there is one."""

@@ -26,7 +26,7 @@ from lightning_module_monitor.model.names import (
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.statistics.registry import Statistic
-from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_examples
+from lightning_module_monitor.suggestions import nearest, unmatched
 
 _ANY = (re.compile("(?s).*"),)
 
@@ -74,11 +74,10 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     what, candidates = " and ".join(sorts), [site for sort in sorts for site in by_sort[sort]]
     if not (any(KINDS[kind].of_states for kind in rule.kinds) or any(matches(site.aliases, rule.sites) for site in candidates)):
         patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in candidates]
-        near = next((end for end in (nearest_pattern(pattern, names) for pattern in patterns) if end != "."), or_examples(".", names))
-        raise ConfigError(f"{rule.label}.sites {', '.join(map(repr, patterns))} matches none of {len(candidates)} {what} names{near}")
+        raise ConfigError(f"{rule.label}.sites {unmatched(patterns, names, f'{what} names')}")
     types = [kind if isinstance(kind, str) else kind.__name__ for kind in rule.types or ()]
     options = {"exclude": [pattern.pattern for pattern in rule.exclude], "types": types}
-    limits = [f"{name} {', '.join(values)}" for name, values in options.items() if values]
+    limits = [f"{name} {shortened(values)}" for name, values in options.items() if values]
     limits += ["leaf_modules"] if rule.leaf_modules else []
     if not limits:
         layer = "a layer that the coordinate check knows (Linear, convolution, embedding, normalization)"
@@ -89,12 +88,11 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
 
 
 def report_unmatched(option: str, patterns: Iterable[re.Pattern[str]], sites: Sequence[Site], reporter: ErrorReporter) -> None:
-    """Warn of each pattern of an option that matches none of the names of some sites, with the nearest name."""
-    names = [site.name for site in sites]
-    for pattern in patterns:
-        if not any(matches(site.aliases, (pattern,)) for site in sites):
-            near = or_examples(nearest_pattern(pattern.pattern, names), names)
-            reporter.log_once(f"{option} {pattern.pattern!r} matches none of {len(names)} names{near}", logging.WARNING)
+    """Warn, in one line, of the patterns of an option that match none of the names of some sites, with the nearest names."""
+    aliases = {alias for site in sites for alias in site.aliases}
+    without_match = [pattern.pattern for pattern in patterns if not any(map(pattern.fullmatch, aliases))]
+    if without_match:
+        reporter.log_once(f"{option} {unmatched(without_match, [site.name for site in sites])}", logging.WARNING)
 
 
 def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:

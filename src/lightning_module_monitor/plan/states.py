@@ -15,7 +15,7 @@ from lightning_module_monitor.plan.totals import Totals
 from lightning_module_monitor.probes.base import ErrorReporter, WatchedParameter
 from lightning_module_monitor.probes.optimizer_states import STATE
 from lightning_module_monitor.statistics.stream import Stream
-from lightning_module_monitor.suggestions import nearest_pattern
+from lightning_module_monitor.suggestions import unmatched
 
 
 @dataclass(eq=False)
@@ -86,15 +86,16 @@ class StateRules:
         site = with_state(watched.site, state)
         return is_picked(site, site.owner, rule) and not matches(site.aliases, self.index.exclude)
 
-    def unmatched_patterns(self) -> list[tuple[str, re.Pattern[str]]]:
-        """The patterns that match no parameter's name, and wait for names of states; each with the path of its option."""
-        return [
-            (f"{rule.label}.{option}", pattern)
+    def unmatched_patterns(self) -> dict[str, list[re.Pattern[str]]]:
+        """The patterns that match no parameter's name, and wait for names of states, by the path of their option."""
+        names = {name for site in self.index.parameters for name in (site.name, *site.aliases)}
+        by_option = {
+            f"{rule.label}.{option}": [pattern for pattern in patterns if not any(map(pattern.fullmatch, names))]
             for rule in self.rules
             for option, patterns in (("sites", rule.sites), ("exclude", rule.exclude))
-            for pattern in patterns
-            if not rule.is_optional and not any(matches((site.name, *site.aliases), (pattern,)) for site in self.index.parameters)
-        ]
+            if not rule.is_optional
+        }
+        return {label: patterns for label, patterns in by_option.items() if patterns}
 
     def report_unmatched(self, states: Collection[tuple[ParameterSite, str]]) -> None:
         """Warn of patterns that match no name of a parameter or a state. Later calls do nothing.
@@ -102,13 +103,14 @@ class StateRules:
         Args:
             states: All states that the optimizers keep, at least one, each with its parameter.
         """
-        unmatched, self._has_reported = [] if self._has_reported else self.unmatched_patterns(), True
-        for label, pattern in unmatched:
-            if not any(matches(with_state(site, state).aliases, (pattern,)) for site, state in states):
+        waiting, self._has_reported = {} if self._has_reported else self.unmatched_patterns(), True
+        names_of_states = {name for site, state in states for name in with_state(site, state).aliases} if waiting else set()
+        for label, patterns in waiting.items():
+            without_match = [pattern.pattern for pattern in patterns if not any(map(pattern.fullmatch, names_of_states))]
+            if without_match:
                 names = [*(site.name for site in self.index.parameters), *(f"{site.name}.{state}" for site, state in states)]
-                text = pattern.pattern
-                message = f"{label} {text!r} matches none of {len(names)} names of parameters and of their states"
-                self.reporter.log_once(f"{message}{nearest_pattern(text, names)}", logging.WARNING, f"{label} {text} of states")
+                message = f"{label} {unmatched(without_match, names, 'names of parameters and of their states')}"
+                self.reporter.log_once(message, logging.WARNING, f"{label} of states")
 
 
 def with_state(site: ParameterSite, state: str) -> ParameterSite:

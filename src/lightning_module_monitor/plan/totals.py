@@ -37,7 +37,7 @@ def check_per_module(rule: ParsedRule, index: ModelIndex) -> None:
 
 def of_modules(rule: ParsedRule) -> str:
     """The end of a phrase about a rule's sites: the modules whose parameters it counts together; empty without such modules."""
-    return f" together, of {' or '.join(pattern.pattern for pattern in rule.per_module)}" if rule.per_module else ""
+    return f" together, of {shortened([pattern.pattern for pattern in rule.per_module])}" if rule.per_module else ""
 
 
 def parameters_by_module(rule: ParsedRule, kind: str, index: ModelIndex) -> dict[str, list[str]]:

@@ -66,8 +66,8 @@ class Reference:
     ) -> None:
         differing = structural_differences(live, module)
         if differing:
-            shown = ", ".join(differing[:10]) + (" ..." if len(differing) > 10 else "")
-            raise ValueError(f"The reference must have the structure of the module; these are not in both, or of different shapes: {shown}")
+            why = f"these are not in both, or of different shapes: {shortened(differing, 10)}"
+            raise ValueError(f"The reference must have the structure of the module; {why}")
         siblings = _by_name(module)
         self.live = live
         self.module = module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import torch
@@ -22,7 +23,7 @@ from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.probes.rcc_layers import layer_parts
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_examples
+from lightning_module_monitor.suggestions import nearest, nearest_pattern, or_examples, unmatched
 from lightning_module_monitor.trainer.options import Options
 
 
@@ -148,13 +149,15 @@ AwaitedKeys = dict[tuple[str, re.Pattern[str]], bool]
 
 
 def check_awaited(awaited: AwaitedKeys, record: Record) -> None:
-    """Warn of patterns that match no key of the first record either, e.g. because of a typo."""
+    """Warn of patterns that match no key of the first record either, e.g. because of a typo; in one line for each option."""
+    without_match: defaultdict[str, list[str]] = defaultdict(list)
     for label, pattern in [option for option, was_compared in awaited.items() if not was_compared]:
         awaited[label, pattern] = True
         if is_first_process() and not any(map(pattern.fullmatch, record.values)):
-            keys, wrong = [*record.values], f"{label} {pattern.pattern!r} matches none of the"
-            near = or_examples(nearest_pattern(pattern.pattern, keys), keys).removesuffix(".")
-            messages.warning("%s %d keys of the first record%s. It waits for keys that come later.", wrong, len(keys), near)
+            without_match[label].append(pattern.pattern)
+    for label, patterns in without_match.items():
+        wrong = unmatched(patterns, [*record.values], "keys of the first record").removesuffix(".")
+        messages.warning("%s %s. Later records may have such keys.", label, wrong)
 
 
 def _may_come(planner: Planner, pattern: str) -> bool:

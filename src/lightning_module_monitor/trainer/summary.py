@@ -23,6 +23,7 @@ from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.probes.gradient_noise import VALUES as NOISE_VALUES
 from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.suggestions import these_match
 from lightning_module_monitor.trainer.options import Options
 from lightning_module_monitor.trainer.run import RunResults
 
@@ -127,8 +128,9 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _waiting(plan: Plan) -> Iterator[str]:
     """The patterns that may match states of optimizers."""
-    for label, pattern in () if plan.states is None else plan.states.unmatched_patterns():
-        yield f"{label} {pattern.pattern!r} matches no parameter, and waits for names of states"
+    for label, patterns in ({} if plan.states is None else plan.states.unmatched_patterns()).items():
+        these = these_match([pattern.pattern for pattern in patterns])
+        yield f"{label} {these} no parameter; names of states are known after the first step"
 
 
 def _raw_tensors(captured: Plan) -> str:
@@ -158,7 +160,7 @@ def description_of(options: Options, monitor: ModuleMonitor, results: RunResults
 
 
 def _rule_in_words(rule: ParsedRule) -> str:
-    sites = " or ".join(pattern.pattern for pattern in rule.sites)
+    sites = shortened([pattern.pattern for pattern in rule.sites])
     where = (f" of {sites}" if sites != ".*" else "") + of_modules(rule)
     return f"{', '.join(rule.kinds)}{where}: {', '.join(rule.outputs)}, {rule.schedule}"
 

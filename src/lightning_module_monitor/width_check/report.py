@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_module_monitor.config.rules import check_choice
 from lightning_module_monitor.display import Described, Description, counted
-from lightning_module_monitor.errors import require
+from lightning_module_monitor.errors import require, shortened
 from lightning_module_monitor.sinks.store.plot import new_axes
 from lightning_module_monitor.width_check.power_law import Row
 from lightning_module_monitor.width_check.settings import Settings
@@ -70,7 +70,7 @@ class WidthCheck(Described):
         """The result in a line."""
         num_unclear = sum(row.verdict == "unclear" for row in self.rows)
         unclear = f"; {num_unclear} of {len(self.rows)} rows unclear" if num_unclear else ""
-        return (f"offending: {', '.join(self.offending)}" if self.offending else "no offending module") + unclear
+        return (f"offending: {shortened(self.offending)}" if self.offending else "no offending module") + unclear
 
     def _describe(self) -> Description:
         num_columns = len(COLUMNS) if any(row.note for row in self.rows) else len(COLUMNS) - 1

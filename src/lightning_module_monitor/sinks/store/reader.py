@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from lightning_module_monitor.display import Described, Description, Findings, description_of_file
-from lightning_module_monitor.errors import require
+from lightning_module_monitor.errors import require, shortened
 from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.record import Finding
@@ -247,5 +247,5 @@ def _not_captured(stored: list[StoredTensor], request: dict[str, str | int]) -> 
         if value not in known:
             break
         stored = [entry for entry in stored if getattr(entry, name) == value]
-    near = nearest(value, known) if isinstance(value, str) else f"; captured: {', '.join(map(str, known))}"
+    near = nearest(value, known) if isinstance(value, str) else f"; captured: {shortened([*map(str, known)])}"
     return f"{', '.join(f'{field} {wanted!r}' for field, wanted in request.items())}: there is no such {name}{near}"
