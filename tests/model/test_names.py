@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from lightning_module_monitor import ModuleMonitor, Rule
+from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.model.names import Namer
 
@@ -65,3 +69,85 @@ def test_types_may_be_named_as_in_the_model() -> None:
         *([{"0", "1", "0.weight", "0.bias", "1.weight", "1.bias"}] * 2),
         {"0", "0.weight", "0.bias", "2"},
     ]
+
+
+class Scaled(nn.Module):
+    """A parametrization with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, original: torch.Tensor) -> torch.Tensor:
+        return self.scale * original
+
+
+def scaled(layer: nn.Module) -> nn.Module:
+    """A layer with two parametrized attributes."""
+    parametrize.register_parametrization(layer, "bias", Scaled())
+    return parametrize.register_parametrization(layer, "weight", Scaled())
+
+
+class Lora(nn.Module):
+    """An adapter around a layer, as those of PEFT."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_a = nn.Parameter(torch.zeros(base_layer.in_features, 1))
+        self.lora_b = nn.ModuleDict({"default": nn.Linear(1, base_layer.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_b["default"](x @ self.lora_a)
+
+
+def picked(model: nn.Module, **options: Any) -> set[str]:
+    """The sites of a rule."""
+    with ModuleMonitor(rules=Rule(statistics="rms", **options)) as monitor:
+        monitor.set_module(model)
+        return {Key.parse(key).site for key in monitor.planner.planned_keys()} - {""}
+
+
+LISTED = "0.parametrizations.weight.original"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize(
+    ("change", "parameters"),
+    [
+        (nn.utils.weight_norm, {"0.bias", "0.weight_g", "0.weight_v"}),
+        (nn.utils.spectral_norm, {"0.bias", "0.weight_orig"}),
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), {"0.bias", "0.weight_orig"}),
+        (parametrizations.weight_norm, {"0.bias", f"{LISTED}0", f"{LISTED}1"}),
+        (parametrizations.spectral_norm, {"0.bias", LISTED}),
+        (parametrizations.orthogonal, {"0.bias", LISTED}),
+        (scaled, {"0.parametrizations.bias.original", LISTED}),
+        (Lora, {"0.base_layer.weight", "0.base_layer.bias", "0.lora_b.default.weight"}),
+    ],
+    ids=["weight_norm", "spectral_norm", "pruning", "weight_norm, new", "spectral_norm, new", "orthogonal", "two attributes", "adapter"],
+)
+@pytest.mark.parametrize("types", [nn.Linear, "Linear"])
+def test_a_parameter_is_of_the_layer_whose_attribute_it_makes(
+    change: Callable[[nn.Linear], nn.Module], parameters: set[str], types: type[nn.Module] | str
+) -> None:
+    """Also where a parametrization has it, and under every name of that class."""
+    model = nn.Sequential(change(nn.Linear(2, 2)), nn.Conv1d(2, 2, 1))
+    assert picked(model, kinds="parameter", types=types) == parameters
+
+
+def test_a_parametrization_has_its_own_parameters() -> None:
+    """They are of its class, as those of an adapter."""
+    model = nn.Sequential(scaled(nn.Linear(2, 2)), Lora(nn.Linear(2, 2)))
+    assert picked(model, kinds="parameter", types="Scaled") == {f"0.parametrizations.{name}.0.scale" for name in ("weight", "bias")}
+    assert picked(model, kinds=["parameter", "activation"], types="Lora") == {"1", "1.lora_a"}
+    with pytest.raises(ConfigError, match=r"'ParametrizedLinear' is the class of none of \d+ modules; .*; nearest: 'ParametrizationList'"):
+        picked(model, kinds="parameter", types="ParametrizedLinear")
+
+
+def test_a_parametrized_layer_is_a_leaf() -> None:
+    """What computes its parameters is no layer inside of it; an adapter has one."""
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)), nn.ReLU(), Lora(nn.Linear(2, 2)))
+    of_weights = {"0.bias", f"{LISTED}0", f"{LISTED}1", "2.base_layer.weight", "2.base_layer.bias", "2.lora_b.default.weight"}
+    assert picked(model, kinds="parameter", leaf_modules=True) == of_weights
+    outputs = {"0", "0.parametrizations.weight.0", "1", "2.base_layer", "2.lora_b.default"}
+    assert picked(model, kinds="activation", leaf_modules=True) == outputs

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_module_monitor import ModuleMonitor, Rule
 from lightning_module_monitor.plan.blocks import block_rules, blocks_of
@@ -49,6 +50,11 @@ NAMES = [f"blocks.{number}" for number in range(3)]
         (tied(), {}, ["two.0", "two.1"]),
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), {}, ["0", "2"]),
         (nn.ModuleDict({"net": Net(), "heads": nn.ModuleList(nn.Linear(2, 2) for _ in range(9))}), {}, [f"net.{name}" for name in NAMES]),
+        (
+            nn.ModuleDict({"net": Net(), "heads": nn.ModuleList(weight_norm(nn.Linear(2, 2)) for _ in range(9))}),
+            {},
+            [f"net.{name}" for name in NAMES],
+        ),
         (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), {}, []),
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {}, []),
         (nn.Linear(2, 2), {}, []),

@@ -459,21 +459,27 @@ def test_a_finding_shows_its_numbers(visit: Visit) -> None:
     np.testing.assert_allclose(np.array(curve[:6], float), SIZES[3, :6], rtol=1e-3)
 
 
-def test_a_profile_has_a_line_for_each_role(browser: Browser, tmp_path: Path) -> None:
-    """Weights, biases, gains and embeddings have separate lines; so have outputs of containers, leaf modules and heads."""
+@pytest.mark.parametrize("is_parametrized", [False, True])
+def test_a_profile_has_a_line_for_each_role(is_parametrized: bool, browser: Browser, tmp_path: Path) -> None:
+    """Weights, biases, gains and embeddings have separate lines; so have outputs of containers, leaf modules and heads.
+
+    A parameter from which another one is computed has the role of that one.
+    """
     modules = {
         "emb": "Embedding",
+        **({"emb.parametrizations": "ModuleDict", "emb.parametrizations.weight": "ParametrizationList"} if is_parametrized else {}),
         "block": "Block",
         "block.norm": "RMSNorm",
         "block.attn": "Attention",
         "block.attn.proj": "Linear",
         "out": "Linear",
     }
+    makes = ".parametrizations.{}.original".format if is_parametrized else ".{}".format
     of_parameters = {
-        "emb.weight": 1.0,
+        f"emb{makes('weight')}": 1.0,
         "block.norm.weight": 2.0,
         "block.attn.proj.weight": 3.0,
-        "block.attn.proj.bias": 4.0,
+        f"block.attn.proj{makes('bias')}": 4.0,
         "out.weight": 5.0,
     }
     of_outputs = {"emb": 1.0, "block": 2.0, "block.norm": 3.0, "block.attn": 4.0, "block.attn.head_0.query": 5.0, "block.attn.proj": 6.0}

@@ -41,8 +41,9 @@ class Rule(PlainFields):
             name with ``attn`` in it.
         exclude: Pattern or patterns of whole names that are left out, with all that is inside of such a module.
         types: Classes, import paths of classes, or names of classes that occur in the model (``Linear``): the module (of a parameter: the
-            module that owns it) must be of one of them.
-        leaf_modules: Only modules without children.
+            module to which it belongs) must be of one of them. A parameter from which ``torch.nn.utils.parametrize`` computes the weight
+            of a layer, as weight norm and spectral norm do, belongs to that layer.
+        leaf_modules: Only modules without children, apart from those that compute their parameters (``torch.nn.utils.parametrize``).
         statistics: One name or several of ``STATISTICS``; of ``rcc_operator_norm`` and ``rcc_alignment`` names of their values.
         functions: Function of the tensor (of a difference: of the model's and the reference's), or torchmetrics object, by the
             name that it gets in the key; of a result that is a dict, each part has the key ``name.part``.

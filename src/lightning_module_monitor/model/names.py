@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torchmetrics import Metric
 
 from lightning_module_monitor.errors import ConfigError, shortened
@@ -46,7 +47,7 @@ class ModuleSite:
     @property
     def is_leaf(self) -> bool:
         """Whether no module inside can be observed."""
-        return self.is_compiled or next(self.module.children(), None) is None
+        return self.is_compiled or is_leaf(self.module)
 
     @property
     def runs(self) -> bool:
@@ -63,6 +64,13 @@ class ParameterSite:
     aliases: tuple[str, ...]
     owner: nn.Module
     attribute: str
+    layer: nn.Module
+    """The module to which it belongs: the owner, or the layer of which the owner computes an attribute, as weight norm does."""
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether its layer has no module inside."""
+        return is_leaf(self.layer)
 
     def tensor(self) -> Tensor | None:
         """The current parameter; ``None`` if it was removed or has no shape yet (lazy modules before the first batch)."""
@@ -96,9 +104,20 @@ def without_wrappers(name: str) -> str:
 
 
 def unwrapped_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module without the wrappers of ``torch.compile``, Fabric, FSDP and activation checkpointing."""
+    """The class of a module without parametrizations and the wrappers of ``torch.compile``, Fabric, FSDP and activation checkpointing."""
     inner = next((wrapped for name in _WRAPPED if (wrapped := module._modules.get(name)) is not None), None)
-    return type(module) if inner is None else unwrapped_class(inner)
+    return type_before_parametrizations(module) if inner is None else unwrapped_class(inner)
+
+
+def parametrizations_of(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules (of ``torch.nn.utils.parametrize``) whose parameters stand for a module's own: its weight is computed from them."""
+    return tuple(module.get_submodule("parametrizations").children()) if is_parametrized(module) else ()
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module has no module inside, other than those that compute its parameters."""
+    computing = module.parametrizations if is_parametrized(module) else None
+    return all(child is computing for child in module.children())
 
 
 def is_fsdp_wrapper(module: nn.Module) -> bool:
@@ -142,12 +161,13 @@ class Namer:
 
     def parameter_sites(self, root: nn.Module) -> list[ParameterSite]:
         """Every parameter of ``root``; a tied parameter once, under its first name."""
-        parameters: dict[int, tuple[tuple[nn.Module, str], list[str]]] = {}
+        layers = {part: module for module in root.modules() for part in parametrizations_of(module)}
+        parameters: dict[int, tuple[tuple[nn.Module, str, nn.Module], list[str]]] = {}
         for module_name, module in root.named_modules(remove_duplicate=False):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(module, UNWATCHED):
                     raw = f"{module_name}.{attribute}" if module_name else attribute
-                    parameters.setdefault(id(parameter), ((module, attribute), []))[1].append(self._format(raw))
+                    parameters.setdefault(id(parameter), ((module, attribute, layers.get(module, module)), []))[1].append(self._format(raw))
         return [ParameterSite(self.name(names[0]), tuple(dict.fromkeys(names)), *owner) for owner, names in parameters.values()]
 
 

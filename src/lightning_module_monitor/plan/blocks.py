@@ -12,7 +12,7 @@ from torch import nn
 from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kinds import KINDS
-from lightning_module_monitor.model.names import ModelIndex, and_insides, children_of_containers
+from lightning_module_monitor.model.names import ModelIndex, and_insides, children_of_containers, is_leaf
 from lightning_module_monitor.plan.matching import OF_WATCHES, matching
 from lightning_module_monitor.statistics.registry import Statistic
 
@@ -31,9 +31,7 @@ def blocks_of(index: ModelIndex) -> list[str]:
     """The children of each list, those that are single layers apart."""
     for children in children_of_containers(modules, nn.ModuleList, nn.Sequential).values():
         for are_layers, several in lists.items():
-            picked = (
-                child for child in children if child in with_parameters and are_layers is (next(modules[child].children(), None) is None)
-            )
+            picked = (child for child in children if child in with_parameters and are_layers is is_leaf(modules[child]))
             several.append(list(dict.fromkeys(names[modules[child]] for child in picked)))
     longest = (max(several, key=len, default=[]) for several in lists.values())  # the outermost of several
     return next((blocks for blocks in longest if len(blocks) > 1), [])

@@ -16,7 +16,6 @@ from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.compiled import NOT_COMPILED, names_used
 from lightning_module_monitor.model.names import (
     ModelIndex,
-    ModuleSite,
     ParameterSite,
     Site,
     is_excluded,
@@ -39,9 +38,9 @@ def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[Site]:
     if KINDS[kind].site == "parameter":
         # The name of a state is not known yet, and any pattern may match it.
         rule = replace(rule, sites=_ANY) if KINDS[kind].of_states else rule
-        return [site for site in index.parameters if is_picked(site, site.owner, rule)]
+        return [site for site in index.parameters if is_picked(site, rule)]
     there = [site for site in index.modules if not KINDS[kind].of_layers or layer_sites(site, kind)]
-    return [site for site in there if is_picked(site, site.module, rule)]
+    return [site for site in there if is_picked(site, rule)]
 
 
 def layer_sites(site: Site, kind: str) -> list[str]:
@@ -112,11 +111,12 @@ def _can_occur(site: Site, kind: str, index: ModelIndex) -> bool:
 _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward", "monitor_scaled_dot_product_attention")
 
 
-def is_picked(site: Site, module: nn.Module, rule: ParsedRule) -> bool:
-    """Whether a rule picks a site; ``module`` is its module, or the one that owns the parameter."""
+def is_picked(site: Site, rule: ParsedRule) -> bool:
+    """Whether a rule picks a site."""
+    module = site.layer if isinstance(site, ParameterSite) else site.module
     if rule.types is not None and not any(_is_of(module, cls) for cls in rule.types):
         return False
-    if rule.leaf_modules and not (site.is_leaf if isinstance(site, ModuleSite) else next(module.children(), None) is None):
+    if rule.leaf_modules and not site.is_leaf:
         return False
     return matches((site.name, *site.aliases), rule.sites) and not is_excluded(site, rule.exclude)
 
@@ -149,8 +149,9 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
         report_unmatched(f"{rule.label}.exclude", rule.exclude, [*known, *index.whole.excluded], reporter)
     if rcc_layers.OUTPUT not in rule.kinds:
         return
-    with_weights = [site for site in index.modules if rcc_layers.has_own_weights(site.module) and is_picked(site, site.module, rule)]
-    left_out = [f"{site.name} ({_class_in_words(type(site.module))})" for site in with_weights if not rcc_layers.layer_parts(site.module)]
+    with_weights = [site for site in index.modules if rcc_layers.has_own_weights(site.module) and is_picked(site, rule)]
+    unknown = [site for site in with_weights if not rcc_layers.layer_parts(site.module)]
+    left_out = [f"{site.name} ({_class_in_words(unwrapped_class(site.module))})" for site in unknown]
     if left_out:
         why = "rcc leaves out modules whose type is not in its table, or whose weight is quantized or computed from others"
         reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")

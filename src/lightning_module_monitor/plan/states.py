@@ -84,7 +84,7 @@ class StateRules:
 
     def _is_picked(self, watched: WatchedParameter, state: str, rule: ParsedRule) -> bool:
         site = with_state(watched.site, state)
-        return is_picked(site, site.owner, rule) and not matches(site.aliases, self.index.exclude)
+        return is_picked(site, rule) and not matches(site.aliases, self.index.exclude)
 
     def unmatched_patterns(self) -> dict[str, list[re.Pattern[str]]]:
         """The patterns that match no parameter's name, and wait for names of states, by the path of their option."""

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from lightning_module_monitor.distributed.shards import is_sharded, whole
 from lightning_module_monitor.kernels.elements import in_memory, plain, widened
+from lightning_module_monitor.model.names import parametrizations_of
 
 EFFECTIVE, PROPAGATING = "rcc_effective_update", "rcc_propagating_update"
 OUTPUT, REFERENCE_OUTPUT = "rcc_output", "rcc_reference_output"
@@ -331,5 +332,8 @@ def layer_sites(module: nn.Module, kind: str) -> list[str]:
 
 
 def has_own_weights(module: nn.Module) -> bool:
-    """Whether a module owns a floating-point parameter."""
-    return any(parameter is not None and parameter.is_floating_point() for parameter in module._parameters.values())
+    """Whether a floating-point parameter belongs to a module: it owns one, or has an attribute that is computed from one."""
+    if isinstance(module, ParametrizationList):
+        return False  # its parameters belong to a layer
+    parameters = [parameter for owner in (module, *parametrizations_of(module)) for parameter in owner._parameters.values()]
+    return any(parameter is not None and parameter.is_floating_point() for parameter in parameters)

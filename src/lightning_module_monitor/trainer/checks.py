@@ -17,7 +17,7 @@ from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import KINDS, OWN_KIND, ROLL_UP_SITES, STAGES, TRAIN
 from lightning_module_monitor.lightning_packages import LightningModule, Trainer, is_a, is_overridden, messages
 from lightning_module_monitor.model.compiled import UNCOMPILED, compiled_parts
-from lightning_module_monitor.model.names import ROOT, ModelIndex, without_wrappers
+from lightning_module_monitor.model.names import ROOT, ModelIndex, unwrapped_class, without_wrappers
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.probes.base import ErrorReporter
@@ -118,8 +118,8 @@ def check_validation(trainer: Trainer, pl_module: LightningModule, reporter: Err
 def check_detectors(planner: Planner, names: Collection[str], record: Record, reporter: ErrorReporter) -> None:
     """Warn of detectors that the user named, and that have nothing to judge: neither planned keys nor keys of the first record."""
     keys = [Key.parse(key) for key in (*planner.planned_keys(), *record.values)]
-    types = {type(site.module).__name__ for site in planner.index.whole.modules}
-    compiled_types = types - {type(site.module).__name__ for site in planner.index.modules}
+    types = {unwrapped_class(site.module).__name__ for site in planner.index.whole.modules}
+    compiled_types = types - {unwrapped_class(site.module).__name__ for site in planner.index.modules}
     for detector in map(BUILT_IN.__getitem__, names):
         if detector.is_always_recorded or any(map(detector.concerns, keys)):
             continue

@@ -21,6 +21,7 @@ from lightning_module_monitor.health.judgement import verdict_of
 from lightning_module_monitor.health.run_history import NO_FACTS
 from lightning_module_monitor.keys import MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.lightning_packages import is_a, messages
+from lightning_module_monitor.model.names import unwrapped_class
 from lightning_module_monitor.nonfinite.record_search import RecordSearch
 from lightning_module_monitor.nonfinite.search import NonfiniteSearch
 from lightning_module_monitor.nonfinite.step_search import StepSearch
@@ -97,7 +98,7 @@ class HealthController:
             history = self._judge.history
             has_records = bool(history.steps) or history.facts is not NO_FACTS  # a step without a loss has facts
             if has_records and not self.options.is_off:
-                types = {type(site.module).__name__ for site in self._run.planner.index.modules}
+                types = {unwrapped_class(site.module).__name__ for site in self._run.planner.index.modules}
                 verdict = verdict_of(self._judge, (), results.findings, watched=self.options.watched, types=types)
                 end = "" if exception is None else f" {type(exception).__name__} ended the run."
                 messages.info("[monitor] Verdict: %s.%s", verdict.sentence, end)

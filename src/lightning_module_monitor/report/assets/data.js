@@ -40,9 +40,14 @@ function columnOf(loaded, column, rows) {
   return rows.map((row) => loaded.values[row * loaded.columns + column]);
 }
 
+/** The parameter that a parametrization, such as weight norm, computes from a site: a.weight of a.parametrizations.weight.original0. */
+function madeOf(site) {
+  return site.replace(/\.parametrizations\.([^.]+)\.original\d*$/, ".$1");
+}
+
 /** Type and output of a site's module, as a line of its own; empty where they are not known. */
 function moduleLine(run, site) {
-  for (let name = site; name; name = name.slice(0, Math.max(0, name.lastIndexOf(".")))) {
+  for (let name = madeOf(site); name; name = name.slice(0, Math.max(0, name.lastIndexOf(".")))) {
     if (Object.hasOwn(run.modules, name)) return `\n${run.modules[name]}`;
   }
   return "";

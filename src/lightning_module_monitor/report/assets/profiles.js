@@ -104,15 +104,15 @@ function roleOf(base, site, containers) {
   const type = moduleLine(run, site).trim().split(",")[0];
   if (base.startsWith("activation")) return /\.head_\d+(\.|$)/.test(site) ? "heads" : containers.has(site) ? "containers" : "leaf modules";
   if (base === "gradient_flow") return "";
-  if (/bias[^.]*$/.test(site)) return "biases";
+  if (/bias[^.]*$/.test(madeOf(site))) return "biases";
   if (/norm/i.test(type) || (!type && /(norm|ln|bn)\d*\.[^.]*$/.test(site))) return "normalisation gains";
   return /embedding/i.test(type) || (!type && /(emb|wte|wpe)[^.]*\.[^.]*$/.test(site)) ? "embeddings" : "weights";
 }
 
-/** Names of modules that hold others. */
+/** Names of modules that hold others; those that compute a layer's parameters are no layers inside of it. */
 function containersOf(sites) {
   const names = [...sites, ...page.runs.flatMap((run) => Object.keys(run.modules))];
-  return new Set(names.flatMap((name) => name.split(".").map((_, end, parts) => parts.slice(0, end).join("."))));
+  return new Set(names.flatMap((name) => name.split(".parametrizations")[0].split(".").map((_, end, parts) => parts.slice(0, end).join("."))));
 }
 
 const profiles = {
