@@ -133,11 +133,14 @@ def test_python_of_the_page_about_compiled_models() -> None:
 
 
 def test_python_of_the_page_about_early_stopping() -> None:
-    """The recorded norm ends training before the last epoch."""
-    names = run_page("docs/how_to/early_stopping.md", names_in_a_trainer() | {"model": Model(lr=0.05)})
+    """The recorded norm ends training before the last epoch, and the file of a checkpoint has it in its name, without a folder."""
+    with_checkpoints = {"Trainer": functools.partial(quiet_trainer, enable_checkpointing=True)}
+    names = run_page("docs/how_to/early_stopping.md", names_in_a_trainer() | with_checkpoints | {"model": Model(lr=0.05)})
     assert names["stop"].stopped_epoch > 0
     assert names["trainer"].global_step < 500
-    assert names["monitor"].last_record.values[names["key"]] < 1.0
+    assert names["trainer"].callback_metrics[names["key"]] < 1.0
+    [file] = Path("best").rglob("*")
+    assert re.fullmatch(rf"epoch=[01]-norm={names['checkpoint'].best_model_score:.2f}\.ckpt", file.name)
 
 
 def test_python_of_the_page_about_a_loss_that_does_not_fall(capsys: pytest.CaptureFixture[str]) -> None:

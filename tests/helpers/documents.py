@@ -93,10 +93,8 @@ class Model(Classifier):
 
 def quiet_trainer(**options: Any) -> Trainer:
     """The documents' Trainer."""
-    return Trainer(
-        **options, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        limit_val_batches=0,
-    )  # fmt: skip
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(**{"accelerator": "cpu", "limit_val_batches": 0, **quiet, **options})
 
 
 def names_in_a_trainer() -> dict[str, Any]:
