@@ -153,6 +153,16 @@ def test_an_exclude_that_matches_nothing_is_reported(
     assert warnings_of(caplog, run) == [message]
 
 
+def test_an_exclude_of_the_whole_model_is_refused(tmp_path: Path) -> None:
+    """It would leave nothing; a pattern that matches the name of the root among others leaves the others."""
+    with pytest.raises(ConfigError, match="exclude '_root_' is the whole model; expected names inside of it"):
+        fit(tmp_path, [ModuleMonitorCallback(1, store=False, exclude=["model.0", "_root_"])])
+    callback = ModuleMonitorCallback(1, store=False, exclude="(?!model).*")
+    fit(tmp_path, [callback])
+    assert callback.last_record is not None
+    assert "gradient/model.0.weight/norm" in callback.last_record.values
+
+
 def test_an_exclude_may_wait_for_states_of_optimizers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their names are known after the first step."""
     rules = [Rule(kinds="optimizer_state", statistics="norm", exclude=".*momentum_buffer")]

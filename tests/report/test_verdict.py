@@ -23,13 +23,13 @@ FLAT = [1.0] * STEPS
 FALLING = [*np.linspace(2.0, 0.5, STEPS)]
 
 
-def table(name: str, rows: Mapping[str, Sequence[float]], absent: float = -777.0) -> Table:
-    """A table of a kind and statistic; one number stands for nothing recorded."""
+def table(name: str, rows: Mapping[str, Sequence[float]], absent: float = -777.0, spacing: int = 10) -> Table:
+    """A table of a kind and statistic, with a record every so many steps; one number stands for nothing recorded."""
     values = np.array(list(rows.values()), dtype=np.float64)
     is_recorded = values != absent
     siteless = name.startswith(("monitor", "context"))
     key = Key.parse(name.replace("/", "/-/") if name.count("/") == 1 and not siteless else name)._replace(site="")
-    return Table(key, tuple(rows), np.arange(values.shape[1]) * 10, np.where(is_recorded, values, np.nan), is_recorded)
+    return Table(key, tuple(rows), np.arange(values.shape[1]) * spacing, np.where(is_recorded, values, np.nan), is_recorded)
 
 
 def loss(values: Sequence[float]) -> Table:
@@ -59,7 +59,7 @@ def test_a_healthy_run_says_what_was_looked_at() -> None:
     assert (verdict.level, verdict.findings) == ("healthy", [])
     assert (
         verdict.headline
-        == "loss 2 to 0.7; 12 of 20 checks could judge, and found nothing in gradients, activations, weights of 2 sites at 16 records"
+        == "loss 2 to 0.7; 15 of 23 checks could judge, and found nothing in gradients, activations, weights of 2 sites at 16 records"
     )
     assert verdict.beginning is None
 
@@ -100,7 +100,7 @@ def test_a_loss_that_does_not_fall_is_no_health() -> None:
     assert learned([*(-2.3 + noise - np.linspace(0, 0.1, 30))]) == "healthy"
     assert learned([2.0, *(-1.0 + noise)]) == "healthy"
     assert learned([*FALLING[:-1], 0.0]) == "healthy"  # as a hinge loss is now and then
-    assert learned([0.0] * 30) == "unknown"
+    assert learned([0.0] * 30) == "sick"  # nothing is left of it
     assert learned([*FALLING], Facts(is_manual=True)) == "unknown"
 
 
@@ -256,6 +256,19 @@ def test_why_the_loss_does_not_fall(rate: float, name: str) -> None:
     verdict = verdict_on(healthy_tables(), figures, facts=[(0, parameter_facts())])
     assert [one.name for one in verdict.diagnoses] == [name]
     assert verdict.level == ("sick" if name == "zero_rate" else "watch")
+
+
+@pytest.mark.parametrize(("spacing", "level"), [(5, "unknown"), (10, "watch")])
+@pytest.mark.parametrize("losses", [[2.31] * STEPS, [2.3, 2.31] * (STEPS // 2)])
+def test_a_few_small_steps_need_not_show_in_the_loss(losses: list[float], spacing: int, level: str) -> None:
+    """Below 100 steps, as of a warm-up; larger steps show."""
+    sizes = [table(f"{kind}/norm", {"fc.weight": [1.0, 1.01] * (STEPS // 2)}, spacing=spacing) for kind in ("gradient", "parameter")]
+    for rate, expected in ((1e-6, level), (1e-2, "watch")):
+        figures = [table(f"context/{name}", {"": one}, spacing=spacing) for name, one in (("loss", losses), ("lr", [rate] * STEPS))]
+        verdict = verdict_on(sizes, figures, facts=[(0, parameter_facts())])
+        assert verdict.level == expected
+        if expected == "unknown":
+            assert verdict.headline.startswith("75 steps, too few and too small to show in the loss; ")
 
 
 @pytest.mark.parametrize(("eps", "name"), [(1e-8, "not_learning"), (1.0, "not_learning"), (1e3, "small_rate")])

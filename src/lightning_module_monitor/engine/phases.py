@@ -22,6 +22,7 @@ from lightning_module_monitor.probes.base import ErrorReporter, Gate, unchanged_
 from lightning_module_monitor.record import Finding, NumbersOfStep, RawTensor, Record
 from lightning_module_monitor.sinks.recent_records import StorageManager
 from lightning_module_monitor.statistics.functions import Aggregate
+from lightning_module_monitor.step.accumulator import StepAccumulator
 
 _NO_ATTENTION = (
     "called none of F.scaled_dot_product_attention, F.multi_head_attention_forward and nn.MultiheadAttention, and no attention is "
@@ -49,6 +50,8 @@ class StepEngine:
         """The module that is monitored; ``None`` where none is set."""
         self.open_step: StepContext | None = None
         """The step, or the loop of another stage, that is open and monitored; ``None`` if there is none."""
+        self._unopened: StepAccumulator | None = None
+        """The accumulator of a step or loop that an error keeps from being opened."""
         self._suspended: list[StepContext | None] = []
         """The step that the open loop of another stage has suspended, ``None`` if it is not monitored; empty without such a loop."""
         self.begun: int | None = None
@@ -134,6 +137,7 @@ class StepEngine:
         self.begun = None
         context = self.open_step
         if context is None:
+            self._end_unopened()
             return None
         if self.is_monitoring():
             context.observe_updates()
@@ -240,6 +244,7 @@ class StepEngine:
         """End the loop that was begun last, and go on with the step that it interrupted; returns the record of the loop."""
         if not self._suspended:
             return None
+        self._end_unopened()
         record = None if self.open_step is None else self._finish(self.open_step)
         self._go_on_with(self._suspended.pop())
         return record
@@ -283,9 +288,23 @@ class StepEngine:
         if not self.has_lost_ranks:
             model.read_names_again()
             self.gate.may_be_captured = torch.cuda.is_initialized()
-            context = StepContext(model, due, step, stage)
+            # First: if anything below fails, other ranks wait for its end all the same.
+            self._unopened = StepAccumulator(model.reporter.of_stream, model.state(due, stage), model.gate.closed)
+            context = StepContext(model, due, step, stage, self._unopened)
+            self._unopened = None
             self._go_on_with(context)
             context.attach()
+
+    def _end_unopened(self) -> None:
+        """Tell other ranks, which wait for it, that a step or loop could not be opened on this one: no rank makes a record of it."""
+        accumulator, self._unopened = self._unopened, None
+        if accumulator is None or self.model.ranks is None or self.has_lost_ranks:
+            return
+        accumulator.is_lost = True
+        try:
+            accumulator.collect(self.model.ranks)
+        except RanksLostError as error:
+            self.lose_ranks(error)
 
     def _finish(self, context: StepContext) -> Record | None:
         """Close the context and finish its values; ``None`` if an error has ended the step, on any rank, or another rank has left."""

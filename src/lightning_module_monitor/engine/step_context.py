@@ -42,15 +42,17 @@ class StepContext:
         due: The rules that are due.
         step: Number of the optimizer step.
         stage: ``train``, or the stage of the loop.
+        accumulator: Takes the values.
     """
 
-    def __init__(self, model: ObservedModel, due: ActiveRules, step: int, stage: str) -> None:
+    def __init__(  # what it is about, and what it fills
+        self, model: ObservedModel, due: ActiveRules, step: int, stage: str, accumulator: StepAccumulator
+    ) -> None:
         model.gate.wrapped = None if model.wrapper in (None, model.module) else model.module
         planner, is_training = model.planner, stage == TRAIN
         plan, recipe = planner.plan(due, stage), planner.recipe
         captured = (planner.capture_plan(step) if is_training else None) or Plan([], [])
         self.model, self.plan, self.step, self.stage = model, plan, step, stage
-        accumulator = StepAccumulator(model.reporter.of_stream, model.state(due, stage), model.gate.closed)
         self.tools = tools = StepTools(accumulator, planner.index, model.reporter, model.gate)
         clock = recipe.schedule.by_clock if is_training else None
         self.clock = clock if clock is not None and clock(step) else None
