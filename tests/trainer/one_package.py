@@ -27,12 +27,7 @@ class NotInstalled(importlib.abc.MetaPathFinder):
 
 
 def main(what: str, name: str, folder: str) -> None:
-    """Print the keys of a run (``alone``), the name of the logger (``logger``), or the error (``none``)."""
-    if what == "logger":
-        importlib.import_module(name)
-        importlib.import_module("lightning_module_monitor.callback")
-        print(importlib.import_module("lightning_utilities.core.rank_zero").log.name)
-        return
+    """Print the keys of a run (``alone``) or the error (``none``)."""
     missing = [root for package, roots in ROOTS.items() if package != name for root in roots]
     sys.meta_path.insert(0, NotInstalled(missing))
     if what == "none":
@@ -41,7 +36,7 @@ def main(what: str, name: str, folder: str) -> None:
         except ImportError as error:
             print(error)
         return
-    from trainer.test_lightning_packages import QUIET, batches, model_of  # it imports the callback
+    from helpers.either_package import QUIET, batches, model_of
 
     monitor = importlib.import_module("lightning_module_monitor")
     package = importlib.import_module(name)

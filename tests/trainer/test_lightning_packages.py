@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import subprocess
@@ -12,43 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.either_package import QUIET, batches, model_of
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_module_monitor import ModuleMonitorCallback, coordinate_check, load_store
 from lightning_module_monitor.lightning_packages import NAMES, is_a, is_overridden, package_of
 
 SCRIPT = Path(__file__).with_name("one_package.py")
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_steps": 2,
-}
-
-
-def model_of(package: Any, width: int = 4) -> Any:
-    """A small regression, as a LightningModule of one of the packages."""
-
-    class Model(package.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, width)
-            self.head = nn.Linear(width, 1)
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            return self.head(self.fc(batch)).pow(2).mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    return Model()
-
-
-def batches() -> DataLoader[Any]:
-    """Two batches."""
-    return DataLoader(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), batch_size=4)  # type: ignore[arg-type]
+STATE = Path(__file__).with_name("process_state.py")
+CALLBACK = "lightning_module_monitor.callback"
 
 
 @pytest.fixture(params=NAMES)
@@ -113,28 +86,44 @@ def test_classes_are_recognised_in_either(package: Any) -> None:
     assert not is_a(LightningModule(), "LightningModule")
 
 
-def _run(*arguments: str) -> str:
-    command = [sys.executable, str(SCRIPT), *arguments]
+def _run(script: Path, *arguments: str) -> str:
+    command = [sys.executable, str(script), *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), *sys.path])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+def _states(imports: str, folder: Path) -> list[dict[str, str]]:
+    """The state of a process after these imports, and after a run with what they import."""
+    states: list[dict[str, str]] = json.loads(_run(STATE, imports, str(folder)).splitlines()[-1])
+    return states
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_either_package_alone_is_enough(name: str, tmp_path: Path) -> None:
     """Without the other package the callback trains, and its reference and its check run."""
-    assert "rcc_output/fc/rms" in _run("alone", name, str(tmp_path))
+    assert "rcc_output/fc/rms" in _run(SCRIPT, "alone", name, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_logger_of_lightning_stays_that_of_the_package_in_use(name: str, tmp_path: Path) -> None:
-    """A program that imports a package and then the callback keeps its logger: the import of the other package does not replace it."""
-    assert _run("logger", name, str(tmp_path)).split() == [f"{name}.utilities.rank_zero"]
+def test_imports_and_runs_leave_the_process_as_it_was(name: str, tmp_path: Path) -> None:
+    """Without the other package, in either order of imports: settings of Lightning's, of Python's and of torch's are as without us."""
+    before, after = _states(name, tmp_path)
+    for imports in (f"{name},{CALLBACK}", f"{CALLBACK},{name}"):
+        states = _states(imports, tmp_path)
+        assert states[0] == before
+        assert states[1] == after
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_callback_becomes_one_of_a_package_that_is_imported_later(name: str) -> None:
+    """Its class for LightningCLI, and objects that were made before."""
+    assert _run(STATE, "later", name).split() == ["True", "True"]
 
 
 def test_without_lightning_the_error_names_both(tmp_path: Path) -> None:
     """The error also says what to install."""
-    printed = _run("none", "-", str(tmp_path))
+    printed = _run(SCRIPT, "none", "-", str(tmp_path))
     assert "Neither package of Lightning can be imported" in printed
     assert "pip install lightning" in printed

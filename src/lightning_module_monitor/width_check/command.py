@@ -127,13 +127,13 @@ def _factory(model: object, width_argument: object) -> Callable[[int], Lightning
 
 def _base_class(name: str, definition: object) -> type:
     """Lightning's class of this name, from the package whose class the configured class extends."""
-    from lightning_module_monitor.lightning_packages import PACKAGES
+    from lightning_module_monitor.lightning_packages import packages
 
     path = definition.get("class_path") if isinstance(definition, Mapping) else definition
     configured: object = None
     with suppress(Exception):  # jsonargparse reports a wrong path
         configured = pkgutil.resolve_name(str(path))
-    bases: list[type] = [getattr(package, name) for package in PACKAGES]
+    bases: list[type] = [getattr(package, name) for package in packages()]
     return next((base for base in bases if isinstance(configured, type) and issubclass(configured, base)), bases[0])
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from lightning_module_monitor.config.plain import plain
 from lightning_module_monitor.config.rules import as_tuple, check_choice
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.lightning_packages import PACKAGES
+from lightning_module_monitor.lightning_packages import packages
 from lightning_module_monitor.suggestions import nearest
 from lightning_module_monitor.width_check.expectations import TERMS, Parametrization, parse_parametrization
 
@@ -104,7 +104,7 @@ def _parse_trainer(trainer: object) -> dict[str, Any]:
         return {}
     if not isinstance(trainer, Mapping):
         raise ConfigError(f"trainer is {trainer!r}; expected options of the Trainer by name, e.g. {{'precision': 'bf16-mixed'}}.")
-    known = inspect.signature(PACKAGES[0].Trainer).parameters
+    known = inspect.signature(packages()[0].Trainer).parameters
     for name in trainer:
         if name in _RESERVED:
             raise ConfigError(f"trainer has {name!r}, which the check sets itself; leave it out.")
