@@ -68,12 +68,54 @@ def layout_of(root: Path) -> dict[str, dict[str, list[str]]]:
     return {one.title: {chart.title: list(chart.multiline.tag) for chart in one.chart} for one in layout.category}
 
 
+def shown_charts(root: Path) -> dict[str, list[str]]:
+    """The charts by category that TensorBoard's tab shows for a folder of runs."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+
+    runs = EventMultiplexer().AddRunsFromDirectory(str(root))
+    runs.Reload()
+    plugin = CustomScalarsPlugin(TBContext(logdir=str(root), data_provider=MultiplexerDataProvider(runs, str(root))))
+    layout = json.loads(plugin.layout_impl(RequestContext(), ""))
+    return {category["title"]: [chart["title"] for chart in category["chart"]] for category in layout["category"]}
+
+
 def with_tensorboard(root: Path, **options: Any) -> KeepRecords:
     """A short run with TensorBoard."""
     callback = ModuleMonitorCallback(1, **options)
     kept = KeepRecords(callback)
     fit(root, [callback, kept], Blinking, logger=TensorBoardLogger(root, name="", version="tensorboard", prefix="my+run"))
     return kept
+
+
+class WithCharts(Tiny):
+    """Has charts of its own."""
+
+    def on_train_start(self) -> None:
+        self.logger.experiment.add_custom_scalars({"mine": {"my loss": ["Multiline", ["loss"]]}})  # type: ignore[union-attr]
+
+
+# Layouts of charts
+
+
+@pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated:DeprecationWarning")  # by the plugin, when it is imported
+def test_charts_of_the_user_stay_beside_those_of_every_callback(tmp_path: Path) -> None:
+    """TensorBoard shows the last layout of a run alone, and those of all runs together."""
+    callbacks = [ModuleMonitorCallback(1, prefix=prefix, store=str(tmp_path / f"{prefix}.h5")) for prefix in ("one", "two")]
+    fit(tmp_path, callbacks, WithCharts, logger=TensorBoardLogger(tmp_path, name="", version="tensorboard"))
+    charts = shown_charts(tmp_path)
+    assert charts["mine"] == ["my loss"]
+    for prefix in ("one", "two"):
+        assert f"{prefix}/gradient: norm" in charts[f"{prefix}/gradient"]
+
+
+def test_charts_are_in_the_run_itself_where_it_has_none(tmp_path: Path) -> None:
+    """No further run is listed."""
+    with_tensorboard(tmp_path)
+    assert [path.parent.name for path in tmp_path.rglob("*tfevents*")] == ["tensorboard"]
 
 
 # Counts of zero

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
+from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import Log, require
@@ -220,7 +221,25 @@ def lay_out(logger: object, keys: Collection[str], modules: Collection[str] = ()
     for chart in charts_of(keys, modules):
         without = dict.fromkeys(key.site for key in totals if (key.full_kind, key.statistic) == chart)
         layout[chart.kind][f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix, without)]]
-    logger.experiment.add_custom_scalars(dict(layout))
+    # The tab shows the last layout of a run, and those of all runs below its folder: a second one gets a run of its own.
+    own = Path("monitor_charts", Key.parse(next(iter(keys))).prefix)
+    if _has_layout(logger):
+        with type(logger.experiment)(f"{logger.log_dir}/{own.as_posix()}") as writer:
+            writer.add_custom_scalars(dict(layout))
+    else:
+        logger.experiment.add_custom_scalars(dict(layout))
+
+
+def _has_layout(logger: Logger) -> bool:
+    """Whether a run of TensorBoard has a layout, of the user's or of an earlier callback."""
+    logger.experiment.flush()
+    files, folder = url_to_fs(logger.log_dir)
+    for path in files.find(folder, maxdepth=1):
+        if "tfevents" in path:
+            with files.open(path) as events:
+                if any(b"custom_scalars__config__" in line for line in events):
+                    return True
+    return False
 
 
 def _chart_at_a_glance(key: Key, modules: Collection[str]) -> tuple[int, str] | None:
