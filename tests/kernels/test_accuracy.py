@@ -390,3 +390,10 @@ def test_every_statistic_is_the_same_alone_and_with_all_others(implementation: I
         for name in PLAIN:
             alone = finished(name, measured(implementation, [x], needs_of(name)))
             assert alone == pytest.approx(finished(name, everything), rel=1e-12, abs=1e-12), name
+
+
+@over_implementations
+def test_the_largest_magnitude_of_zeros_has_no_sign(implementation: Implementation) -> None:
+    """It is 0.0, whatever the signs of the zeros."""
+    for zeros in (torch.zeros(4), -torch.zeros(4), torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0])):
+        assert math.copysign(1.0, finished("abs_max", measured(implementation, [zeros]))) == 1.0

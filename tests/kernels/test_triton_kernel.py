@@ -32,6 +32,7 @@ from lightning_module_monitor.kernels.bins_of_floats import FINE, HISTOGRAM
 from lightning_module_monitor.kernels.moments import FIELDS_OF_NEED, NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 from lightning_module_monitor.kernels.warm_up import Form, Launch, check_triton
+from lightning_module_monitor.statistics.casts import largest_magnitude
 
 skip_without_triton()
 pytestmark = IGNORED_WARNINGS
@@ -51,6 +52,13 @@ def long_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_moments_of_a_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Every moment equals its float64 formula, for every dtype, also of shapes that fill no tile."""
     assert_added(random(*shape, dtype=dtype, mean=0.5))
+
+
+def test_the_largest_magnitude_of_zeros_has_no_sign() -> None:
+    """It is 0.0 for zeros of either sign."""
+    for zeros in (torch.zeros(4), -torch.zeros(4)):
+        moments = Moments(*measured(lambda kernel, x=zeros: kernel.add((0,), x.to(DEVICE), Need.EXTREMES)).cpu().numpy())  # type: ignore[misc]
+        assert np.copysign(1.0, largest_magnitude(moments)) == 1.0
 
 
 @pytest.mark.usefixtures("long_spans")

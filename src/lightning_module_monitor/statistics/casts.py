@@ -59,7 +59,7 @@ def dynamic_range(moments: Moments, counts: FineCounts) -> Array:
 
 def largest_magnitude(moments: Moments) -> Array:
     """The largest ``|x|``."""
-    largest: Array = np.maximum(moments.maximum, -moments.minimum)
+    largest: Array = np.maximum(moments.maximum, -moments.minimum) + 0.0  # -0.0 is no magnitude
     return largest
 
 
