@@ -231,6 +231,27 @@ def test_results_of_functions_are_aggregated(aggregate: str, scalars: float, ten
     assert record.values["activation/_root_/all"] == tensors
 
 
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"functions": {"spread": torch.std}}, "<function 'spread' of activation 'inner'>"),
+        ({"functions": {"sum": torch.sum}, "aggregate": torch.std}, "<aggregate of activation/inner/sum>"),
+    ],
+)
+def test_a_warning_of_a_function_names_the_function_and_its_site(options: dict[str, Any], place: str) -> None:
+    """A function of torch's has no line of Python: without this the line of ours that calls it would be named."""
+    model, rule = nn.ModuleDict({"inner": nn.Identity()}), Rule(kinds="activation", sites="inner", **options)
+
+    def run() -> None:
+        with in_step(model, rules=[rule]) as monitor:
+            model["inner"](torch.ones(1))
+            record_of(monitor)
+
+    with pytest.warns(UserWarning, match="degrees of freedom") as warned:
+        run()
+    assert [warning.filename for warning in warned] == [place]
+
+
 @pytest.mark.parametrize(("aggregate", "scalars", "tensors"), [("mean", 34 / 8, 36 / 8), ("max", 5.0, 8.0), (torch.median, 3.0, 4.0)])
 def test_each_part_of_a_dict_that_a_function_returns_is_a_value_of_its_own(aggregate: Any, scalars: float, tensors: float) -> None:
     """Its key is ``statistic.part``; it is aggregated as a single result, and may be absent from some micro-batches."""

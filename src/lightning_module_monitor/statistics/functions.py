@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,22 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """Run a user's code on a tensor of a device without side effects: no graph, no autocast, every random state as it was before."""
     with unchanged_random_states(device), torch.no_grad(), full_precision(device):
         yield
+
+
+def called_at(place: str, function: Callable[..., object], tensors: Sequence[Tensor]) -> object:
+    """The result of a user's function for tensors.
+
+    A warning that a function of torch's gives names the file that calls the function. To users ours says nothing: ``place`` stands for it.
+    """
+    return FunctionType(_call.__code__.replace(co_filename=f"<{place}>"), _NAMES)(function, tensors)
+
+
+def _call(function: Callable[..., object], tensors: Sequence[Tensor]) -> object:
+    return function(*tensors)
+
+
+_NAMES: dict[str, Any] = {"__name__": __name__}
+"""Global names of the calls, where Python keeps which warnings were shown: once each by default."""
 
 
 @dataclass
@@ -126,11 +143,11 @@ def metric_of(value: Value) -> Metric | None:
     return value.function if isinstance(value, Function) and isinstance(value.function, Metric) else None
 
 
-def aggregated(aggregate: Aggregate, results: Sequence[Tensor]) -> object:
-    """The result of a user's aggregate function for the results of all ranks, on the host."""
+def aggregated(key: str, aggregate: Aggregate, results: Sequence[Tensor]) -> object:
+    """The result of a user's aggregate function for the results of all ranks, on the host, as the value of a key."""
     assert callable(aggregate)
     with undisturbed(torch.device("cpu")):
-        return aggregate(torch.cat(list(results)))
+        return called_at(f"aggregate of {key}", aggregate, [torch.cat(list(results))])
 
 
 def compute_and_reset(metric: Metric) -> object:

@@ -30,6 +30,7 @@ from lightning_module_monitor.statistics.functions import (
     Results,
     aggregated,
     as_tensor,
+    called_at,
     compute_and_reset,
     joined,
     metric_of,
@@ -223,7 +224,7 @@ class StepAccumulator:
                     if isinstance(function.function, Metric):
                         self._update_metric(stream, function.function, name, copies)
                     else:
-                        result = function.function(*copies)
+                        result = called_at(f"function {name!r} of {stream.kind} {stream.site!r}", function.function, copies)
                         for part, value in parts_of(result).items():
                             self.add_result(*stream.part(name, part), value, tensors[0].numel())
             except Exception as error:
@@ -396,7 +397,7 @@ class StepAccumulator:
             metric = metric_of(value)
             if metric is None:
                 aggregate = observed.whole_results[key][0] if key in results_here else value.aggregate
-                compute = functools.partial(aggregated, aggregate, [results[key] for results in gathered if key in results])
+                compute = functools.partial(aggregated, key, aggregate, [results[key] for results in gathered if key in results])
             elif ranks is not None:
                 compute = functools.partial(compute_over_ranks, self._metrics[key][2] if key in self._metrics else metric.clone(), ranks)
             else:
