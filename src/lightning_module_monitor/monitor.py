@@ -30,6 +30,7 @@ from lightning_module_monitor.engine.observed_model import ObservedModel
 from lightning_module_monitor.engine.phases import StepEngine
 from lightning_module_monitor.errors import ConfigError, Log, shortened
 from lightning_module_monitor.kernels.table import Scale
+from lightning_module_monitor.kinds import OWN_KIND
 from lightning_module_monitor.model.compiled import COMPILED_CHOICES, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
 from lightning_module_monitor.plan.blocks import OF_BLOCKS
@@ -57,6 +58,11 @@ def monitor_of(module: nn.Module) -> ModuleMonitor | None:
     return next((monitor for monitor in watching if monitor.is_monitoring()), watching[0] if watching else None)
 
 
+NOTHING_RECORDED = (
+    "Nothing was recorded: this monitor has no rules. Give it rules, or rules=None for those of the callback without arguments."
+)
+
+
 class ModuleMonitor(Described):
     """Observes a module while it trains.
 
@@ -81,7 +87,8 @@ class ModuleMonitor(Described):
         format_module_name_fn: Makes names in keys of what ``named_modules`` and ``named_parameters`` give; the default removes wrappers.
         excluded_modules_regex: Names that begin like this (``re.match``) are not monitored.
         logger: Receives warnings and other messages.
-        rules: What to record; methods like :meth:`add_activation_metric` add more.
+        rules: What to record, by default nothing; methods like :meth:`add_activation_metric` add more. ``None``: what the callback
+            records by default.
         gradient_flow: Blocks between which the gain of the gradient is recorded, in every step that ``monitor_step_fn`` picks.
         gradient_noise: Whether to record the simple noise scale, in every step that ``monitor_step_fn`` picks: of the whole model, or with
             ``{per_module: ...}`` of modules. See :class:`GradientNoise`.
@@ -430,7 +437,12 @@ class ModuleMonitor(Described):
         Returns:
             The record, if the step was monitored.
         """
-        return self.engine.end_step()
+        record = self.engine.end_step()
+        if record is not None and not (
+            self.engine.recipe.rules or record.tensors or any(key.kind != OWN_KIND for key in record.columns.keys)
+        ):
+            self._reporter.log_once(NOTHING_RECORDED, logging.WARNING)
+        return record
 
     def _speaks_for_all(self) -> bool:
         return self.distributed is False or is_first_process()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from helpers.training import Classifier, loader, trainer
 from torch import Tensor, nn
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, MonitorMixin, Record, RefinedCoordinateCheck, Rule, load_store
+from lightning_module_monitor.monitor import NOTHING_RECORDED
 
 KEY = "own/fc/mean"
 
@@ -126,3 +128,18 @@ def test_a_forward_knows_its_step_in_a_run(tmp_path: Path) -> None:
     run = trainer(tmp_path, [ModuleMonitorCallback(2, store=False)], max_steps=4, accumulate_grad_batches=2, limit_val_batches=0)
     run.fit(Classifier(net), loader(), loader(8))
     assert steps == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("rules", [(), []])
+def test_a_monitor_that_records_nothing_says_so_once(rules: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The line says what to give it, ``None`` for the default of the callback, which records something."""
+    for given, num_lines in ((rules, 1), (None, 0)):
+        caplog.clear()
+        with ModuleMonitor(rules=given) as monitor:
+            monitor.set_module(model := nn.Linear(2, 1))
+            for step in range(2):
+                monitor.begin_step(step)
+                model(torch.ones(1, 2)).sum().backward()
+                monitor.monitor_gradients()
+                monitor.end_step()
+        assert caplog.messages == [NOTHING_RECORDED] * num_lines
