@@ -424,6 +424,13 @@ def test_the_page_about_hydra(tmp_path: Path) -> None:
     assert run["configuration"]["rules"][0] == {"kinds": ["activation", "activation_gradient"], "statistics": ["rms", "abs_max"]}
 
 
+def test_the_page_about_ray(tmp_path: Path) -> None:
+    """The store is under ``storage_path``, and has the records of the run."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    run_page("docs/how_to/ray.md", {"model": Model(), "batches": loader(), "storage_path": str(tmp_path)})
+    assert len(load_store(tmp_path / "monitored" / "monitor.h5").series("gradient/_root_/norm")[0]) > 0
+
+
 # ------------------------------------------------------------------ commands
 
 
