@@ -75,7 +75,8 @@ def _extend_imported() -> bool:
     found = [getattr(sys.modules.get(f"{name}.callbacks"), "Callback", None) for name in _INSTALLED]
     bases = tuple(base for base in found if base is not None)
     if bases and bases != Callback.__bases__:
-        Callback.__bases__ = bases
+        with suppress(TypeError):  # a user's class extends Lightning's and ours in an order that excludes it; an import never fails here
+            Callback.__bases__ = bases
     return None not in found
 
 

@@ -50,37 +50,48 @@ class Gate:
     """Whether what happens now is observed, and by which step: one for all steps of a module, which hooks read."""
 
     def __init__(self) -> None:
-        self.current: object = None
-        """The accumulator of the step that runs, or of the loop of another stage that has suspended it; ``None`` without either."""
+        self.observer: object = None
+        """The accumulator that takes what happens now: the current one, or ``None`` while the gate is closed. Hooks read it."""
         self.wrapped: nn.Module | None = None
         """The monitored module, if a strategy has wrapped it."""
         self.may_be_captured = False
         """Whether CUDA is in use, so that a stream may be captured. Asked once a step: nothing else pays for it where there is no CUDA."""
         self.is_in_step: Callable[[], bool] | None = None
         """Whether the step itself runs, and not code of others around it; ``None`` where all code counts."""
+        self._current: object = None
         self._closed_by: set[object] = set()
 
     @property
-    def observer(self) -> object:
-        """The accumulator that takes what happens now: the current one, or ``None`` while the gate is closed."""
-        return None if self._closed_by else self.current
+    def current(self) -> object:
+        """The accumulator of the step that runs, or of the loop of another stage that has suspended it; ``None`` without either."""
+        return self._current
+
+    @current.setter
+    def current(self, accumulator: object) -> None:
+        self._current = accumulator
+        self._set_observer()
+
+    def _set_observer(self) -> None:
+        self.observer = None if self._closed_by else self._current
+
+    def is_of_others(self) -> bool:
+        """Whether the code that runs is not the step's. A call within a backward pass is the repetition of one that was the step's."""
+        return self.is_in_step is not None and not self.is_in_step() and not is_in_backward()
 
     @property
     def observer_of_calls(self) -> object:
-        """The accumulator that takes calls of modules: the current one, or ``None`` while the gate is closed or other code runs.
-
-        A call within a backward pass is the repetition of one that was taken.
-        """
-        is_taken = not self._closed_by and (self.is_in_step is None or self.is_in_step() or is_in_backward())
-        return self.current if is_taken else None
+        """The accumulator that takes calls of modules: the current one, or ``None`` while the gate is closed or other code runs."""
+        return None if self.is_of_others() else self.observer
 
     def close(self, by: object) -> None:
         """Nothing is observed from now on, until :meth:`open` is called with the same object. A second call does nothing."""
         self._closed_by.add(by)
+        self._set_observer()
 
     def open(self, by: object) -> None:
         """Observe again, unless the gate is closed by another object."""
         self._closed_by.discard(by)
+        self._set_observer()
 
     @contextmanager
     def closed(self) -> Iterator[None]:

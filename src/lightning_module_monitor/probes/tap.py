@@ -159,7 +159,9 @@ class ModuleTap(Probe):
 
     def _observe(self, consumers: Consumers, _module: nn.Module, _args: object, output: object) -> None:
         """Take the output of a call apart once, and give it to every consumer."""
-        if self.gate.observer_of_calls is not self.step:
+        gate = self.gate
+        # `is_of_others`, without a further call for every module.
+        if gate.observer is not self.step or (gate.is_in_step is not None and not gate.is_in_step() and gate.is_of_others()):
             return
         is_repeated = backward_pass() != NO_PASS  # is_in_backward without a further call for every module
         try:

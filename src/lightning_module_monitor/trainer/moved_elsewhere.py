@@ -61,13 +61,15 @@ class MovedElsewhere:
             self._trained = [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
         self._versions = [parameter._version for parameter in self._trained]
 
-    def look(self, among: Iterable[Tensor] | None, optimized: set[int]) -> None:
+    def look(self, among: Sequence[Tensor] | None, optimized: set[int]) -> None:
         """Look for parameters that have moved since the step began, of some or of all, which an optimizer has not stepped yet.
 
         Args:
             among: The parameters; ``None`` for all.
             optimized: Of each parameter that an optimizer has, its ``id``.
         """
+        if among is not None and not among:
+            return
         pairs = zip(self._trained, self._versions, strict=False)
         moved = [parameter for parameter, version in pairs if parameter._version != version and parameter.requires_grad]
         if not moved:

@@ -97,8 +97,9 @@ class OutputVariation:
             self._of_first = {name: first[name] for name in OF_FIRST if name in first}
         context = self._run.engine.open_step
         self._step = None if context is None else context.accumulator
+        last = self.calls.order[-1:]
         for site in self._run.planner.index.modules:
-            if site.name != ROOT if self._is_first else site.name in self.calls.order[-1:]:
+            if site.name != ROOT if self._is_first else site.name in last:
                 self._hooks.add_forward(site.module, UncopiedHook(functools.partial(self._observe, site.name)))
 
     def begin_batch(self, num_samples: int | None, tensors: Sequence[Tensor]) -> None:
