@@ -688,6 +688,24 @@ def one_rank_fails(folder: Path) -> dict[str, Any]:
         return fit(folder, module, ModuleMonitorCallback(1, rules=rules), micro_batches, more=[count], limit_val_batches=0)
 
 
+def one_rank_cannot_begin(folder: Path) -> dict[str, Any]:
+    """On the last rank the second step, and the second loop of validation, cannot be opened; training goes on everywhere."""
+    count, original, num_loops = Count(), StepContext.__init__, [0]
+
+    def breaks(context: StepContext, model: Any, due: Any, step: int, stage: str, *args: Any) -> None:
+        num_loops[0] += stage != "train"
+        if RANK == WORLD - 1 > 0 and (count.step == 1 if stage == "train" else num_loops[0] == 2):
+            raise RuntimeError("it cannot begin, on purpose")
+        original(context, model, due, step, stage, *args)
+
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", statistics="norm")], stages=["train", "validate"], store=False)
+    torch.manual_seed(0)
+    with patch.object(StepContext, "__init__", breaks):
+        micro_batches = data(RANK, WORLD, steps=4, micro_batches=1)
+        result = fit(folder, Classifier("mlp"), callback, micro_batches, more=[count], val_check_interval=1, limit_val_batches=1)
+    return result | {"loops": num_loops[0]}
+
+
 def one_rank_fails_of_those_with_parts(folder: Path) -> dict[str, Any]:
     """The same where parameters are laid out over ranks, and functions and the file want whole ones in every step."""
     count = Count()
@@ -1453,6 +1471,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "branches": branches,
     "noise": noise,
     "one_rank_fails": one_rank_fails,
+    "one_rank_cannot_begin": one_rank_cannot_begin,
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
     "limited": limited,
     "by_the_clock": by_the_clock,

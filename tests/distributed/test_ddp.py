@@ -271,3 +271,15 @@ def test_other_code_that_runs_the_model(run_scenarios: RunScenarios) -> None:
         assert len(result) > 60
         for records in result.values():
             assert_same(result[""], records)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_step_or_loop_that_one_rank_cannot_begin(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """It is lost on all ranks, and none waits for it: the others, and training, go on."""
+    results = run_scenarios(num_ranks, "one_rank_cannot_begin")
+    for result in results:
+        assert result["loops"] == 4
+        steps = [(record.step, next(iter(record.values)).startswith("validation/")) for record in result["records"]]
+        assert steps == [(0, False), (0, True), (2, False), (2, True), (3, False), (3, True)]
+    assert any("it cannot begin, on purpose" in message for message in results[-1]["messages"])
+    assert all(torch.equal(value, results[0]["state"][name]) for name, value in results[-1]["state"].items())
