@@ -81,6 +81,8 @@ class ModuleMonitor(Described):
             if monitor.is_step_monitored(step):
                 print(monitor.get_step_metrics())
 
+    Every call of the module between :meth:`begin_step` and :meth:`end_step` counts, whatever it is for, unless :meth:`no_monitor` is on.
+
     Args:
         monitor_step_fn: Which steps are monitored, even if no rule is due: every n-th, a list, ``"log"``, one every so many minutes
             (``{"minutes": 5}``), or a function of the step.
