@@ -147,7 +147,7 @@ def test_summary_prints_the_verdict(store: Path, capsys: pytest.CaptureFixture[s
     lines = printed(capsys, "summary", "falling.h5").splitlines()
     loss, rate = "   loss: 1 to 0.08333, best 0.08333 at step 110", "   lr: 0.1 to 0.2, largest 0.2 at step 10"
     assert lines[1:5] == ["Loss", loss, "Learning rate", rate]
-    assert lines[-1].startswith("healthy: loss 1 to 0.106; 9 of 21 checks could judge, and found nothing in gradients")
+    assert lines[-1].startswith("healthy: loss 1 to 0.106; 12 of 24 checks could judge, and found nothing in gradients")
     write_store(
         Path("many.h5"), {f"gradient/[bold]{number}.weight/norm": [0.0] * 10 for number in range(40)} | {"gradient/a.bias/norm": [1.0] * 10}
     )

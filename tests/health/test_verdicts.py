@@ -54,6 +54,7 @@ def verdict_of(case: Case, folder: Path, seed: int, caplog: pytest.LogCaptureFix
     return verdict
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ALL_SICK)
 def test_a_sick_training(name: str, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,6 +74,7 @@ def test_a_sick_training(name: str, seed: int, tmp_path: Path, caplog: pytest.Lo
         assert verdict.headline.startswith(("NaN in ", "Infinity in "))
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ALL_HEALTHY)
 def test_a_healthy_training(name: str, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.histogram import Histogram
+from lightning_module_monitor.kernels import triton_kernel
 from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.moments import FIELDS_OF_NEED, Moments, Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
@@ -66,7 +67,8 @@ def textbook_moments(tensors: Sequence[Tensor]) -> dict[str, float]:
 
 
 def assert_moments(found: Tensor, tensors: Sequence[Tensor], needs: int = Need.EVERYTHING, rel: float = 1e-12) -> None:
-    """The column of moments is that of the tensors' elements, as far as it is needed."""
+    """The column of moments is that of the tensors' elements, as far as it is needed; pairs of float32 numbers have fewer digits."""
+    rel = max(rel, 1e-10) if triton_kernel.has_slow_float64(DEVICE) else rel
     expected = textbook_moments(tensors)
     scale = {"mean": expected["magnitude"] / expected["elements"], "third": expected["fourth"] ** 0.75 * expected["elements"] ** 0.25}
     moments = Moments(*found.cpu().tolist())

@@ -166,5 +166,5 @@ def test_a_message_comes_once_in_all_runs_of_a_model(how: str | None, tmp_path: 
             assert sum("attention: step" in one for one in messages) == (how is None)
             assert sum("median failed with ValueError" in one for one in messages) == 2
             assert sum(one.startswith("Watching ") for one in messages) == 1
-            waiting = [sum("It waits for keys that come later" in one and key in one for one in messages) for key in ("own/", "mine/")]
+            waiting = [sum("Later records may have such keys" in one and key in one for one in messages) for key in ("own/", "mine/")]
             assert waiting == ([1, 1] if number == 0 else [0, 0])  # the options, which stay the same, are the cause

@@ -39,6 +39,12 @@ pytestmark = IGNORED_WARNINGS
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["float64", "pairs"])
+def _in_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in float64, and in pairs of float32 numbers as on devices on which float64 is slow."""
+    monkeypatch.setattr(triton_kernel, "has_slow_float64", lambda _device: request.param)
+
+
 @pytest.fixture
 def long_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of a few thousand elements is measured in several steps of several programs, as a large one is else."""

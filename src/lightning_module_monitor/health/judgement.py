@@ -54,7 +54,7 @@ def _doubt_about_loss(history: History) -> str:
         return f"the loss falls, and {part}, which is logged, does not"
     if history.learning == "falls" and sees_its_labels(history):
         last = np.median(history.ends[1])
-        return f"the loss falls to {last:.3g} for tokens of tokens, as where a model sees its labels: look at their shift and at the mask"
+        return f"loss {last:.3g} for tokens: the model may see its labels (look at shift and mask)"
     if has_only_constant_targets(history):
         return "all targets that were looked at are the same"
     words = _LOSS_IN_WORDS.get(history.learning, "")

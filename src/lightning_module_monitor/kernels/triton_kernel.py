@@ -74,6 +74,17 @@ def works(device: torch.device) -> bool:
     return _is_working[device]
 
 
+@functools.lru_cache(maxsize=64)
+def has_slow_float64(device: torch.device) -> bool:
+    """Whether a device has few units for float64, as cards for graphics and inference do: sums are pairs of float32 numbers there."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx10", "gfx11", "gfx12"))
+    major, minor = torch.cuda.get_device_capability(device)
+    return (major, minor) in {(7, 5), (8, 6), (8, 7), (8, 9)} or major == 12
+
+
 def give_up(device: torch.device, error: Exception) -> None:
     """Stop using Triton on a device, and warn once."""
     if _is_working.get(device, True):
@@ -95,7 +106,7 @@ class TritonKernel:
     """The kernel of a CUDA or ROCm device; see :class:`~lightning_module_monitor.kernels.table.Kernel`. It needs Triton."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._in_pairs = device, has_slow_float64(device)
         self._functions = importlib.import_module("lightning_module_monitor.kernels.triton_loops")
         self._parts = _Slots(functools.partial(torch.empty, dtype=torch.float64, device=device), device, NUM_FIELDS, 1 << 14)
         self._launches: list[tuple[int, int, int]] = []
@@ -135,7 +146,7 @@ class TritonKernel:
         launch(
             self._device, self._functions.measure, num_programs,
             tensor, other, shift, shift_stride, scale, tensor.numel(), *place, cut.steps, parts.chunk, parts.start, *_arguments(counts),
-            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns, IS_FLAT=not place.length,
+            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns, IS_FLAT=not place.length, IN_PAIRS=self._in_pairs,
         )  # fmt: skip
         self._launches += [(row, parts.number, num_programs) for row in rows]
         for bins in needed_bins(needs):
@@ -198,7 +209,7 @@ class TritonKernel:
         launch(
             self._device, self._functions.measure_all, total,
             tensors[0], layout, len(tensors), scale, cut.steps, parts.chunk, parts.start, *_arguments(counts),
-            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns, IS_FLAT=is_flat,
+            NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns, IS_FLAT=is_flat, IN_PAIRS=self._in_pairs,
         )  # fmt: skip
         return cut, parts.number, counts
 

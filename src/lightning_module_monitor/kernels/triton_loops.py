@@ -34,8 +34,14 @@ NONFINITE = tl.constexpr(Need.NONFINITE)
 TOKENS = tl.constexpr(Need.TOKENS)
 HISTOGRAM = tl.constexpr(Need.HISTOGRAM)
 FINE_COUNTS = tl.constexpr(Need.FINE_COUNTS)
+SUMS = tl.constexpr(Need.MEAN | Need.DEVIATIONS | Need.POWERS | Need.SQUARES | Need.MAGNITUDE | Need.TOKENS)
 FIELDS = tl.constexpr(NUM_FIELDS)
 INFINITY = tl.constexpr(float("inf"))
+
+LARGEST_IN_PAIRS, SMALLEST_IN_PAIRS = tl.constexpr(2.0**50), tl.constexpr(2.0**-50)
+"""Between them squares of float32 numbers, and sums of these, are float32 numbers."""
+UPPER_HALF = tl.constexpr(-(1 << 12))
+"""The upper half of the significant bits of a float32 number."""
 
 BELOW = tl.constexpr(histogram.LOWEST_EXPONENT - 1)
 ABOVE = tl.constexpr(histogram.HIGHEST_EXPONENT + 1)
@@ -65,7 +71,7 @@ LIMIT_1, LIMIT_2, LIMIT_3 = (tl.constexpr(limit) for limit in _limits(is_below=F
 def measure(
     tensor, other, shift, shift_stride, scale, num_elements: tl.int64, length, stride: tl.int64, group, gap: tl.int64, steps,
     parts, first_part, counts, first_counts, fine_counts, first_fine_counts,
-    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr,
+    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Measure ``(tensor - other - shift) / scale``, where the last three may be None; see :func:`_measure_span`.
 
@@ -80,7 +86,7 @@ def measure(
         fine_counts += first_fine_counts * NUM_FINE_COUNTS
     _measure_span(
         tensor, other, shift, shift_stride, scale, num_elements, length, stride, group, gap, program, steps, part, counts,
-        fine_counts, NEEDS, ROWS, COLUMNS, IS_FLAT,
+        fine_counts, NEEDS, ROWS, COLUMNS, IS_FLAT, IN_PAIRS,
     )  # fmt: skip
 
 
@@ -92,7 +98,7 @@ def measure(
 )  # fmt: skip
 def measure_all(
     first_tensor, layout, num_tensors, scale, steps, parts, first_part, counts, first_counts, fine_counts, first_fine_counts,
-    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr,
+    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Measure many tensors of the same dtype, each divided by ``scale`` unless that is None.
 
@@ -114,14 +120,14 @@ def measure_all(
         fine_counts += (first_fine_counts + number) * NUM_FINE_COUNTS
     _measure_span(
         tensor, None, None, 0, scale, size, length, stride, group, gap, program_of_tensor, steps, part, counts, fine_counts,
-        NEEDS, ROWS, COLUMNS, IS_FLAT,
+        NEEDS, ROWS, COLUMNS, IS_FLAT, IN_PAIRS,
     )  # fmt: skip
 
 
 @triton.jit
 def _measure_span(
     tensor, other, shift, shift_stride, scale, num_elements, length, stride, group, gap, program, steps, part, counts, fine_counts,
-    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr,
+    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Measure the program's span, at most ``steps`` blocks of ``ROWS`` rows of ``length`` elements, ``COLUMNS`` of each row at a time.
 
@@ -147,8 +153,46 @@ def _measure_span(
     center = _load(tensor, other, shift, scale, 0, 0, 0, num_left > 0)
     center = tl.where(tl.abs(center) < INFINITY, center, 0.0)  # else the mean is not finite
 
-    nothing = tl.zeros([ROWS, COLUMNS], tl.float64)
-    d1, d2, d3, d4, squares, magnitude = nothing, nothing, nothing, nothing, nothing, nothing
+    s1, s2, s3, s4, squares, magnitude, norm, largest, maximum, minimum, num_nan, zeros, nonfinite = _pass(
+        tensor, other, shift, shift_stride, scale, num_left, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
+        NEEDS, ROWS, COLUMNS, IS_FLAT, IN_PAIRS,
+    )  # fmt: skip
+    if IN_PAIRS and center.dtype == tl.float32:  # noqa: SIM102  # known when it is compiled; the next is not
+        # Not if it is NaN, nor for zeros alone.
+        if (largest > LARGEST_IN_PAIRS) | ((largest < SMALLEST_IN_PAIRS) & (largest > 0)):
+            s1, s2, s3, s4, squares, magnitude, norm, _, _, _, _, _, _ = _pass(
+                tensor, other, shift, shift_stride, scale, num_left, length, stride, group, gap, skipped, steps, center, counts,
+                fine_counts, NEEDS & SUMS, ROWS, COLUMNS, IS_FLAT, False,
+            )  # fmt: skip
+    n = tl.minimum(num_left, steps * ROWS * length).to(tl.float64)
+    center = center.to(tl.float64)
+    if CENTRAL & NEEDS and SQUARES & NEEDS:
+        # The center is an element, so that nothing cancels. Infinite deviations may have either sign.
+        squares = tl.where(s2 == INFINITY, s2, s2 + 2 * center * s1 + n * center * center)
+    mean, deviations, third, fourth = _about_mean(n, center, s1, s2, s3, s4)
+    nan = tl.where(num_nan > 0, float("nan"), 0.0)
+    _store(
+        part, 1, n, mean, deviations, third, fourth, squares, magnitude, maximum + nan, minimum + nan, zeros, nonfinite, n / length, norm,
+        norm / tl.sqrt(tl.full([], length, tl.float64)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _pass(
+    tensor, other, shift, shift_stride, scale, num_left, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
+    NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr, IN_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Read a span once: its sums, of deviations from ``center`` up to the fourth power, extremes and numbers, in float64.
+
+    With ``IN_PAIRS``, sums of float32 elements are pairs of float32 numbers (:func:`_add`), for devices on which float64 is slow. They are
+    right to 1e-10 if the largest magnitude, which is returned too, lies between ``SMALLEST_IN_PAIRS`` and ``LARGEST_IN_PAIRS``. Sums of
+    squares are left out if those of deviations give them.
+    """
+    nothing = tl.zeros([ROWS, COLUMNS], tl.float32 if IN_PAIRS and center.dtype == tl.float32 else tl.float64)
+    wide = tl.zeros([ROWS, COLUMNS], tl.float64)
+    d1, d2, squares, magnitude, d3, d4 = nothing, nothing, nothing, nothing, wide, wide
+    d1_rest, d2_rest, squares_rest, magnitude_rest = nothing, nothing, nothing, nothing
+    largest = tl.zeros([ROWS, COLUMNS], center.dtype)
     maximum = tl.full([ROWS, COLUMNS], -INFINITY, center.dtype)
     minimum = tl.full([ROWS, COLUMNS], INFINITY, center.dtype)
     none = tl.zeros([ROWS, COLUMNS], tl.int32)
@@ -162,26 +206,32 @@ def _measure_span(
             begin = row * stride
             if gap != 0:  # a division takes longer than a load
                 begin += (skipped + row) // group * gap
-        token = nothing
+        token, token_rest = nothing, nothing
         for left in range(0, length, COLUMNS):
             column = left + tl.arange(0, COLUMNS)[None, :]
             offset = row * length + column
             mask = (column < length) & (offset < num_left)
             x = _load(tensor, other, shift, scale, begin + column, offset, row * shift_stride + column, mask)
             if CENTRAL & NEEDS:
-                d = tl.where(mask, x, center).to(tl.float64) - center.to(tl.float64)
-                d1 += d
+                d, d_rest = _minus(x, center, mask, nothing)
+                d1, d1_rest = _add(d1, d1_rest, d, d_rest)
                 if DEVIATIONS & NEEDS:
-                    d2 += d * d
+                    square, square_rest = _square(d, d_rest)
+                    d2, d2_rest = _add(d2, d2_rest, square, square_rest)
                 if POWERS & NEEDS:
-                    d3 += d * d * d
-                    d4 += (d * d) * (d * d)
-            if SQUARES & NEEDS:
-                squares += x.to(tl.float64) * x.to(tl.float64)
+                    e = d.to(tl.float64) + d_rest.to(tl.float64)
+                    d3 += e * e * e
+                    d4 += (e * e) * (e * e)
+            if SQUARES & NEEDS and not CENTRAL & NEEDS:
+                square, square_rest = _square(x.to(nothing.dtype), nothing)
+                squares, squares_rest = _add(squares, squares_rest, square, square_rest)
             if TOKENS & NEEDS:
-                token += x.to(tl.float64) * x.to(tl.float64)
+                square, square_rest = _square(x.to(nothing.dtype), nothing)
+                token, token_rest = _add(token, token_rest, square, square_rest)
             if MAGNITUDE & NEEDS:
-                magnitude += tl.abs(x).to(tl.float64)
+                magnitude, magnitude_rest = _add(magnitude, magnitude_rest, tl.abs(x.to(nothing.dtype)), nothing)
+            if IN_PAIRS and SUMS & NEEDS:
+                largest = tl.maximum(largest, tl.abs(x))
             if EXTREMES & NEEDS:
                 maximum = tl.maximum(maximum, tl.where(mask, x, -INFINITY))
                 minimum = tl.minimum(minimum, tl.where(mask, x, INFINITY))
@@ -196,22 +246,64 @@ def _measure_span(
             if FINE_COUNTS & NEEDS:
                 tl.atomic_add(fine_counts + _fine_bin_of(x), mask.to(tl.int64), mask=mask, sem="relaxed")
         if TOKENS & NEEDS:
-            norms += tl.sqrt(tl.sum(token, 1))
+            norms += tl.sqrt(tl.sum(token.to(tl.float64) + token_rest.to(tl.float64), 1))
 
     if HISTOGRAM & NEEDS:
         slot = tl.arange(0, NUM_SLOTS)
         tl.atomic_add(counts + slot, counted.to(tl.int64), mask=(slot < NUM_COUNTS) & (counted > 0), sem="relaxed")
-    n = tl.minimum(num_left, steps * ROWS * length).to(tl.float64)
-    s1, s2 = _sum(d1, CENTRAL & NEEDS), _sum(d2, DEVIATIONS & NEEDS)
-    s3, s4 = _sum(d3, POWERS & NEEDS), _sum(d4, POWERS & NEEDS)
-    mean, deviations, third, fourth = _about_mean(n, center.to(tl.float64), s1, s2, s3, s4)
-    nan = tl.where(_sum(is_nan, EXTREMES & NEEDS) > 0, float("nan"), 0.0)
-    norm = _sum(norms, TOKENS & NEEDS)
-    _store(
-        part, 1, n, mean, deviations, third, fourth, _sum(squares, SQUARES & NEEDS), _sum(magnitude, MAGNITUDE & NEEDS),
-        tl.max(maximum).to(tl.float64) + nan, tl.min(minimum).to(tl.float64) + nan,
-        _sum(zeros, ZEROS & NEEDS), _sum(nonfinite, NONFINITE & NEEDS), n / length, norm, norm / tl.sqrt(tl.full([], length, tl.float64)),
-    )  # fmt: skip
+    return (
+        _sum(d1, CENTRAL & NEEDS) + _sum(d1_rest, CENTRAL & NEEDS),
+        _sum(d2, DEVIATIONS & NEEDS) + _sum(d2_rest, DEVIATIONS & NEEDS),
+        _sum(d3, POWERS & NEEDS),
+        _sum(d4, POWERS & NEEDS),
+        _sum(squares, SQUARES & NEEDS) + _sum(squares_rest, SQUARES & NEEDS),
+        _sum(magnitude, MAGNITUDE & NEEDS) + _sum(magnitude_rest, MAGNITUDE & NEEDS),
+        _sum(norms, TOKENS & NEEDS),
+        tl.max(largest),
+        tl.max(maximum).to(tl.float64),
+        tl.min(minimum).to(tl.float64),
+        _sum(is_nan, EXTREMES & NEEDS),
+        _sum(zeros, ZEROS & NEEDS),
+        _sum(nonfinite, NONFINITE & NEEDS),
+    )
+
+
+@triton.jit
+def _minus(x, center, mask, like):
+    """A difference in the type of ``like``, 0 where ``mask`` is false, and what rounding took from it."""
+    if like.dtype == tl.float64:
+        d, rest = tl.where(mask, x.to(tl.float64) - center.to(tl.float64), 0.0), like  # one conversion, as other sums have it, too
+    else:
+        x = tl.where(mask, x, center)
+        d = x - center
+        taken = d - x
+        rest = (x - (d - taken)) - (center + taken)
+    return d, rest
+
+
+@triton.jit
+def _square(x, rest):
+    """The square of a number and its rest, and what rounding took from it: of float32 the product of its upper halves, and the others."""
+    if x.dtype == tl.float64:
+        square = x * x
+    else:
+        upper = (x.to(tl.int32, bitcast=True) & UPPER_HALF).to(tl.float32, bitcast=True)
+        lower = (x - upper) + rest
+        square, rest = upper * upper, (2 * upper + lower) * lower
+    return square, rest
+
+
+@triton.jit
+def _add(total, rest, term, rest_of_term):
+    """Add a term to a sum; in float32 ``rest`` has what rounding takes from it, exactly (D. Knuth, TwoSum)."""
+    if total.dtype == tl.float64:
+        total += term
+    else:
+        before = total
+        total += term
+        added = total - before
+        rest += ((before - (total - added)) + (term - added)) + rest_of_term
+    return total, rest
 
 
 @triton.jit(do_not_specialize=["num_launches", "num_rows"])
