@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,10 +175,15 @@ def _nothing_compiled_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+SLOW = (75, 86, 89)
+"""Compute capabilities at which float64 takes 32 or 64 times as long as float32."""
+
+
+@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_compiled_for_cuda(name: str, arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """There is a cubin, and sums stay in registers (Triton 3.8: all but one)."""
+    monkeypatch.setattr(triton_kernel, "has_slow_float64", lambda _device: arch in SLOW)
     kernel = compiled(LAUNCHES[name], ("cuda", arch, 32), monkeypatch)
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     ptx = tmp_path / "kernel.ptx"
@@ -192,9 +198,49 @@ def test_compiled_for_cuda(name: str, arch: int, monkeypatch: pytest.MonkeyPatch
     assert max(map(int, spills)) <= (8 if is_new else 0), log
 
 
+@pytest.mark.parametrize(("arch", "width", "is_slow"), [("gfx942", 64, False), ("gfx1100", 32, True)])
 @pytest.mark.parametrize("name", ["everything", "everything of parameters", "collect"])
-def test_compiled_for_rocm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It compiles for an MI300, and no register is spilled."""
-    kernel = compiled(LAUNCHES[name], ("hip", "gfx942", 64), monkeypatch)
+def test_compiled_for_rocm(name: str, arch: str, width: int, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles for an MI300, and for an RX 7900, on which float64 is slow; no register is spilled."""
+    monkeypatch.setattr(triton_kernel, "has_slow_float64", lambda _device: is_slow)
+    kernel = compiled(LAUNCHES[name], ("hip", arch, width), monkeypatch)
     assert kernel.asm["hsaco"][:4] == b"\x7fELF"
     assert re.findall(r"\.[sv]gpr_spill_count: *(\d+)", kernel.asm["amdgcn"]) == ["0", "0"]
+
+
+SEVEN = DEFAULT | Need.MEAN | Need.DEVIATIONS | Need.MAGNITUDE | Need.ZEROS
+"""What mean, std, rms, abs_mean, abs_max, zero_fraction and nonfinite_count need."""
+_OF_FLOAT64 = {"cuda": r"\b(DADD|DMUL|DFMA|DSETP|F2F\.F64\S*)\b", "hip": r"\bv_(?:\w+_)?f64\w*"}
+
+
+def loop(kernel: Any, backend: str) -> list[str]:
+    """The instructions of the loop over a span that reads the tensor: the first one that has a load."""
+    if backend == "cuda":
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(kernel.asm["cubin"])
+            text = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], check=True, capture_output=True, text=True).stdout
+        label, jump, load = r"\s*(\.L_x_\d+):", r"BRA\S*\s.*?\((\.L_x_\d+)\)", "LDG"
+    else:
+        text, label, jump, load = kernel.asm["amdgcn"], r"(\.LBB\d+_\d+):", r"s_c?branch\w* (\.LBB\d+_\d+)", "_load_"
+    lines = text.splitlines()
+    labels = {found[1]: number for number, line in enumerate(lines) if (found := re.match(label, line))}
+    jumps = ((labels.get(found[1], len(lines)), number) for number, line in enumerate(lines) if (found := re.search(jump, line)))
+    bodies = (lines[begin:end] for begin, end in jumps if begin < end)
+    return next(body for body in bodies if any(load in line for line in body))
+
+
+@pytest.mark.parametrize(("needs", "most", "most_slow"), [(DEFAULT, 2, 0), (SEVEN, 5, 0)], ids=["default", "seven"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", [75, 80, 86, 89, 90, "gfx942"])
+def test_instructions_of_float64(  # noqa: PLR0917  # a target and its limits
+    arch: int | str, dtype: torch.dtype, needs: int, most: int, most_slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each element, in the loop over a span: none where float64 is slow."""
+    monkeypatch.setattr(triton_kernel, "has_slow_float64", lambda _device: arch in SLOW)
+    backend = "cuda" if isinstance(arch, int) else "hip"
+    target = (backend, arch, 32 if backend == "cuda" else 64)
+    body = loop(compiled(lambda kernel: kernel.add((0,), zeros(64, 1024, dtype=dtype), needs), target, monkeypatch), backend)
+    elements = triton_kernel.TILE // (WARPS * target[2])
+    num = sum(bool(re.search(_OF_FLOAT64[backend], line)) for line in body)
+    assert num <= (most_slow if arch in SLOW else most) * elements
+    assert len(body) > 40  # it is the loop

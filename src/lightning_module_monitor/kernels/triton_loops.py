@@ -150,26 +150,28 @@ def _measure_span(
         other += start
     if shift is not None:
         shift += first_row * shift_stride
-    center = _load(tensor, other, shift, scale, 0, 0, 0, num_left > 0)
-    center = tl.where(tl.abs(center) < INFINITY, center, 0.0)  # else the mean is not finite
+    n = tl.minimum(num_left, steps * ROWS * length)
+    last_row = ((n - 1) // length).to(tl.int32)
+    # The median of three elements: a first element may be far from all others. If it is not finite, the mean is not.
+    first = _first_of_row(tensor, other, shift, scale, 0, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
+    middle = _first_of_row(tensor, other, shift, scale, last_row // 2, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
+    last = _first_of_row(tensor, other, shift, scale, last_row, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
+    center = tl.maximum(tl.minimum(first, middle), tl.minimum(tl.maximum(first, middle), last))
+    center = tl.where(tl.abs(center) < INFINITY, center, 0.0)
 
     s1, s2, s3, s4, squares, magnitude, norm, largest, maximum, minimum, num_nan, zeros, nonfinite = _pass(
-        tensor, other, shift, shift_stride, scale, num_left, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
+        tensor, other, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
         NEEDS, ROWS, COLUMNS, IS_FLAT, IN_PAIRS,
     )  # fmt: skip
     if IN_PAIRS and center.dtype == tl.float32:  # noqa: SIM102  # known when it is compiled; the next is not
         # Not if it is NaN, nor for zeros alone.
         if (largest > LARGEST_IN_PAIRS) | ((largest < SMALLEST_IN_PAIRS) & (largest > 0)):
             s1, s2, s3, s4, squares, magnitude, norm, _, _, _, _, _, _ = _pass(
-                tensor, other, shift, shift_stride, scale, num_left, length, stride, group, gap, skipped, steps, center, counts,
-                fine_counts, NEEDS & SUMS, ROWS, COLUMNS, IS_FLAT, False,
+                tensor, other, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts,
+                fine_counts, SUMS & NEEDS, ROWS, COLUMNS, IS_FLAT, False,
             )  # fmt: skip
-    n = tl.minimum(num_left, steps * ROWS * length).to(tl.float64)
-    center = center.to(tl.float64)
-    if CENTRAL & NEEDS and SQUARES & NEEDS:
-        # The center is an element, so that nothing cancels. Infinite deviations may have either sign.
-        squares = tl.where(s2 == INFINITY, s2, s2 + 2 * center * s1 + n * center * center)
-    mean, deviations, third, fourth = _about_mean(n, center, s1, s2, s3, s4)
+    n = n.to(tl.float64)
+    mean, deviations, third, fourth = _about_mean(n, center.to(tl.float64), s1, s2, s3, s4)
     nan = tl.where(num_nan > 0, float("nan"), 0.0)
     _store(
         part, 1, n, mean, deviations, third, fourth, squares, magnitude, maximum + nan, minimum + nan, zeros, nonfinite, n / length, norm,
@@ -179,16 +181,17 @@ def _measure_span(
 
 @triton.jit
 def _pass(
-    tensor, other, shift, shift_stride, scale, num_left, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
+    tensor, other, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Read a span once: its sums, of deviations from ``center`` up to the fourth power, extremes and numbers, in float64.
+    """Read a span of ``n`` elements once: its sums, of deviations from ``center`` up to the fourth power, extremes and numbers, in float64.
 
     With ``IN_PAIRS``, sums of float32 elements are pairs of float32 numbers (:func:`_add`), for devices on which float64 is slow. They are
-    right to 1e-10 if the largest magnitude, which is returned too, lies between ``SMALLEST_IN_PAIRS`` and ``LARGEST_IN_PAIRS``. Sums of
-    squares are left out if those of deviations give them.
+    right to 1e-11 if the largest magnitude, which is returned too, lies between ``SMALLEST_IN_PAIRS`` and ``LARGEST_IN_PAIRS``.
     """
     nothing = tl.zeros([ROWS, COLUMNS], tl.float32 if IN_PAIRS and center.dtype == tl.float32 else tl.float64)
+    # In float64, deviations give the squares: the center is an element, so that little cancels.
+    ARE_DERIVED: tl.constexpr = CENTRAL & NEEDS and DEVIATIONS & NEEDS and nothing.dtype == tl.float64
     wide = tl.zeros([ROWS, COLUMNS], tl.float64)
     d1, d2, squares, magnitude, d3, d4 = nothing, nothing, nothing, nothing, wide, wide
     d1_rest, d2_rest, squares_rest, magnitude_rest = nothing, nothing, nothing, nothing
@@ -199,7 +202,7 @@ def _pass(
     is_nan, zeros, nonfinite = none, none, none
     norms = tl.zeros([ROWS], tl.float64)
     counted = tl.zeros([NUM_SLOTS], tl.int32)
-    for block in range(tl.minimum(steps, tl.cdiv(num_left, ROWS * length)).to(tl.int32)):
+    for block in range(tl.cdiv(n, ROWS * length).to(tl.int32)):
         row = block * ROWS + tl.arange(0, ROWS)[:, None]
         begin = row * length
         if not IS_FLAT:
@@ -210,7 +213,7 @@ def _pass(
         for left in range(0, length, COLUMNS):
             column = left + tl.arange(0, COLUMNS)[None, :]
             offset = row * length + column
-            mask = (column < length) & (offset < num_left)
+            mask = (column < length) & (offset < n)
             x = _load(tensor, other, shift, scale, begin + column, offset, row * shift_stride + column, mask)
             if CENTRAL & NEEDS:
                 d, d_rest = _minus(x, center, mask, nothing)
@@ -222,7 +225,7 @@ def _pass(
                     e = d.to(tl.float64) + d_rest.to(tl.float64)
                     d3 += e * e * e
                     d4 += (e * e) * (e * e)
-            if SQUARES & NEEDS and not CENTRAL & NEEDS:
+            if SQUARES & NEEDS and not ARE_DERIVED:
                 square, square_rest = _square(x.to(nothing.dtype), nothing)
                 squares, squares_rest = _add(squares, squares_rest, square, square_rest)
             if TOKENS & NEEDS:
@@ -251,12 +254,19 @@ def _pass(
     if HISTOGRAM & NEEDS:
         slot = tl.arange(0, NUM_SLOTS)
         tl.atomic_add(counts + slot, counted.to(tl.int64), mask=(slot < NUM_COUNTS) & (counted > 0), sem="relaxed")
+    s1 = _sum(d1, CENTRAL & NEEDS) + _sum(d1_rest, CENTRAL & NEEDS)
+    s2 = _sum(d2, DEVIATIONS & NEEDS) + _sum(d2_rest, DEVIATIONS & NEEDS)
+    if SQUARES & NEEDS and ARE_DERIVED:
+        c = center.to(tl.float64)
+        of_all = tl.where(s2 == INFINITY, s2, s2 + 2 * c * s1 + n.to(tl.float64) * c * c)  # infinite deviations have either sign
+    else:
+        of_all = _sum(squares, SQUARES & NEEDS) + _sum(squares_rest, SQUARES & NEEDS)
     return (
-        _sum(d1, CENTRAL & NEEDS) + _sum(d1_rest, CENTRAL & NEEDS),
-        _sum(d2, DEVIATIONS & NEEDS) + _sum(d2_rest, DEVIATIONS & NEEDS),
+        s1,
+        s2,
         _sum(d3, POWERS & NEEDS),
         _sum(d4, POWERS & NEEDS),
-        _sum(squares, SQUARES & NEEDS) + _sum(squares_rest, SQUARES & NEEDS),
+        of_all,
         _sum(magnitude, MAGNITUDE & NEEDS) + _sum(magnitude_rest, MAGNITUDE & NEEDS),
         _sum(norms, TOKENS & NEEDS),
         tl.max(largest),
@@ -266,6 +276,19 @@ def _pass(
         _sum(zeros, ZEROS & NEEDS),
         _sum(nonfinite, NONFINITE & NEEDS),
     )
+
+
+@triton.jit
+def _first_of_row(
+    tensor, other, shift, scale, row, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT: tl.constexpr
+):  # fmt: skip
+    """The first element of a row of a span; 0 for a tensor without elements."""
+    begin = row * length
+    if not IS_FLAT:
+        begin = row * stride
+        if gap != 0:
+            begin += (skipped + row) // group * gap
+    return _load(tensor, other, shift, scale, begin, row * length, row * shift_stride, num_left > 0)
 
 
 @triton.jit
