@@ -706,6 +706,31 @@ def one_rank_cannot_begin(folder: Path) -> dict[str, Any]:
     return result | {"loops": num_loops[0]}
 
 
+class OwnOptimizer(LightningModule):
+    """Steps an optimizer that Lightning does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = make("mlp")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.own.zero_grad()
+        self.manual_backward(F.cross_entropy(self.model(batch[0]), batch[1]))
+        self.own.step()
+
+    def configure_optimizers(self) -> None:
+        self.own = torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def own_optimizer(folder: Path) -> dict[str, Any]:
+    """Parameters that move elsewhere."""
+    torch.manual_seed(0)
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds=["parameter", "gradient", "update"], statistics="norm")], store=False)
+    micro_batches = data(RANK, WORLD, steps=4, micro_batches=1)
+    return fit(folder, OwnOptimizer(), callback, micro_batches, limit_val_batches=0) | {"findings": callback.findings}
+
+
 def one_rank_fails_of_those_with_parts(folder: Path) -> dict[str, Any]:
     """The same where parameters are laid out over ranks, and functions and the file want whole ones in every step."""
     count = Count()
@@ -1472,6 +1497,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
     "noise": noise,
     "one_rank_fails": one_rank_fails,
     "one_rank_cannot_begin": one_rank_cannot_begin,
+    "own_optimizer": own_optimizer,
     "one_rank_fails_of_those_with_parts": one_rank_fails_of_those_with_parts,
     "limited": limited,
     "by_the_clock": by_the_clock,

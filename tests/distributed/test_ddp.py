@@ -283,3 +283,19 @@ def test_a_step_or_loop_that_one_rank_cannot_begin(num_ranks: int, run_scenarios
         assert steps == [(0, False), (0, True), (2, False), (2, True), (3, False), (3, True)]
     assert any("it cannot begin, on purpose" in message for message in results[-1]["messages"])
     assert all(torch.equal(value, results[0]["state"][name]) for name, value in results[-1]["state"].items())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parameters_that_an_optimizer_of_the_module_s_own_moves(num_ranks: int, run_scenarios: RunScenarios) -> None:
+    """Their values and updates are true from the second step on; gradients that arrive are of one rank, and there are none."""
+    for result in run_scenarios(num_ranks, "own_optimizer"):
+        assert [finding.name for finding in result["findings"]] == []
+        records = {record.step: record.values for record in result["records"]}
+        assert [*records] == [0, 1, 2, 3]
+        assert not any("gradient/" in key for values in records.values() for key in values)
+        assert not any(key.startswith(("parameter/", "update/")) for key in records[0])
+        name = "model.layers.0.weight"
+        for step in (1, 2):
+            # The steps that Lightning counts stand still, so that the weights of the first one alone were kept.
+            assert records[step][f"update/{name}/norm"] > 0
+            assert records[step][f"parameter/{name}/norm"] > 0

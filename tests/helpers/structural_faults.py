@@ -132,6 +132,78 @@ class InTurns(LightningModule):
         return [kind(part(self.model).parameters(), lr=1e-3) for kind, part in zip(kinds, self.parts, strict=True)]
 
 
+class NowAndThen(Rivals):
+    """The generator has its step in every fifth batch, or only after some batches, which may be those of the critic as well."""
+
+    def __init__(self, generator_steps: Callable[[int], bool], critic_steps: Callable[[int], bool]) -> None:
+        super().__init__(lambda module: module.generator.parameters())
+        self.steps = generator_steps, critic_steps
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        number = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        fake = self.generator(torch.randn(len(batch[0]), 16))
+        if self.steps[1](number):
+            second.zero_grad()
+            self.manual_backward((F.softplus(-self.critic(batch[0])) + F.softplus(self.critic(fake.detach()))).mean())
+            second.step()
+        if self.steps[0](number):
+            first.zero_grad()
+            self.manual_backward(F.softplus(-self.critic(fake)).mean())
+            first.step()
+
+
+class BeginsLater(Module):
+    """A second head, whose loss has a weight of 0 in the first 100 steps."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(nn.ModuleList([mlp((64, 64)), nn.Linear(64, 10), nn.Linear(64, 2)]), *options)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        body, first, second = self.model
+        h, weight = F.relu(body(batch[0])), float(self.trainer.global_step >= 100)
+        return F.cross_entropy(first(h), batch[1]) + weight * F.cross_entropy(second(h), batch[1] % 2)
+
+
+class LoadedTarget(Module):
+    """A target, which requires a gradient and is in no optimizer, gets the weights of the model now and then."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__(mlp())
+        self.target, self.every = mlp(), every
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.trainer.global_step % self.every == 0:
+            self.target.load_state_dict(self.model.state_dict())
+        with torch.no_grad():
+            soft = self.target(batch[0]).softmax(-1)
+        logits = self.model(batch[0])
+        return F.cross_entropy(logits, batch[1]) + 0.1 * F.cross_entropy(logits, soft)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.model.parameters(), lr=1e-3)
+
+
+class Codebook(Module):
+    """An autoencoder whose codes are moved to the mean of what is near them, beside an optimizer of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleList([mlp((64, 64, 8)), mlp((8, 64, 64))]))
+        self.codes = nn.Parameter(torch.zeros(32, 8))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        encoder, decoder = self.model
+        h = encoder(batch[0])
+        if self.trainer.global_step == 0:
+            self.codes.data.copy_(h.detach())
+        nearest = torch.cdist(h.detach(), self.codes.detach()).argmin(1)
+        with torch.no_grad():
+            for code in nearest.unique():
+                self.codes[code].lerp_(h[nearest == code].mean(0), 0.1)
+        code = self.codes.detach()[nearest]
+        return F.mse_loss(decoder(h + (code - h).detach()), batch[0]) + 0.25 * F.mse_loss(h, code)
+
+
 # ------------------------------------------------------------------------------------------ nothing that is not linear, or frozen
 
 
@@ -328,6 +400,19 @@ STRUCTURAL_HEALTHY: dict[str, Case] = {
     "an optimizer of the head and one of the rest": Case(
         lambda: InTurns(lambda model: model[-1], lambda model: model[:-1]), levels=EITHER, steps=200
     ),
+    "a generator that steps in every fifth batch": Case(
+        lambda: NowAndThen(lambda number: number % 5 == 0, lambda _number: True), levels=EITHER, steps=400, every=3
+    ),
+    "a critic that begins later": Case(
+        lambda: NowAndThen(lambda _number: True, lambda number: number >= 100), levels=EITHER, steps=300, every=5
+    ),
+    "a part whose loss begins later": Case(lambda: BeginsLater(adam(1e-3)), steps=300, every=5),
+    "networks that take turns": Case(
+        lambda: NowAndThen(lambda number: number % 2 == 0, lambda number: number % 2 == 1), levels=EITHER, steps=200, every=1
+    ),
+    "a target that is loaded now and then": Case(lambda: LoadedTarget(50), steps=300),
+    "a target that is loaded once": Case(lambda: LoadedTarget(10_000), steps=200),
+    "a codebook that follows": Case(Codebook, levels=EITHER, steps=300),
     "betas of a GAN": Case(lambda: Module(mlp(), adam(1e-3, betas=(0.5, 0.9))), steps=200),
     "betas that are the same": Case(lambda: Module(mlp(), adam(1e-3, betas=(0.9, 0.9)))),
     "a slope of 0.01": Case(lambda: Module(mlp((2, 64, 64, 2), nn.LeakyReLU), adam(3e-3)), data=rings, steps=300),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Own(LightningModule):
         now = {name: {"parameter": float(one.norm())} for name, one in self.before.items()}
         for name, values in now.items():
             values["update"] = float((parameters[name] - self.before[name]).norm())
-            values["gradient"] = self.arrived[name]
+            values["gradient"] = self.arrived.get(name, 0.0)
         self.truth.append(now)
 
     def note(self, parameter: Tensor) -> None:
@@ -102,11 +103,28 @@ class ByHand(Own):
         self.own = torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
+class Kept(ByHand):
+    """The same beside an optimizer of the Trainer's, which never steps, and gradients that stay where they are until the next step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.own.zero_grad()
+        loss = self.loss(batch)
+        loss.backward()
+        for one in self.parameters():
+            self.note(one)
+        self.own.step()
+
+    def configure_optimizers(self) -> Any:
+        super().configure_optimizers()
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 WAYS: dict[str, tuple[Callable[[], Own], tuple[str, ...]]] = {
     "within backward, no optimizer": (WithinBackward, ("first.", "last.")),
     "within backward, and an optimizer": (lambda: WithinBackward("all"), ("first.", "last.")),
     "within backward, and an optimizer of the rest": (lambda: WithinBackward("rest", "last"), ("first.",)),
     "by hand": (ByHand, ("first.", "last.")),
+    "by hand, with gradients that stay": (Kept, ("first.", "last.")),
 }
 
 
@@ -116,7 +134,8 @@ def test_true_values_or_none(name: str, tmp_path: Path, caplog: pytest.LogCaptur
     """The first step shows that parameters move elsewhere, and has none of their values; one warning says so; the next ones have all."""
     make, elsewhere = WAYS[name]
     records: list[Record] = []
-    callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics="norm")], on_error="raise")
+    total = Rule(kinds="parameter", statistics="norm", per_module="_root_")
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics="norm"), total], on_error="raise")
     keep = type("Keep", (Callback,), {"on_train_batch_end": lambda *_args: records.append(callback.last_record)})()
     seed()
     module = make()
@@ -129,8 +148,94 @@ def test_true_values_or_none(name: str, tmp_path: Path, caplog: pytest.LogCaptur
             for kind, value in values.items():
                 expected = pytest.approx(value, rel=1e-5) if is_known else None
                 assert record.values.get(f"{kind}/{site}/norm") == expected, (number, kind, site)
+        whole = math.hypot(*(values["parameter"] for values in module.truth[number].values()))
+        assert record.values.get("parameter/_root_/norm") == (pytest.approx(whole, rel=1e-5) if number else None)
     warnings = [message for message in caplog.messages if "moved by other code" in message]
     assert len(warnings) == 1
     assert all(kind in warnings[0] for kind in KINDS)
     findings = read_run(load_store(callback.store_path)).verdict().findings
     assert [finding.name for finding in findings] == []
+
+
+class Target(Own):
+    """Two optimizers, or one, by hand, and a target that follows after their steps, or before them, and requires a gradient."""
+
+    def __init__(self, num_optimizers: int, is_last: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.target, self.num_optimizers, self.is_last = nn.Linear(8, 3), num_optimizers, is_last
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if not self.is_last:
+            self.follow()
+        optimizers: Any = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, one in self.named_parameters():
+            self.arrived[name] = 0.0 if one.grad is None else float(one.grad.double().norm())
+        if self.is_last:
+            self.follow()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for one, other in zip(self.target.parameters(), self.last.parameters(), strict=True):
+            one.lerp_(other, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        parts = [self.first, self.last] if self.num_optimizers == 2 else [nn.ModuleList([self.first, self.last])]
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_a_target_that_follows(num_optimizers: int, is_last: bool, tmp_path: Path) -> None:
+    """Its update is its change in the whole step, whenever it moves, and never a false 0; those of the others are as ever."""
+    records: list[Record] = []
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics="norm")], on_error="raise", store=False)
+    keep = type("Keep", (Callback,), {"on_train_batch_end": lambda *_args: records.append(callback.last_record)})()
+    seed()
+    module = Target(num_optimizers, is_last)
+    trainer(tmp_path, [callback, keep], max_steps=4 * num_optimizers, limit_val_batches=0).fit(module, loader())
+    assert len(records) == 4
+    for number, record in enumerate(records):
+        for site, values in module.truth[number].items():
+            is_known = is_last or number > 0 or not site.startswith("target")
+            for kind in ("update", "parameter") if site.startswith("target") else KINDS:
+                expected = pytest.approx(values[kind], rel=1e-5) if is_known else None
+                assert record.values.get(f"{kind}/{site}/norm") == expected, (number, kind, site)
+    assert [finding.name for finding in callback.findings] == []
+
+
+class Sometimes(Own):
+    """Code normalizes a part in each step, of which the first has no gradient of it; later it is an ordinary one."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.last.weight.div_(self.last.weight.norm())
+        if self.trainer.global_step == 0:
+            return self.first(batch[0]).square().mean()
+        return self.loss(batch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.arrived = {name: 0.0 if one.grad is None else float(one.grad.double().norm()) for name, one in self.named_parameters()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_parameter_that_its_optimizer_steps_again(tmp_path: Path) -> None:
+    """From the second step with a gradient on it is observed as any other: its gradient is the whole one of accumulated micro-batches."""
+    records: list[Record] = []
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics="norm")], on_error="raise", store=False)
+    keep = type("Keep", (Callback,), {"on_train_batch_end": lambda *_args: records.append(callback.last_record)})()
+    seed()
+    module = Sometimes()
+    trainer(tmp_path, [callback, keep], max_steps=4, limit_val_batches=0, accumulate_grad_batches=2).fit(module, loader())
+    last, truth = records[-1], module.truth[-1]
+    assert last.step == 3
+    for site in ("last.weight", "last.bias", "first.weight"):
+        assert last.values[f"gradient/{site}/norm"] == pytest.approx(truth[site]["gradient"], rel=1e-5)

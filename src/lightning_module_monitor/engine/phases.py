@@ -196,19 +196,16 @@ class StepEngine:
         probe = None if self.open_step is None else self.open_step.reference
         return probe is not None and not probe.reference.follows and not is_tracing()
 
-    def run_reference(self, call: Callable[[], object], *, forgets: bool = False) -> None:
+    def run_reference(self, call: Callable[[], object]) -> None:
         """Run the reference; an error is reported and counted, and training continues.
 
         Args:
             call: Runs it, e.g. by its ``training_step``. A second time if it needs tensors for a backward pass of its own.
-            forgets: Whether its calls that the model has not made are forgotten, as those of a batch that was skipped.
 
         Raises:
             MonitorError: If errors are to be raised.
         """
         if self.open_step is not None and self.open_step.reference is not None:
-            if forgets:
-                self.open_step.reference.release_calls()
             with self.gate.closed():
                 self.open_step.reference.run(call)
 

@@ -73,7 +73,9 @@ class Diagnoses(Described, list[Diagnosis]):
 
 
 def is_withdrawn(finding: Finding, history: History) -> bool:
-    """Whether later records contradict a finding: all parameters that did not move have moved since, as an expert that is chosen late."""
+    """Whether later records contradict a finding: what did not move has moved, or has a gradient, as an expert that is chosen late."""
+    if finding.name == "zero_gradients" and history.gradient_of(finding.site) > 0:
+        return True
     norms = history.frozen.get(finding.step, {}) if finding.name == "frozen_updates" else {}
     return bool(norms) and all(history.norm_of(site) != norm for site, norm in norms.items())
 

@@ -38,7 +38,7 @@ _LOSS_IN_WORDS = {
     "chance": "loss {first:.3g} to {last:.3g}, which is no better than guessing among {num_classes} classes",
     "at once": "loss {first:.3g} to {last:.3g} within the first records, without a clear fall since",
     "unclear": "too noisy losses to tell whether they fall",
-    "short": "{num_steps} steps, too few and too small to show in the loss",
+    "short": "{num_steps} steps, too few or too small to show in the loss",
     "settled": "the loss hardly changes, as that of trained weights may",
     "too few": f"too few losses ({{num}} of {MIN_LOSSES}), use a smaller every_n_steps",
     "none": "no loss was recorded",

@@ -32,8 +32,8 @@ MIN_MOVEMENTS = 5
 """Number of records of which it is known how far their steps can move a weight, below which that is not judged."""
 MIN_LOSSES = 10
 """Number of losses below which a run is not judged by them."""
-MIN_STEPS = 100
-"""Number of steps below which a loss that does not fall is not judged, if the steps are small."""
+MIN_STEPS, MIN_STEPS_OF_ANY_SIZE = 100, 20
+"""Number of steps below which a loss that does not fall is not judged, if the steps are small, and whatever their size."""
 MIN_FOR_THIRDS = 15
 """Number of losses from which the last third is compared with the first; below it are halves."""
 MIN_IN_THIRD = 4
@@ -107,7 +107,7 @@ class History:
         self.largest_variation = 0.0
         """The largest variation of the output in records in which the input varied."""
         self.gradients_by_optimizer: list[list[float]] = []
-        """Under manual optimization, of each record the norm of the gradients of each optimizer's parameters."""
+        """Under manual optimization, of each record the norm of the gradients of each optimizer's parameters; NaN without any."""
         self.frozen: dict[int, dict[str, float]] = {}
         """The norms of parameters that a finding is about because they did not move, by the step of the finding."""
         self.was_skipped = False
@@ -147,7 +147,8 @@ class History:
             self.num_clipped += 0 < kept.least_clipped <= norm
             if self.facts.is_manual and len(kept.gradients_by_optimizer) > 1:
                 sizes = [numbers[columns] for columns in kept.gradients_by_optimizer]
-                self.gradients_by_optimizer.append([math.hypot(*size[~is_absent(size)].tolist()) for size in sizes])
+                there = [size[~is_absent(size)].tolist() for size in sizes]
+                self.gradients_by_optimizer.append([math.hypot(*size) if size else math.nan for size in there])
             if not self.first:
                 norms_of = self._last.values.items()
                 self.first_norms = {key.site: value for key, value in norms_of if (key.kind, key.statistic) == ("parameter", "norm")}
@@ -228,7 +229,7 @@ class History:
 
     def _without_fall(self, before: Sequence[float]) -> Learning:
         """The result for losses of which a fall is excluded."""
-        if self.is_short and self.reach < SMALL_REACH:
+        if self.is_very_short or (self.is_short and self.reach < SMALL_REACH):
             return "short"
         return "settled" if self.facts.is_classification and np.median(before) < CHANCE else "flat"
 
@@ -280,6 +281,11 @@ class History:
     def is_short(self) -> bool:
         """Whether the run has so few steps that small ones need not show in the loss, as those of a warm-up."""
         return bool(self.steps) and self.steps[-1] - self.steps[0] < MIN_STEPS
+
+    @property
+    def is_very_short(self) -> bool:
+        """Whether the run has so few steps that a loss need not fall in them."""
+        return bool(self.steps) and self.steps[-1] - self.steps[0] < MIN_STEPS_OF_ANY_SIZE
 
     @property
     def has_negative_losses(self) -> bool:

@@ -145,13 +145,13 @@ def _is_trained(history: History, site: str) -> bool:
 
 def one_sided(history: History) -> tuple[int, float] | None:
     """An optimizer whose gradients have faded or exploded, and their size relative to their start; ``None`` without one."""
-    records = np.array(history.gradients_by_optimizer)
-    if len(records) < MIN_OF_OPTIMIZERS:
-        return None
-    with np.errstate(all="ignore"):
-        times = np.median(records[-(len(records) // 3) :], axis=0) / records[0]
-    found = [(number, float(size)) for number, size in enumerate(times) if size < FADED or size > 1 / FADED]
-    return found[0] if found else None
+    for number, sizes in enumerate(np.array(history.gradients_by_optimizer).T):
+        known = sizes[np.isfinite(sizes)]  # not of records in which the optimizer had no gradient: it may step now and then
+        if len(known) >= MIN_OF_OPTIMIZERS and known[0] > 0:
+            times = float(np.median(known[-(len(known) // 3) :]) / known[0])
+            if times < FADED or times > 1 / FADED:
+                return number, times
+    return None
 
 
 def still_part(history: History) -> str:

@@ -219,7 +219,7 @@ class ReferenceProbe(Probe):
                     raise
                 except Exception:
                     pass  # it may need saved tensors
-            self.release_calls()
+            self._release_calls()
             with self.reference.running(is_grad_enabled):
                 call()
             self.reference.differentiates = True
@@ -240,7 +240,7 @@ class ReferenceProbe(Probe):
                 if modules:
                     names = [name or ROOT for name, module in self.reference.module.named_modules() if module in modules]
                     self._log(f"{message}: {shortened(names, 5)}.", once=message)
-        self.release_calls()
+        self._release_calls()
         self.not_compared.clear()
         self._has_run = self._is_explained = False
 
@@ -254,7 +254,7 @@ class ReferenceProbe(Probe):
         while self._runs:
             self._runs[-1][0].close()
             self._runs.pop()
-        self.release_calls()
+        self._release_calls()
         self.not_compared.clear()
 
     def take(self, module: nn.Module, by: Hashable) -> NamedTensors | None:
@@ -280,7 +280,7 @@ class ReferenceProbe(Probe):
             try:
                 self.run(call, torch.is_grad_enabled())
             except NotPlainError as error:
-                self.release_calls()
+                self._release_calls()
                 self._is_explained = True
                 why = "The reference takes tensors, numbers, strings and plain containers of them; without module it runs its training_step"
                 self._log(f"{self.reference.name} is called with a {error}: this call is not compared. {why}.", logging.WARNING, once=why)
@@ -321,8 +321,7 @@ class ReferenceProbe(Probe):
             self._copies[id(tensor)] = (weakref.ref(tensor), plain(tensor)._version, weakref.ref(copy))
         return copy
 
-    def release_calls(self) -> None:
-        """Release the calls of the reference that the model has not made."""
+    def _release_calls(self) -> None:
         self._waiting.clear()
         self._copies.clear()
 

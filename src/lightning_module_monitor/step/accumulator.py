@@ -62,13 +62,11 @@ class StepAccumulator:
         state: SeriesState | None = None,
         unobserved: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._on_error = on_error
-        self._unobserved = unobserved
+        self._on_error, self._unobserved = on_error, unobserved
         self._state = SeriesState() if state is None else state
-        self._table = MomentTable()
+        self._table, self._num_rows = MomentTable(), 0
         self._rows: dict[Stream, int] = {}
         """First row of each observed stream."""
-        self._num_rows = 0
         self._results: dict[str, tuple[Stream, str, Results]] = {}
         self._metrics: dict[str, tuple[Stream, str, Metric]] = {}
         self._sums: dict[tuple[Stream, ChannelSums], Tensor] = {}
@@ -80,8 +78,9 @@ class StepAccumulator:
         """Totals that were not planned, of streams that were observed."""
         self._failed: dict[str, Key] = {}
         """Keys of outputs that could not be computed, by themselves as loggers know them."""
-        self._failed_streams: set[Identity] = set()
-        self.num_errors = 0
+        self.num_errors, self._failed_streams = 0, set[Identity]()
+        self.has_totals = True
+        """Whether totals are of all their members: where parameters are left out, there are none."""
         self.is_lost = False
         """Whether an error has ended the monitoring of this step, on any rank once :meth:`collect` was called."""
         self.differing: Sequence[Stream] = ()
@@ -297,7 +296,8 @@ class StepAccumulator:
         if self.is_lost:
             # No rank continues: the rank that lost the step may lack what the next collectives need.
             return written
-        numbers.merge_totals(layout)
+        if self.has_totals:
+            numbers.merge_totals(layout)
         for stream in itertools.compress(layout.streams, numbers.failed):
             self._note_failed(stream.series[name] for name in (*stream.statistics, *stream.channels, *stream.units))
         self._note_failed(layout.keys_of_failed(numbers.raised))

@@ -82,8 +82,6 @@ class MonitoredStep:
         self._run = run
         self._facts, self._variation, self._elsewhere = facts, variation, elsewhere
         """What detectors need beside the values of the step; ``None`` where nothing needs it."""
-        self._of_batch: list[tuple[str, Tensor | float]] = []
-        """The context of the running micro-batch, which counts when it is over: a hook of the module may skip it."""
         self._labels: list[Tensor] = []
         """The tensors of integers in the micro-batch."""
         self._tokens: Tensor | None = None
@@ -111,13 +109,12 @@ class MonitoredStep:
     @torch.no_grad()
     def begin_batch(self, batch: object) -> None:
         """A micro-batch begins. Its largest tensor is the input."""
-        self._of_batch.clear()
         tensors = [tensor for tensor in (plain(item) for _path, item in named_tensors(batch)) if tensor.dim()]
         size = num_samples(batch)
         if size is not None:
             # Input that several ranks share counts once.
             num_replicas = (self._trainer.distributed_sampler_kwargs or {}).get("num_replicas", self._trainer.world_size)
-            self._of_batch.append((BATCH_SIZE, size * num_replicas / self._trainer.world_size))
+            self._add(BATCH_SIZE, size * num_replicas / self._trainer.world_size)
             is_of_first = bool(tensors) and size == len(tensors[0])
             if self._run.recipe.gradient_noise is not None and is_of_first and {size} != {*map(len, tensors)}:
                 why = f"the first tensor of the batch has length {size}, and others have other lengths"
@@ -127,14 +124,14 @@ class MonitoredStep:
         for tensor in dense if is_known(batch) else ():
             # Another tensor that differs between samples may be the input; one of a single number for each sample is rather a target.
             if len(tensor) > 1 and (tensor is data or tensor.numel() > len(tensor)):
-                self._of_batch.append(("input_is_constant", (tensor == tensor[:1]).all().float()))
+                self._add("input_is_constant", (tensor == tensor[:1]).all().float())
         if data is not None and data.is_floating_point():
-            self._of_batch.append(("input_abs_max", data.detach().abs().max().float()))
+            self._add("input_abs_max", data.detach().abs().max().float())
         if self._variation is not None:
             self._variation.begin_batch(size, dense)
             dimension = None if data is None or data.is_complex() else sample_dimension(data, size or 0)
             if data is not None and dimension is not None:
-                self._of_batch.append(("input_variation", variation(data, dimension)))
+                self._add("input_variation", variation(data, dimension))
             self._labels = [tensor for tensor in dense if not (tensor.is_floating_point() or tensor.is_complex())]
             self._tokens = next((tensor for tensor in self._labels if tensor is data), None)
 
@@ -176,11 +173,6 @@ class MonitoredStep:
             rates = [group.get("lr") for group in optimizer.param_groups]
             self._rates[optimizer] = [rate.detach().clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
-    def end_batch(self) -> None:
-        """The micro-batch is over."""
-        while self._of_batch:
-            self._add(*self._of_batch.pop(0))
-
     def end(self) -> None:
         """The step is over. An optimizer that has not stepped in it has its present learning rates."""
         for optimizer in self.tracker.first_steps:
@@ -204,7 +196,7 @@ class MonitoredStep:
 
     def facts(self) -> Facts | None:
         """The facts of the step beside its values, when it is over; ``None`` where nothing needs them."""
-        return None if self._facts is None else self._facts.read(self._optimizers, self._run.results.calls, {*self._elsewhere.parameters})
+        return None if self._facts is None else self._facts.read(self._optimizers, self._run.results.calls, self._elsewhere.trained)
 
     def close(self) -> None:
         """Remove every hook; a second call does nothing."""

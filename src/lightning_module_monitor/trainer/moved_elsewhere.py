@@ -17,17 +17,18 @@ from lightning_module_monitor.trainer.strategy import can_run_again
 
 MESSAGE = (
     "{names}: moved by other code than the steps of the Trainer's optimizers, such as an optimizer within the backward pass. "
-    "Step {step} has no parameter, gradient and update of them; later ones have the parameters from before the step, their change in the "
-    "whole step, and the first gradients that arrive."
+    "Step {step} has no parameter, gradient, update and total of them; later ones have the parameters from before the step, their change "
+    "in the whole step, and{gradients}."
 )
+FIRST_GRADIENTS, NO_GRADIENTS = " the first gradients that arrive", ", on several ranks, no gradient"
 
 
 class MovedElsewhere:
     """Finds parameters that other code moves, and notifies the monitor of them: an optimizer that steps within the backward pass, say.
 
-    A parameter is one if its version changes before an optimizer's step that has no gradient of it, or if no optimizer has it. The step
-    that shows it has no values of it, as it has already moved. Strategies that lay parameters out change versions themselves, and are
-    left out.
+    A parameter is one if its version has changed before its optimizer's step, which has no gradient of it, or when the step is over and
+    no optimizer has stepped it. The step that shows it has no values of it, as it has already moved. Once its optimizer steps it with a
+    gradient, it is one no longer. Strategies that lay parameters out change versions themselves, and are left out.
     """
 
     def __init__(self, run: Run) -> None:
@@ -35,13 +36,20 @@ class MovedElsewhere:
         self._is_on = can_run_again(run.trainer)
         self.parameters: dict[int, Tensor] = {}
         """Those that were found, by ``id``."""
-        self._is_known: list[Tensor] = []
+        self._known: list[Tensor] = []
         """Those that were found before the open step."""
-        self._trained: Sequence[Tensor] = ()
+        self._tensors: Sequence[Tensor] = ()
+        self._ids: frozenset[int] = frozenset()
+        """Those that required a gradient when they were read, by ``id``."""
         self._versions: Sequence[int] = ()
-        """The versions of the trained parameters when the step began."""
+        """The versions of all parameters when the step began."""
         self._hooks = HookSet()
         self._arrived: set[int] = set()
+        """Those whose gradient has arrived in this step."""
+        self._returned: set[int] = set()
+        """Those that an optimizer has stepped in this step."""
+        self.trained: frozenset[int] = frozenset()
+        """Those that ever got a gradient."""
         self.scale: Scale = None
         """What the loss is multiplied by."""
 
@@ -50,42 +58,58 @@ class MovedElsewhere:
         self.close()
         if not self._is_on:
             return
-        self._is_known = [*self.parameters.values()]
+        for identity in self._returned:
+            self.parameters.pop(identity, None)
+        self._returned.clear()
         self._arrived.clear()
-        if self._is_known:
-            self._run.monitor.monitor_parameters(self._is_known)
-            for parameter in self._is_known:
+        self._known = [*self.parameters.values()]
+        if self._known:
+            self._run.monitor.monitor_parameters(self._known)
+            # Elsewhere the gradients that arrive are this rank's own, and are reduced later.
+            for parameter in self._known if self._run.trainer.world_size == 1 else ():
                 self._hooks.add(register_gradient_hook(parameter, functools.partial(self._arrive, parameter)))
-        if len(self._trained) != len(self._run.planner.index.parameters):
+        if len(self._tensors) != len(self._run.planner.index.parameters):
             tensors = [site.tensor() for site in self._run.planner.index.parameters]
-            self._trained = [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
-        self._versions = [parameter._version for parameter in self._trained]
+            self._tensors = [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
+            self._ids = frozenset(id(tensor) for tensor in self._tensors if tensor.requires_grad)
+        self._versions = [parameter._version for parameter in self._tensors]
 
-    def look(self, among: Sequence[Tensor] | None, optimized: set[int]) -> None:
-        """Look for parameters that have moved since the step began, of some or of all, which an optimizer has not stepped yet.
+    def look(self, among: Sequence[Tensor] | None, optimized: set[int], *, is_over: bool) -> None:
+        """Look for parameters that have moved since the step began, of some or of all, which no optimizer has stepped yet.
 
         Args:
             among: The parameters; ``None`` for all.
             optimized: Of each parameter that an optimizer has, its ``id``.
+            is_over: Whether the step is over, and no optimizer will step them; else one is about to.
         """
         if among is not None and not among:
             return
-        pairs = zip(self._trained, self._versions, strict=False)
-        moved = [parameter for parameter, version in pairs if parameter._version != version and parameter.requires_grad]
-        if not moved:
-            return
+        pairs = zip(self._tensors, self._versions, strict=False)
+        moved = {id(parameter): parameter for parameter, version in pairs if parameter._version != version and parameter.requires_grad}
         ids = None if among is None else {*map(id, among)}
         found = {
-            id(parameter): parameter
-            for parameter in moved
-            if (ids is None or id(parameter) in ids) and (parameter.grad is None or id(parameter) not in optimized)
+            identity: parameter
+            for identity, parameter in moved.items()
+            if (ids is None or identity in ids) and (is_over or parameter.grad is None or identity not in optimized)
         }
+        if not is_over:
+            for identity, parameter in self.parameters.items():
+                if identity in optimized and parameter.grad is not None and (ids is None or identity in ids):
+                    self._returned.add(identity)
         new = found.keys() - self.parameters.keys()
         self.parameters |= found
-        if new:
+        step = self._run.engine.open_step
+        if new and step is not None:
+            step.accumulator.has_totals = False
             names = [site.name for site in self._run.planner.index.parameters if id(site.tensor()) in new]
-            step = self._run.engine.begun
-            self._run.reporter.log_once(MESSAGE.format(names=shortened(names), step=step), logging.WARNING, MESSAGE)
+            gradients = FIRST_GRADIENTS if self._run.trainer.world_size == 1 else NO_GRADIENTS
+            message = MESSAGE.format(names=shortened(names), step=step.step, gradients=gradients)
+            self._run.reporter.log_once(message, logging.WARNING, MESSAGE)
+
+    def unowned(self, optimized: set[int]) -> list[Tensor]:
+        """The parameters that require a gradient, no optimizer has, and are not known to move elsewhere."""
+        missing = self._ids - optimized - self.parameters.keys() if optimized else frozenset()
+        return [parameter for parameter in self._tensors if id(parameter) in missing] if missing else []
 
     def without(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Those of some parameters that no other code moves."""
@@ -94,8 +118,8 @@ class MovedElsewhere:
     def end_step(self) -> None:
         """The step is over: what has moved is known now."""
         self._hooks.close()
-        if self._is_known:
-            self._run.monitor.monitor_updates(self._is_known)
+        if self._known:
+            self._run.monitor.monitor_updates(self._known)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -106,5 +130,6 @@ class MovedElsewhere:
         step = self._run.engine.observing_step
         if step is not None and id(parameter) not in self._arrived:
             self._arrived.add(id(parameter))
+            self.trained |= {id(parameter)}
             with torch.no_grad():
                 step.observe_arriving(parameter, gradient, self.scale)

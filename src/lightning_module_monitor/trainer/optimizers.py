@@ -67,6 +67,8 @@ class OptimizerTracker:
     _num_entered: Counter[Optimizer] = field(default_factory=Counter, init=False)
     """Number of running calls of ``step``: torch calls the hooks again for the ``step`` of a base class."""
     _hooks: HookSet = field(default_factory=HookSet, init=False)
+    _unowned: list[Tensor] = field(default_factory=list, init=False)
+    """Parameters that no optimizer has: they may move after its step."""
 
     def attach(self) -> None:
         """Register the hooks of the optimizers."""
@@ -153,7 +155,11 @@ class OptimizerTracker:
         if not first.is_over:
             first.is_over = True
             is_skipped = False if first.is_skipped is None else first.is_skipped
-            self.monitor.monitor_updates(first.parameters, is_skipped=is_skipped, optimizers=optimizer)
+            parameters = first.parameters
+            if self._unowned:
+                unowned = {*map(id, self._unowned)}
+                parameters = [one for one in (self.module.parameters() if parameters is None else parameters) if id(one) not in unowned]
+            self.monitor.monitor_updates(parameters, is_skipped=is_skipped, optimizers=optimizer)
 
     def finish(self) -> None:
         """End the step: observe the parameters that no optimizer has moved."""
@@ -163,13 +169,15 @@ class OptimizerTracker:
             self._note_skipped(optimizer, is_skipped=True)
         if self.scaler is not None and not self.first_steps:
             self.monitor.monitor_skipped_step(is_skipped=False)
-        rest = self._own(self._not_observed() if len(self.optimizers) > 1 or self.first_steps else None)
+        rest = self._own(self._not_observed() if len(self.optimizers) > 1 or self.first_steps else None, is_over=True)
         if rest is None or rest:
             self.monitor.monitor_parameters(rest)
             if self.is_automatic:
                 self.monitor.monitor_gradients(parameters=rest)
             resting = [optimizer for optimizer in self.optimizers if optimizer not in self.first_steps]
             self.monitor.monitor_updates(rest, is_skipped=True, optimizers=resting)
+        if self._unowned:
+            self.monitor.monitor_updates(self._unowned)
         self.elsewhere.end_step()
 
     def close(self) -> None:
@@ -183,14 +191,16 @@ class OptimizerTracker:
         if len(self.optimizers) > 1:
             of_others = parameter_ids(other for other in self.optimizers if other is not optimizer) - parameter_ids([optimizer])
             parameters = [parameter for parameter in self._not_observed() if id(parameter) not in of_others]
-        parameters = self._own(parameters)
+        parameters = self._own(parameters, is_over=False)
         self.monitor.monitor_parameters(parameters)
         first = self.first_steps[optimizer] = _FirstStep(parameters)
         return first
 
-    def _own(self, parameters: list[Tensor] | None) -> list[Tensor] | None:
-        """Some parameters, or all, without those that other code moves; ``None`` for all."""
-        self.elsewhere.look(parameters, parameter_ids(self.optimizers))
+    def _own(self, parameters: list[Tensor] | None, *, is_over: bool) -> list[Tensor] | None:
+        """Some parameters, or all, without those that other code moves; ``None`` for all. No optimizer steps them if the step is over."""
+        optimized = parameter_ids(self.optimizers)
+        self._unowned = self.elsewhere.unowned(optimized)
+        self.elsewhere.look(parameters, optimized, is_over=is_over)
         if not self.elsewhere.parameters:
             return parameters
         return self.elsewhere.without(self.module.parameters() if parameters is None else parameters)

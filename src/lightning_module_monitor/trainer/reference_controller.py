@@ -46,7 +46,7 @@ class ReferenceController:
     def run_on(self, batch: object, batch_idx: int) -> None:
         """Run the reference on a batch, before the model gets it."""
         module = cast(LightningModule, self.module)  # it has a training_step
-        self.run.engine.run_reference(lambda: run_training_step(module, self.run.trainer, batch, batch_idx, self.wrapper), forgets=True)
+        self.run.engine.run_reference(lambda: run_training_step(module, self.run.trainer, batch, batch_idx, self.wrapper))
 
     def state(self) -> dict[str, Any]:
         """The entries of a checkpoint: the reference, as tensors only, if the checkpoint holds it."""

@@ -68,9 +68,11 @@ class StepController:
     def begin_batch(self, batch: object, batch_idx: int) -> None:
         """A micro-batch begins; the first micro-batch of a step begins the step."""
         step = step_of(self._trainer)
-        # The number grows after the last micro-batch of a step.
-        is_first = step != self._step
+        # The number grows after the last micro-batch of a step. A step that an epoch has cut short (on_train_batch_start returned -1) is
+        # begun anew: Lightning forgets its gradients.
+        is_first = step != self._step or batch_idx == 0
         if is_first:
+            self._close_monitored()
             self._step = step
             # An error below must not prevent the end of the step, which other ranks wait for.
             self.is_idle = not self._observes_training or self._engine.has_lost_ranks
@@ -122,8 +124,6 @@ class StepController:
 
     def end_batch(self) -> None:
         """A micro-batch is over; the last micro-batch of a step ends the step."""
-        if self._monitored is not None:
-            self._monitored.end_batch()
         self._nonfinite.end_micro_batch()
         self._monitor.after_micro_batch()
         ends_step = not self._trainer.fit_loop._should_accumulate()
