@@ -6,15 +6,18 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from helpers.kernels import assert_textbook, views, without_numba
 from helpers.textbook import histogram
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels import bins_of_floats, numba_kernel
+from lightning_module_monitor.kernels import table as table_module
 from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged
@@ -259,3 +262,30 @@ def test_a_table_under_inference_mode_and_after_it() -> None:
     assert_textbook(moments, x.repeat(2, 1), 1e-12)
     assert_textbook(moments, x.reshape(-1, 1), 1e-12, row=1)
     assert counted(table) == histogram(x.repeat(2, 1))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest number of elements of a product of tensors."""
+
+    num = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mul_.Tensor:
+            self.num = max(self.num, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("shape", [(60, 50), (3000,), (2, 1500), (1, 3000), ()], ids=str)
+@pytest.mark.parametrize("is_opposite", [False, True])
+def test_a_product_takes_little_memory(shape: tuple[int, ...], is_opposite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mean is that of the whole product, of which one part after the other is made, at least a row."""
+    monkeypatch.setattr(table_module, "MAX_PRODUCT", 400)
+    x, y = normal(*shape), normal(*shape, seed=1)
+    table = MomentTable()
+    with Largest() as largest:
+        table.add_product(0, 1, x, y, is_opposite=is_opposite)
+    moments = collected(table, 2)
+    assert float(moments.mean[1]) == pytest.approx((-1 if is_opposite else 1) * float((x.double() * y.double()).mean()), rel=1e-12)
+    assert float(moments.elements[1]) == x.numel()
+    assert 0 < largest.num <= max(400, x[:1].numel() if x.dim() else 1)

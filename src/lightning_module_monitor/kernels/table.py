@@ -23,6 +23,8 @@ Scale: TypeAlias = Tensor | float | None
 """What a loss was multiplied by: a number, or a tensor of shape ``()`` on any device; ``None`` if it was not scaled."""
 
 _HOST = torch.device("cpu")
+MAX_PRODUCT = 1 << 22
+"""Elements of two tensors that are multiplied at once, as their product takes 8 bytes for each."""
 
 
 class Kernel(Protocol):
@@ -147,9 +149,14 @@ class MomentTable:
     def add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
         """Measure the sum of squares of a tensor, and the mean of its product with another of its shape (or of minus the product)."""
         self.add((row,), tensor, Need.SQUARES)
-        # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-        product = tensor.to(widest(tensor.device), copy=True).mul_(other)
-        self.add((row_of_product,), product.neg_() if is_opposite else product, Need.MEAN)
+        parts = [(tensor, other)]
+        if tensor.numel() > MAX_PRODUCT:
+            num_rows = max(1, MAX_PRODUCT * len(tensor) // tensor.numel())
+            parts = [*zip(tensor.split(num_rows), other.split(num_rows), strict=True)]
+        for part, part_of_other in parts:
+            # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
+            product = part.to(widest(part.device), copy=True).mul_(part_of_other)
+            self.add((row_of_product,), product.neg_() if is_opposite else product, Need.MEAN)
 
     def add_rows(self, rows: Sequence[int], values: Tensor, counted: Tensor, needs: Sequence[int]) -> None:
         """Measure each row of a matrix, strided, detached: its elements for which ``counted``, boolean, is true.
