@@ -465,7 +465,7 @@ def test_many_query_tokens_are_sampled_and_logged(monkeypatch: pytest.MonkeyPatc
     """Once for the module, and not by numbers that differ from call to call."""
     monkeypatch.setattr(maths, "MAX_QUERIES", 4)
     monkeypatch.setattr(probe, "MAX_QUERIES", 4)
-    query, key = heads(2, 1, 12, 4), heads(2, 1, 12, 4, seed=1)
+    query, key = heads(2, 1, 6, 4), heads(2, 1, 12, 4, seed=1)  # twelve of both samples together
     with caplog.at_level(logging.INFO):
         result = record(Calls(F.scaled_dot_product_attention), query, key, key)
     assert caplog.messages == ["_root_: evenly spaced query tokens are measured, as there are over 4."]

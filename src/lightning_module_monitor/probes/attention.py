@@ -183,7 +183,7 @@ class AttentionProbe(Probe):
             return
         if query.is_meta:
             raise ValueError("it is on the meta device, and has no data")
-        if query_stride(query.shape[2]) > 1:
+        if query_stride(query.shape[0], query.shape[2]) > 1:
             self._tools.reporter.log_once(f"{watched.site.name}: evenly spaced query tokens are measured, as there are over {MAX_QUERIES}.")
         figures = attention_figures(query, key, call.masks, is_causal=call.is_causal, scale=call.scale)
         values = torch.stack([getattr(figures, FIGURES[kind]) for kind in kinds])

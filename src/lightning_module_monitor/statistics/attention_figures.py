@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MAX_QUERIES = 2048
-"""Limit of query tokens measured in a call. From longer calls evenly spaced tokens are measured, the same in every step."""
+"""Limit of query tokens measured in a call, of all samples together, at least one of each. From longer calls evenly spaced tokens are
+measured, the same in every step."""
 
 HIDING_BIAS = -1e4
 """An additive mask of this or less hides its key, as minus infinity does: -10000, -1e9 and the dtype's minimum are in use."""
@@ -57,13 +58,13 @@ class AttentionFigures(NamedTuple):
     """Number of keys to which the token attends."""
 
 
-def query_stride(num_queries: int) -> int:
+def query_stride(batch: int, num_queries: int) -> int:
     """The distance between measured query tokens.
 
-    >>> query_stride(MAX_QUERIES), query_stride(MAX_QUERIES + 1)
-    (1, 2)
+    >>> query_stride(1, MAX_QUERIES), query_stride(1, MAX_QUERIES + 1), query_stride(8, 512), query_stride(10_000, 4)
+    (1, 2, 2, 4)
     """
-    return max(1, math.ceil(num_queries / MAX_QUERIES))
+    return max(1, min(math.ceil(batch * num_queries / MAX_QUERIES), num_queries))
 
 
 @torch.no_grad()
@@ -78,7 +79,7 @@ def attention_figures(
 
     Args:
         query: Shape ``(batch, heads, queries, features)``, any real floating dtype; half precision is computed in float32. If
-            there are more than ``MAX_QUERIES`` query tokens, evenly spaced tokens are measured.
+            there are more than ``MAX_QUERIES`` query tokens in the batch, evenly spaced tokens are measured.
         key: Shape ``(batch, heads, keys, features)``, at least one key.
         masks: Four dimensions each, of the size of ``(batch, heads, queries, keys)`` or of size 1. A boolean mask is true for
             visible keys. Any other mask is added to the logits, and hides keys whose logits it lowers by 10,000 or more.
@@ -88,7 +89,7 @@ def attention_figures(
     Returns:
         Figures of the measured query tokens. They are non-finite where any logit is, including those of hidden keys.
     """
-    stride = query_stride(query.shape[2])
+    stride = query_stride(query.shape[0], query.shape[2])
     positions = range(stride // 2, query.shape[2], stride)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
