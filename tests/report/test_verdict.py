@@ -268,7 +268,7 @@ def test_a_few_small_steps_need_not_show_in_the_loss(losses: list[float], spacin
         verdict = verdict_on(sizes, figures, facts=[(0, parameter_facts())])
         assert verdict.level == expected
         if expected == "unknown":
-            assert verdict.headline.startswith("75 steps, too few and too small to show in the loss; ")
+            assert verdict.headline.startswith("75 steps, too few or too small to show in the loss; ")
 
 
 @pytest.mark.parametrize(("eps", "name"), [(1e-8, "not_learning"), (1.0, "not_learning"), (1e3, "small_rate")])

@@ -106,8 +106,9 @@ class TritonKernel:
     """The kernel of a CUDA or ROCm device; see :class:`~lightning_module_monitor.kernels.table.Kernel`. It needs Triton."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._in_pairs = device, has_slow_float64(device)
+        self._device = device
         self._functions = importlib.import_module("lightning_module_monitor.kernels.triton_loops")
+        self._in_pairs = has_slow_float64(device)
         self._parts = _Slots(functools.partial(torch.empty, dtype=torch.float64, device=device), device, NUM_FIELDS, 1 << 14)
         self._launches: list[tuple[int, int, int]] = []
         """For each launch and row: the row, the launch's first slot, and its number of slots."""
