@@ -17,9 +17,11 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,7 +55,8 @@ def state() -> dict[str, Any]:
         "random": [zlib.crc32(str(state).encode()) for state in (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state())],
         "numpy": [np.geterr(), np.get_printoptions()],
         "hooks": [sys.excepthook, sys.displayhook, sys.gettrace(), sys.getprofile(), threading.excepthook.__module__],
-        "path": sys.path,
+        # Importing torch.distributed.nn adds a temporary folder, in old versions of torch.
+        "path": [entry for entry in sys.path if Path(entry).parent != Path(tempfile.gettempdir())],
         "folder": os.getcwd(),  # noqa: PTH109  # as any program reads it
         "signals": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
         "processes": [multiprocessing.get_start_method(allow_none=True), torch.multiprocessing.get_sharing_strategy()],
