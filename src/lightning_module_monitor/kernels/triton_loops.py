@@ -153,9 +153,16 @@ def _measure_span(
     n = tl.minimum(num_left, steps * ROWS * length)
     last_row = ((n - 1) // length).to(tl.int32)
     # The median of three elements: a first element may be far from all others. If it is not finite, the mean is not.
-    first = _first_of_row(tensor, other, shift, scale, 0, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
-    middle = _first_of_row(tensor, other, shift, scale, last_row // 2, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
-    last = _first_of_row(tensor, other, shift, scale, last_row, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
+    center_column, last_column = 0, 0
+    if not IS_FLAT:
+        center_column, last_column = length // 2, length - 1
+    first = _element(tensor, other, shift, scale, 0, 0, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
+    middle = _element(
+        tensor, other, shift, scale, last_row // 2, center_column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT
+    )
+    last = _element(
+        tensor, other, shift, scale, last_row, last_column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT
+    )
     center = tl.maximum(tl.minimum(first, middle), tl.minimum(tl.maximum(first, middle), last))
     center = tl.where(tl.abs(center) < INFINITY, center, 0.0)
 
@@ -279,16 +286,16 @@ def _pass(
 
 
 @triton.jit
-def _first_of_row(
-    tensor, other, shift, scale, row, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT: tl.constexpr
+def _element(
+    tensor, other, shift, scale, row, column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT: tl.constexpr
 ):  # fmt: skip
-    """The first element of a row of a span; 0 for a tensor without elements."""
+    """An element of a row of a span; 0 for a tensor without elements."""
     begin = row * length
     if not IS_FLAT:
         begin = row * stride
         if gap != 0:
             begin += (skipped + row) // group * gap
-    return _load(tensor, other, shift, scale, begin, row * length, row * shift_stride, num_left > 0)
+    return _load(tensor, other, shift, scale, begin + column, row * length + column, row * shift_stride + column, num_left > 0)
 
 
 @triton.jit
