@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import os
 import sys
@@ -498,8 +499,9 @@ def other_code(folder: Path) -> dict[str, list[Record]]:
     """Records without other code that runs the model, and with such code in each event of a callback, or hook of the module."""
     options: dict[str, Any] = {"devices": WORLD, "strategy": "ddp", "use_distributed_sampler": False}
     records = {"": records_of(folder, fresh(), **options)}
-    for number, event in enumerate(OF_CALLBACK):
-        records[f"callback {event}"] = records_of(folder, fresh(), Visitor(event, Visits()), is_first=number % 2 == 0, **options)
+    for event, is_first in itertools.product(OF_CALLBACK, (True, False)):
+        name = f"callback {event} {'after us' if is_first else 'before us'}"
+        records[name] = records_of(folder, fresh(), Visitor(event, Visits()), is_first=is_first, **options)
     for event in OF_MODULE:
         if not is_within(event, is_manual=False):
             records[f"module {event}"] = records_of(folder, fresh(event, Visits()), **options)

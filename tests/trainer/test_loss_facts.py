@@ -39,7 +39,7 @@ def test_the_number_of_classes(name: str, is_scaled: bool) -> None:
     x = torch.randn(4, 10, 5, requires_grad=True)
     loss = make(x) / 1
     loss = loss * torch.tensor(8.0) if is_scaled else loss
-    facts, _num_targets = LossReader(lambda _weight: True).read(loss, is_scaled=is_scaled)
+    facts, _num_targets = LossReader(len).read(loss, is_scaled=is_scaled)
     assert facts.num_classes == expected
     assert facts.softmax_twice is False
     loss.backward()
@@ -47,7 +47,7 @@ def test_the_number_of_classes(name: str, is_scaled: bool) -> None:
 
 def read(loss: Tensor) -> tuple[LossFacts, int]:
     """The facts of a loss that the Trainer has divided by its number of micro-batches, and the number of its targets."""
-    return LossReader(lambda _weight: True).read(loss / 1, is_scaled=False)
+    return LossReader(len).read(loss / 1, is_scaled=False)
 
 
 TARGETS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {

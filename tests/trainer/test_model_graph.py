@@ -106,6 +106,6 @@ def test_weights_that_are_not_registered(known: str, expected: int) -> None:
     """Counted if some are: a strategy that shards puts its own tensors in the places of all."""
     model = mlp((10, 8, 8, 4))
     registered = {"all": [*model.parameters()], "the first": [model[0].weight], "none": []}[known]
-    reader = LossReader(lambda weight: any(weight is one for one in registered))
+    reader = LossReader(lambda weights: sum(any(weight is one for one in registered) for weight in weights))
     facts, _num_targets = reader.read(F.cross_entropy(model(X), torch.zeros(8, dtype=torch.long)), is_scaled=False)
     assert facts.num_unregistered == expected

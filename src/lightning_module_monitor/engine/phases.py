@@ -103,6 +103,7 @@ class StepEngine:
         self.lose()
         # In the order in which other ranks have ended it: the loop, then the step around it.
         self.end_stage()
+        self._end_unopened()
         if self.open_step is not None:
             self._finish(self.open_step)
         model = self.model
@@ -164,6 +165,7 @@ class StepEngine:
             for context in self._open_steps():
                 stack.callback(context.close)
         self._go_on_with(None)
+        self._unopened = None
         self._suspended.clear()
 
     def add_rule(self, rule: Rule, label: str, *, is_optional: bool) -> None:

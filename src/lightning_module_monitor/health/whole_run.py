@@ -60,7 +60,7 @@ HARDLY_VARIES = 1e-3
 GROWN = 1.25
 """An input whose largest magnitude is more than so many times as large as at first has grown."""
 KNOWN = 0.05
-"""A cross-entropy of tokens below this part of its start tells nearly all of them; in texts most cannot be told."""
+"""A cross-entropy of tokens below this part of its start predicts nearly all of them, which no text allows."""
 MIN_SAMPLES = 8
 """The least number of samples in a batch whose targets are compared."""
 
@@ -109,7 +109,7 @@ def has_only_constant_targets(history: History) -> bool:
 
 
 def sees_its_labels(history: History) -> bool:
-    """Whether tokens are told from tokens next to without an error, as a language model does that sees what it is to tell."""
+    """Whether tokens are predicted from tokens with almost no error, as by a language model that sees its labels."""
     after = history.ends[1]
     return history.facts.of_tokens and bool(after) and 0 < float(np.median(after)) < KNOWN * history.first_loss
 

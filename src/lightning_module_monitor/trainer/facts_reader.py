@@ -34,7 +34,7 @@ class FactsReader:
         """The parameters that the model had then."""
         self._dropouts = [site.module for site in run.planner.index.modules if isinstance(site.module, _Dropout)]
         self._normalizations = [site.module for site in run.planner.index.modules if getattr(site.module, "running_mean", None) is not None]
-        self._losses = LossReader(self._is_registered)
+        self._losses = LossReader(self._num_registered)
         self._loss, self._has_loss = LossFacts(), False
         self._has_gradient: bool | None = None
         """Whether an optimizer that stepped had a gradient; ``None`` if none stepped."""
@@ -54,11 +54,13 @@ class FactsReader:
         self._loss = self._loss.joined(facts._replace(of_tokens=is_of_tokens))
         return num_targets
 
-    def _is_registered(self, weight: Tensor) -> bool:
-        """Whether a leaf of the graph belongs to the module or to an optimizer; sharded strategies have leaves of their own."""
+    def _num_registered(self, weights: Sequence[Tensor]) -> int:
+        """How many leaves of the graph belong to the module or to an optimizer; sharded strategies have leaves of their own: all."""
+        if not can_run_again(self._run.trainer):
+            return len(weights)
         optimized = parameter_ids([optimizer for optimizer in self._run.trainer.optimizers if isinstance(optimizer, Optimizer)])
-        is_known = id(weight) in optimized or any(weight is tensor for tensor in self._run.module.parameters())
-        return is_known or not can_run_again(self._run.trainer)
+        registered = optimized | {*map(id, self._run.module.parameters())}
+        return sum(id(weight) in registered for weight in weights)
 
     def note_gradients(self, optimizer: Optimizer, *, moves_elsewhere: bool) -> None:
         """An optimizer is about to step; where other code moves parameters, it may get no gradient."""

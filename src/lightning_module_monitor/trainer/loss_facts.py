@@ -73,11 +73,11 @@ class LossReader:
     """Reads the graphs of losses: the first nodes of each loss, and the rest once for each kind of loss.
 
     Args:
-        is_registered: Whether a weight belongs to the module or to an optimizer.
+        num_registered: Returns how many of some weights belong to the module or to an optimizer.
     """
 
-    def __init__(self, is_registered: Callable[[Tensor], bool]) -> None:
-        self._is_registered = is_registered
+    def __init__(self, num_registered: Callable[[Sequence[Tensor]], int]) -> None:
+        self._num_registered = num_registered
         self._known: dict[tuple[str, ...], LossFacts] = {}
         """Facts by the names of the first nodes."""
 
@@ -89,7 +89,7 @@ class LossReader:
         facts = self._known.get(names)
         if facts is None:
             facts, model = _facts_of_graph([*first, *nodes], is_scaled=is_scaled), as_torch_itself(lambda: read_model(loss))
-            num_registered = sum(map(self._is_registered, model.weights))
+            num_registered = self._num_registered(model.weights)
             # Without any that is known, a strategy has put other tensors in their places.
             num_unregistered = len(model.weights) - num_registered if num_registered else 0
             facts = facts._replace(is_linear=model.is_linear, num_unregistered=num_unregistered)

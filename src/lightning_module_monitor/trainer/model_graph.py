@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 MAX_NODES_OF_MODEL = 2000
-"""Largest number of nodes that are read of a model: of a larger one nothing is told."""
+"""Largest number of nodes that are read of a model; a larger one is not judged."""
 RESHAPING = {"View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Unsqueeze", "Transpose", "T", "Permute"}
 RESHAPING |= {"ToCopy", "Clone", "Slice", "Select"}
 """Nodes that only reshape or copy."""
