@@ -103,7 +103,8 @@ class StepEngine:
         self.lose()
         # In the order in which other ranks have ended it: the loop, then the step around it.
         self.end_stage()
-        self._end_unopened()
+        if self._unopened is not None:
+            self._end_unopened()
         if self.open_step is not None:
             self._finish(self.open_step)
         model = self.model
@@ -138,7 +139,8 @@ class StepEngine:
         self.begun = None
         context = self.open_step
         if context is None:
-            self._end_unopened()
+            if self._unopened is not None:
+                self._end_unopened()
             return None
         if self.is_monitoring():
             context.observe_updates()
