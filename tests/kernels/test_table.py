@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.kernels import bins_of_floats, numba_kernel
-from lightning_module_monitor.kernels import table as table_module
+from lightning_module_monitor.kernels import bins_of_floats, numba_kernel, torch_kernel
 from lightning_module_monitor.kernels.bins_of_floats import HISTOGRAM
 from lightning_module_monitor.kernels.elements import in_memory
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need, merged
@@ -276,16 +275,23 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("shape", [(60, 50), (3000,), (2, 1500), (1, 3000), ()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(60, 50), (3000,), (2, 1500), (1, 3000), (), (0, 3)], ids=str)
 @pytest.mark.parametrize("is_opposite", [False, True])
-def test_a_product_takes_little_memory(shape: tuple[int, ...], is_opposite: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its mean is that of the whole product, of which one part after the other is made, at least a row."""
-    monkeypatch.setattr(table_module, "MAX_PRODUCT", 400)
-    x, y = normal(*shape), normal(*shape, seed=1)
+def test_a_product_takes_little_memory(
+    shape: tuple[int, ...], is_opposite: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mean is that of the whole product, of which one part after the other is made, if any."""
+    monkeypatch.setattr(torch_kernel, "CPU_PORTION", 400)
+    monkeypatch.setattr(numba_kernel, "PORTION", 400)
+    x, y = normal(*shape).to(dtype), normal(*shape, seed=1).to(dtype)
     table = MomentTable()
     with Largest() as largest:
-        table.add_product(0, 1, x, y, is_opposite=is_opposite)
+        for tensor, other in ((x, y), (x.T, y.T) if x.dim() == 2 else (x.clone(), y)):
+            table.add_product(0, 1, tensor, other, is_opposite=is_opposite)
     moments = collected(table, 2)
-    assert float(moments.mean[1]) == pytest.approx((-1 if is_opposite else 1) * float((x.double() * y.double()).mean()), rel=1e-12)
-    assert float(moments.elements[1]) == x.numel()
-    assert 0 < largest.num <= max(400, x[:1].numel() if x.dim() else 1)
+    assert float(moments.elements[1]) == 2 * x.numel()
+    if x.numel():
+        mean = (-1 if is_opposite else 1) * float((x.double() * y.double()).mean())
+        assert float(moments.mean[1]) == pytest.approx(mean, rel=1e-12)
+    assert largest.num <= 400

@@ -56,6 +56,7 @@ LAUNCHES: dict[str, Callable[[TritonKernel], Any]] = {
     "scaled float64": lambda kernel: kernel.add((0,), zeros(64, 96, dtype=F64), EVERYTHING, scale=zeros()),
     "parameters": lambda kernel: kernel.add_all([0, 1], [zeros(64, 96), zeros(64)], [Need.SQUARES] * 2),
     "everything of parameters": lambda kernel: kernel.add_all([0, 1], [zeros(64, 96, dtype=BF16), zeros(64, dtype=BF16)], [EVERYTHING] * 2),
+    "product": lambda kernel: kernel.add_product(0, zeros(64, 96, dtype=BF16), zeros(64, 96), -1),
     "fine counts": lambda kernel: kernel.add((0,), zeros(64, 1024, dtype=BF16), Need.FINE_COUNTS | Need.EXTREMES),
     "collect": lambda kernel: kernel.collect(3),
 }
@@ -123,7 +124,9 @@ def test_one_compilation_for_twenty_numbers_of_elements(needs: int, offset: int,
     assert keys(lambda kernel, size: kernel.add((0,), part(size), needs, MEMORY[: size * 8].view(size, 8))) == 1
     assert keys(lambda kernel, size: kernel.add((0,), part(size), needs, None, MEMORY[:8])) == 1
     assert keys(lambda kernel, size: kernel.add_all([0, 1], [part(size), part(1)], [needs] * 2)) == 1
-    assert keys(lambda kernel, size: [kernel._launches.append((0, 0, size)), kernel.collect(size)], SIZES[:10]) == 1
+    assert keys(lambda kernel, size: kernel.add_product(0, part(size), MEMORY[: size * 8].view(size, 8), (-1) ** size)) == 1
+    reserved = lambda kernel, size: [kernel._parts.reserve([size]), kernel._launches.append((0, 0))]  # noqa: E731
+    assert keys(lambda kernel, size: [reserved(kernel, size), kernel.collect(size)], SIZES[:10]) == 1
     lengths = [length for length in SIZES if length <= 1 << 20]
     assert keys(lambda kernel, size: kernel.add((0,), MEMORY[:size].view(1, size), needs), lengths) <= 3
 

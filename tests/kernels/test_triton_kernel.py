@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def _in_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def long_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of a few thousand elements is measured in several steps of several programs, as a large one is else."""
-    monkeypatch.setattr(triton_kernel, "PROGRAMS_OF_TENSOR", 2)
+    monkeypatch.setattr(triton_kernel, "num_programs_of", lambda _device: 2)
     monkeypatch.setattr(triton_kernel, "PROGRAMS_OF_TENSORS", 3)
     triton_kernel._layout.cache_clear()
 
@@ -355,6 +356,59 @@ def test_fine_bins_at_their_edges(dtype: torch.dtype) -> None:
     assert_finely_counted(numbers)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fine_counts_within_and_outside_of_the_window(dtype: torch.dtype, long_spans: None) -> None:
+    """A span's first elements tell its window: smaller and larger ones, zeros and what is not finite are counted as well."""
+    largest = torch.finfo(dtype).max
+    middle = random(5000, dtype=torch.float64)
+    far = torch.tensor([0.0, -0.0, 1e-44, -1e-44, 1e-30, -1e-30, 1e30, -1e30, largest, -largest, torch.inf, -torch.inf, torch.nan])
+    for first in (middle, middle * 1e-30, middle * 1e30, torch.zeros(5000), torch.full((5000,), torch.nan)):
+        assert_finely_counted(torch.cat([first.double().cpu(), far.double(), middle.cpu()]).clamp(-largest, largest).to(dtype).to(DEVICE))
+
+
+def test_elements_are_counted_finely_without_an_addition_to_memory_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a normal distribution, of zeros and NaN none, of a few outliers each; at the end a program adds its counts that are not zero."""
+    if not IS_INTERPRETED:
+        pytest.skip("only the interpreter tells how many lanes add to memory")
+    from triton.runtime.interpreter import InterpreterBuilder  # only where Triton interprets
+
+    added = {1: 0, 2: 0}  # by the dimensions of what adds: the counts of a program, and a tile of elements
+    create = InterpreterBuilder.create_atomic_rmw
+
+    def count(builder: object, *arguments: Any) -> object:
+        mask = arguments[3].data
+        added[mask.ndim] += int(mask.sum())
+        return create(builder, *arguments)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", count)
+    x = random(100_000)
+    x[::7], x[::1000] = 0.0, torch.nan
+    for num_outliers in (0, 50):
+        x[5001 : 5001 + num_outliers] = 1e30
+        added.update({1: 0, 2: 0})
+        assert_finely_counted(x)
+        assert added[2] == num_outliers
+        assert 0 < added[1] <= 98 * 256  # of each of 98 programs less than half of the slots
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products(sign: int, dtype: torch.dtype, long_spans: None) -> None:
+    """Their mean is the float64 formula's, also where a product leaves the range of the dtype, and wherever the elements lie."""
+    x, y = random(40, 70, dtype=dtype), random(40, 70, dtype=dtype, seed=1)
+    cases = [(x, y), (x.T, y.T), (x[:, 3:50], y[:, 3:50]), (x, y.T.contiguous().T), (x[0], y[0]), (x[:1, :1], y[:1, :1])]
+    if dtype is not torch.float16:
+        cases.append((x * 1e30, y * 1e20))
+    kernel = TritonKernel(DEVICE)
+    for row, (tensor, other) in enumerate(cases):
+        kernel.add_product(row, tensor, other, sign)
+    moments = kernel.collect(len(cases)).cpu()
+    for row, (tensor, other) in enumerate(cases):
+        product = sign * tensor.cpu().double() * other.cpu().double()
+        assert float(moments[0, row]) == product.numel()
+        assert float(moments[1, row]) == pytest.approx(float(product.mean()), rel=1e-12, abs=1e-13 * float(product.abs().mean()))
+
+
 def test_fine_counts_of_many_tensors() -> None:
     """Each row has the counts of its tensors, beside a histogram or without one, of single tensors and of many at once."""
     kernel, tensors = TritonKernel(DEVICE), [random(300, 7, seed=seed, dtype=dtype) for seed, dtype in enumerate(DTYPES)]
@@ -398,5 +452,6 @@ def test_the_check_before_the_first_step(dtype: torch.dtype, monkeypatch: pytest
     """Every form: the values are those of torch's operations, so that the kernel is used."""
     monkeypatch.setattr(triton_kernel, "_is_working", {})
     needs = [Need.SQUARES, Need.SQUARES | Need.EXTREMES | Need.NONFINITE, Need.EVERYTHING | Need.COUNTS]
-    check_triton(DEVICE, [Launch(dtype, need, form) for need in needs for form in Form])
+    launches = [Launch(dtype, need, form) for need in needs for form in Form if form is not Form.PRODUCT]
+    check_triton(DEVICE, [*launches, Launch(dtype, Need.MEAN, Form.PRODUCT)])
     assert triton_kernel.works(DEVICE), caplog.text

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.kernels import triton_kernel
+from lightning_module_monitor.kernels import slots, triton_kernel
 from lightning_module_monitor.kernels.bins_of_floats import FINE, HISTOGRAM
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
@@ -89,11 +89,51 @@ def test_no_tensor_is_copied(layout: str, needs: int, scale: float | None, monke
         assert_moments(moments[:, row], [tensor / (scale or 1.0)], needs)
 
 
+def test_parts_of_a_full_chunk_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of rows with parts in several chunks are the textbook's, also of tensors that share a launch or fill a chunk."""
+    monkeypatch.setattr(slots, "PARTS_OF_CHUNK", 7)
+    monkeypatch.setattr(triton_kernel, "num_programs_of", lambda _device: 3)
+    kernel = TritonKernel(DEVICE)
+    tensors = [random(4000 + 700 * seed, mean=seed, seed=seed) for seed in range(9)]
+    for number, tensor in enumerate(tensors):
+        kernel.add((number % 2,), tensor, Need.EVERYTHING)
+        kernel.add_all([2, 3], [tensor[:50], tensor], [Need.EVERYTHING] * 2)
+    moments = kernel.collect(4)
+    for row, members in enumerate([tensors[::2], tensors[1::2], [tensor[:50] for tensor in tensors], tensors]):
+        assert_moments(moments[:, row], [torch.cat(members)], Need.EVERYTHING & ~Need.TOKENS)
+
+
+def test_parts_of_a_thousand_large_tensors_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs for each of the 132 multiprocessors of an H100, of 14 numbers: 28 MiB, of which 2 MiB are there at once."""
+    meta = torch.device("meta")
+    with monkeypatch.context() as patch, Launches(patch) as launches, Allocated() as allocated:
+        kernel = TritonKernel(meta)
+        for _tensor in range(1000):
+            kernel.add((0,), torch.empty(1 << 30, device=meta), Need.SQUARES)
+        parts, places = kernel._parts.all()
+    assert launches.launched == 1000 + 1000 // (slots.PARTS_OF_CHUNK // 264)
+    assert len(places) == 1000
+    assert parts.nbytes < 2 << 20
+    assert allocated.num_bytes <= 4 << 20  # the chunk, what was merged, and both together
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of float64 that are allocated."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # noqa: ANN001, ANN204
+        result = function(*arguments, **(keywords or {}))
+        if function.overloadpacket.__name__ in ("empty", "cat") and result.dtype is torch.float64:
+            self.num_bytes += result.nbytes
+        return result
+
+
 def test_where_tensors_lie_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters that lie where they lay in the step before cost no copy to the device; others, or others' sizes, do."""
     copied: list[int] = []
-    copy = triton_kernel._copied
-    monkeypatch.setattr(triton_kernel, "_copied", lambda *arguments: copied.append(1) or copy(*arguments))
+    copy = triton_kernel.copied
+    monkeypatch.setattr(triton_kernel, "copied", lambda *arguments: copied.append(1) or copy(*arguments))
     memory = random(3000)
     tensors = [memory[:1000], memory[1000:]]
     for _step in range(3):

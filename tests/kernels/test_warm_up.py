@@ -18,7 +18,7 @@ from lightning_module_monitor.kernels.warm_up import Form, Launch, check_triton
 
 CPU = torch.device("cpu")
 NEEDS = Need.EVERYTHING | Need.COUNTS
-LAUNCHES = [Launch(dtype, NEEDS, form) for dtype in (torch.float32, torch.bfloat16) for form in Form]
+LAUNCHES = [Launch(dtype, Need.MEAN if form is Form.PRODUCT else NEEDS, form) for dtype in (torch.float32, torch.bfloat16) for form in Form]
 added: list[tuple[str, torch.dtype, bool]] = []
 
 
@@ -32,6 +32,12 @@ class Right(TorchKernel):
         if not self.is_within:
             added.append(("one" if operands in ((), (None, None)) else "difference", tensor.dtype, scale is not None))
         super().add(rows, tensor, needs, *operands, scale=scale)
+
+    def add_product(self, row: int, tensor: Tensor, other: Tensor, sign: int) -> None:
+        added.append(("product", tensor.dtype, False))
+        self.is_within = True
+        super().add_product(row, tensor, other, sign)
+        self.is_within = False
 
     def add_all(self, rows: Any, tensors: Any, needs: Any, *, scale: Tensor | None = None) -> None:
         added.append(("many", tensors[0].dtype, scale is not None))
@@ -91,7 +97,7 @@ def test_a_kernel_that_is_right(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert checked(Right, monkeypatch, caplog) == []
     assert triton_kernel.works(CPU)
     assert torch.equal(torch.get_rng_state(), state)
-    forms = [("one", False), ("one", True), ("difference", False), ("many", False)]
+    forms = [("one", False), ("one", True), ("difference", False), ("many", False), ("product", False)]
     assert {*added} == {(how, dtype, is_scaled) for how, is_scaled in forms for dtype in (torch.float32, torch.bfloat16)}
 
 
@@ -99,7 +105,8 @@ def test_a_kernel_that_is_right(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 def test_a_kernel_with_a_wrong_value(field: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One line gives both values, and torch's operations measure."""
     (warning,) = checked(wrong(field), monkeypatch, caplog)
-    assert warning.startswith(f"Triton does not work on cpu (ValueError: {field} of a difference of tensors of torch.bfloat16 was [")
+    first = "product" if field == "mean" else "difference"  # of those that have the field
+    assert warning.startswith(f"Triton does not work on cpu (ValueError: {field} of a {first} of tensors of torch.bfloat16 was [")
     assert "tensors there are measured by torch operations" in warning
     assert not triton_kernel.works(CPU)
 

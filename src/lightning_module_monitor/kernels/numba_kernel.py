@@ -23,6 +23,8 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FIRST_ROWS = 256
 """Initial capacity of a table."""
 _HOST = (int(dlpack.DLDeviceType.kDLCPU), 0)
+PORTION = 1 << 17
+"""Elements of half precision that are widened at once for a product."""
 NOTICEABLE_S = 1.0
 """Compiling for longer than this is logged."""
 
@@ -60,8 +62,9 @@ def _compile(numba_loops: ModuleType) -> bool:
     numba_loops.add(wide, 1, Need.EVERYTHING, row)
     numba_loops.add_bfloat16(halves, 1, Need.EVERYTHING, row)
     numba_loops.merge(row, row)
+    numba_loops.product(wide, wide)
     _count(numba_loops, wide.view(np.uint32), HISTOGRAM)
-    compiled = (numba_loops.add, numba_loops.add_bfloat16, numba_loops.merge, numba_loops.count)
+    compiled = (numba_loops.add, numba_loops.add_bfloat16, numba_loops.merge, numba_loops.product, numba_loops.count)
     return any(loop.stats.cache_misses for loop in compiled if hasattr(loop, "stats"))  # it has none with NUMBA_DISABLE_JIT
 
 
@@ -160,6 +163,15 @@ class NumbaKernel:
         """:meth:`add` of many tensors."""
         for row, tensor, need in zip(rows, tensors, needs, strict=True):
             self.add((row,), tensor, need, scale=scale)
+
+    def add_product(self, row: int, tensor: Tensor, other: Tensor, sign: int) -> None:
+        """Measure the mean of ``sign * tensor * other``, in float64."""
+        total = 0.0
+        for portion, factor in zip(tensor.reshape(-1).split(PORTION), other.reshape(-1).split(PORTION), strict=True):
+            total += loops().product(array_of(portion.float()), array_of(factor.float()))
+        moments = _EMPTY_ROW.copy()
+        moments[:2] = tensor.numel(), sign * total / tensor.numel()
+        loops().merge(moments, self._row(row))
 
     def collect(self, num_rows: int) -> Tensor:
         """Moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``."""

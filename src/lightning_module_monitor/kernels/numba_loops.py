@@ -203,6 +203,23 @@ def add_bfloat16(halves: Any, features: int, needs: int, row: Any) -> None:  # n
         squares = _add_chunk(wide[: piece.size], start, features, needs, squares, row)
 
 
+@njit(cache=True, fastmath=ANY_ORDER)
+def _product(chunk: Any, other: Any) -> float:  # noqa: ANN401
+    total = 0.0
+    for i in range(chunk.size):
+        total += np.float64(chunk[i]) * np.float64(other[i])
+    return total
+
+
+@njit(float64(READ_ONLY, READ_ONLY), cache=True)
+def product(elements: Any, other: Any) -> float:  # noqa: ANN401
+    """The inner product of two tensors of as many float32 elements, summed in chunks."""
+    total = 0.0
+    for start in range(0, elements.size, CHUNK):
+        total += _product(elements[start : start + CHUNK], other[start : start + CHUNK])
+    return total
+
+
 @njit(cache=True)
 def count(bits: Any, thresholds: Any, indices: Any, shift: int, bins_of_octave: int, counts: Any) -> None:  # noqa: ANN401, PLR0917
     """Count elements in a set of bins.

@@ -23,8 +23,6 @@ Scale: TypeAlias = Tensor | float | None
 """What a loss was multiplied by: a number, or a tensor of shape ``()`` on any device; ``None`` if it was not scaled."""
 
 _HOST = torch.device("cpu")
-MAX_PRODUCT = 1 << 22
-"""Elements of two tensors that are multiplied at once, as their product takes 8 bytes for each."""
 
 
 class Kernel(Protocol):
@@ -63,6 +61,16 @@ class Kernel(Protocol):
 
     def add_all(self, rows: Sequence[int], tensors: Sequence[Tensor], needs: Sequence[int], *, scale: Tensor | None = None) -> None:
         """:meth:`add` of many tensors that exist at the same time, each into its row."""
+
+    def add_product(self, row: int, tensor: Tensor, other: Tensor, sign: int) -> None:
+        """Measure the mean of ``sign * tensor * other``, in the widest dtype of the device, in which a product of float32 is exact.
+
+        Args:
+            row: A row that needs the mean alone.
+            tensor: As for :meth:`add`.
+            other: Of the same shape.
+            sign: 1 or -1.
+        """
 
     def collect(self, num_rows: int) -> Tensor:
         """Moments of the rows from 0 to ``num_rows``, float64, shape ``(NUM_FIELDS, num_rows)``, on the kernel's device.
@@ -149,14 +157,15 @@ class MomentTable:
     def add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
         """Measure the sum of squares of a tensor, and the mean of its product with another of its shape (or of minus the product)."""
         self.add((row,), tensor, Need.SQUARES)
-        parts = [(tensor, other)]
-        if tensor.numel() > MAX_PRODUCT:
-            num_rows = max(1, MAX_PRODUCT * len(tensor) // tensor.numel())
-            parts = [*zip(tensor.split(num_rows), other.split(num_rows), strict=True)]
-        for part, part_of_other in parts:
-            # In float64, where a product neither rounds nor leaves the range: its mean is the inner product's.
-            product = part.to(widest(part.device), copy=True).mul_(part_of_other)
-            self.add((row_of_product,), product.neg_() if is_opposite else product, Need.MEAN)
+        kernel, tensor, readable, _shift = self._kernel_of(tensor, other)
+        if not tensor.numel():
+            return
+        assert readable is not None
+        sign = -1 if is_opposite else 1
+        try:
+            kernel.add_product(row_of_product, tensor, readable, sign)
+        except Exception as error:
+            self._fallback(kernel, tensor.device, error).add_product(row_of_product, tensor.detach(), readable.detach(), sign)
 
     def add_rows(self, rows: Sequence[int], values: Tensor, counted: Tensor, needs: Sequence[int]) -> None:
         """Measure each row of a matrix, strided, detached: its elements for which ``counted``, boolean, is true.

@@ -118,6 +118,11 @@ class TorchKernel:
                     pieces = _divided(torch.stack(stacked).reshape(len(stacked), -1), scale)
                     self._measure([stacked_rows], pieces, features, need)
 
+    def add_product(self, row: int, tensor: Tensor, other: Tensor, sign: int) -> None:
+        """Measure the mean of ``sign * tensor * other``."""
+        for portion, factor in zip(tensor.reshape(-1).split(self._portion), other.reshape(-1).split(self._portion), strict=True):
+            self.add((row,), portion.to(self._wide, copy=True).mul_(factor).mul_(sign), Need.MEAN)
+
     def add_rows(self, rows: Sequence[int], values: Tensor, counted: Tensor, needs: Sequence[int]) -> None:
         """Measure each row of a matrix: its elements for which ``counted``, boolean, is true. Every element is a token."""
         moments = functools.reduce(operator.or_, needs) & Need.EVERYTHING

@@ -1,7 +1,7 @@
 """Moments by Triton: CUDA and ROCm tensors are read once, in place, by a launch for each tensor or for many.
 
 A launch writes *parts*, float64 rows of moments, into slots on the device; :meth:`TritonKernel.collect` merges them by another launch.
-The host knows which slots belong to which row. It reads nothing from the device, does not wait, and copies only from pinned memory.
+It reads nothing from the device, does not wait, and copies only from pinned memory.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import importlib
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM, Bins, needed_bins
-from lightning_module_monitor.kernels.elements import to_device
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need, num_features
+from lightning_module_monitor.kernels.slots import Parts, Reserved, Slots, Stream, copied, current_stream
 
 TILE = 1024
 """Elements that a program loads at once."""
@@ -36,11 +35,14 @@ COLUMNS_OF_ROWS, COLUMNS_OF_SHORT_ROWS = 32, 4
 LONG_ROW = 4096
 """All elements that a program loads at once are of one row, if rows are longer: they are few, and each is read by one program."""
 
-PROGRAMS_OF_TENSOR = 1024
-"""At most as many programs for a tensor: enough to fill a large GPU. A larger tensor has longer spans, not more programs."""
+PROGRAMS_OF_PROCESSOR = 2
+"""At most as many programs of a tensor for each multiprocessor of a GPU. A larger tensor has longer spans, not more programs."""
 
-PROGRAMS_OF_TENSORS = 1 << 14
-"""The same for tensors that share a launch, plus one for each tensor."""
+NUM_PROCESSORS = 132
+"""Where it is not known how many there are: those of an H100."""
+
+PROGRAMS_OF_TENSORS = 1 << 12
+"""At most as many programs for tensors that share a launch, plus one for each tensor: so many that the last ones end together."""
 
 MERGE_LANES = 256
 """Parts of a row that are merged at once."""
@@ -85,6 +87,13 @@ def has_slow_float64(device: torch.device) -> bool:
     return (major, minor) in {(7, 5), (8, 6), (8, 7), (8, 9)} or major == 12
 
 
+@functools.lru_cache(maxsize=64)
+def num_programs_of(device: torch.device) -> int:
+    """The most programs for a tensor."""
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_PROCESSORS
+    return PROGRAMS_OF_PROCESSOR * num_processors
+
+
 def give_up(device: torch.device, error: Exception) -> None:
     """Stop using Triton on a device, and warn once."""
     if _is_working.get(device, True):
@@ -109,11 +118,11 @@ class TritonKernel:
         self._device = device
         self._functions = importlib.import_module("lightning_module_monitor.kernels.triton_loops")
         self._in_pairs = has_slow_float64(device)
-        self._parts = _Slots(functools.partial(torch.empty, dtype=torch.float64, device=device), device, NUM_FIELDS, 1 << 14)
-        self._launches: list[tuple[int, int, int]] = []
-        """For each launch and row: the row, the launch's first slot, and its number of slots."""
+        self._parts = Parts(device, self._merge_launches)
+        self._launches: list[tuple[int, int]] = []
+        """For each launch and row: the row, and the number of the launch, or of the tensor in a launch."""
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
-        self._counts = {bins: _Slots(zeros, device, bins.num_counts, 64) for bins in ALL_BINS}
+        self._counts = {bins: Slots(zeros, device, bins.num_counts, 64) for bins in ALL_BINS}
         self._counted: defaultdict[tuple[Bins, int], list[int]] = defaultdict(list)
         """Numbers of the slots of each set of bins and row."""
 
@@ -128,6 +137,23 @@ class TritonKernel:
         scale: Tensor | None = None,
     ) -> None:
         """Measure ``(tensor - other - shift) / scale`` by one launch, in float32 or float64."""
+        self._measure(rows, tensor, needs, other, shift=shift, scale=scale)
+
+    def add_product(self, row: int, tensor: Tensor, other: Tensor, sign: int) -> None:
+        """Measure the mean of ``sign * tensor * other`` by one launch, in float64."""
+        self._measure((row,), tensor, Need.MEAN, other, sign=sign)
+
+    def _measure(
+        self,
+        rows: Sequence[int],
+        tensor: Tensor,
+        needs: int,
+        other: Tensor | None,
+        *,
+        sign: int | None = None,
+        shift: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
         features, shift_stride = num_features(tensor), 0
         in_rows = bool(needs & Need.TOKENS) or shift is not None
         if shift is not None:
@@ -140,16 +166,16 @@ class TritonKernel:
             if in_rows or other.stride() != tensor.stride() or not _is_dense(other):
                 other, is_ordered = other.contiguous(), True
         tensor, place = _readable(tensor, is_ordered=is_ordered, in_rows=in_rows)
-        cut = _cut((tensor.numel(),), (place.length,), PROGRAMS_OF_TENSOR)
-        num_programs = cut.num_programs[0]
-        parts = self._parts.reserve(num_programs)
+        cut = _cut((tensor.numel(),), (place.length,), num_programs_of(self._device))
+        parts = self._parts.reserve(cut.num_programs)
         counts = self._reserve_counts(needs, 1)
         launch(
-            self._device, self._functions.measure, num_programs,
-            tensor, other, shift, shift_stride, scale, tensor.numel(), *place, cut.steps, parts.chunk, parts.start, *_arguments(counts),
+            self._device, self._functions.measure, cut.num_programs[0],
+            tensor, other, sign, shift, shift_stride, scale, tensor.numel(), *place, cut.steps, parts.chunk, parts.start,
+            *_arguments(counts),
             NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns, IS_FLAT=not place.length, IN_PAIRS=self._in_pairs,
         )  # fmt: skip
-        self._launches += [(row, parts.number, num_programs) for row in rows]
+        self._launches += [(row, parts.number) for row in rows]
         for bins in needed_bins(needs):
             for row in rows:
                 self._counted[bins, row].append(counts[bins].number)
@@ -161,12 +187,12 @@ class TritonKernel:
             in_rows = bool(need & Need.TOKENS)
             readable, place = _readable(tensor, is_ordered=in_rows, in_rows=in_rows)
             alike[tensor.dtype, need, _columns(place.length), not place.length].append((row, readable, place))
-        launches: list[tuple[int, int, int]] = []
+        launches: list[tuple[int, int]] = []
         counted: list[tuple[int, tuple[Bins, int]]] = []
         for (_dtype, need, _num_columns, is_flat), members in alike.items():
             rows_alike, tensors_alike, places = zip(*members, strict=True)
-            cut, first_part, counts = self._measure_alike(tensors_alike, places, need, scale, is_flat=is_flat)
-            launches += zip(rows_alike, itertools.accumulate(cut.num_programs, initial=first_part), cut.num_programs, strict=False)
+            first, counts = self._measure_alike(tensors_alike, places, need, scale, is_flat=is_flat)
+            launches += zip(rows_alike, itertools.count(first), strict=False)
             for bins in needed_bins(need):
                 counted += enumerate(((bins, row) for row in rows_alike), counts[bins].number)
         # After all launches: if any fails, another kernel measures all tensors.
@@ -178,11 +204,12 @@ class TritonKernel:
         """Moments of the rows, float64, shape ``(NUM_FIELDS, num_rows)``, on the device."""
         moments = torch.empty((NUM_FIELDS, num_rows), dtype=torch.float64, device=self._device)
         if num_rows:
-            launches = np.array(sorted(self._launches), dtype=np.int64).reshape(-1, 3)
+            parts, places = self._parts.all()
+            launches = np.array(sorted(self._launches), dtype=np.int64).reshape(-1, 2)
             begins = np.searchsorted(launches[:, 0], np.arange(num_rows + 1))
-            layout = _copied(self._device, np.concatenate([begins, launches[:, 1], launches[:, 2]]))
+            layout = copied(self._device, np.concatenate([begins, *places[launches[:, 1]].T]))
             merge = self._functions.merge
-            launch(self._device, merge, num_rows, self._parts.all(), layout, len(launches), moments, num_rows, LANES=MERGE_LANES)
+            launch(self._device, merge, num_rows, parts, layout, len(launches), num_rows, moments, 1, num_rows, LANES=MERGE_LANES)
         return moments
 
     def counts(self, bins: Bins, rows: Sequence[int]) -> Tensor:
@@ -191,90 +218,39 @@ class TritonKernel:
         pairs = [(index, slot) for index, row in enumerate(rows) for slot in self._counted.get((bins, row), ())]
         if not pairs:
             return counts
-        indices, slots = _copied(self._device, np.array(pairs, dtype=np.int64).T.copy())
+        indices, slots = copied(self._device, np.array(pairs, dtype=np.int64).T.copy())
         return counts.index_add_(0, indices, self._counts[bins].all()[slots].double())
 
-    def _reserve_counts(self, needs: int, num: int) -> dict[Bins, _Reserved]:
+    def _reserve_counts(self, needs: int, num: int) -> dict[Bins, Reserved]:
         """Slots of the counts of tensors, for each set of bins."""
         return {bins: slots.reserve(num if needs & bins.need else 0) for bins, slots in self._counts.items()}
 
     def _measure_alike(
         self, tensors: Sequence[Tensor], places: tuple[_Place, ...], needs: int, scale: Tensor | None, *, is_flat: bool
-    ) -> tuple[_Cut, int, dict[Bins, _Reserved]]:
-        """Measure tensors by a single launch; returns how they are cut, and the first slots of parts and of counts."""
+    ) -> tuple[int, dict[Bins, Reserved]]:
+        """Measure tensors by a single launch; returns the number of the first, and the slots of their counts."""
         addresses, sizes = tuple(tensor.data_ptr() for tensor in tensors), tuple(tensor.numel() for tensor in tensors)
-        cut, layout = _layout(self._device, _current_stream(self._device), addresses, sizes, places)
-        total = sum(cut.num_programs)
-        parts = self._parts.reserve(total)
+        cut, layout = _layout(self._device, current_stream(self._device), addresses, sizes, places)
+        parts = self._parts.reserve(cut.num_programs)
         counts = self._reserve_counts(needs, len(tensors))
         launch(
-            self._device, self._functions.measure_all, total,
+            self._device, self._functions.measure_all, sum(cut.num_programs),
             tensors[0], layout, len(tensors), scale, cut.steps, parts.chunk, parts.start, *_arguments(counts),
             NEEDS=needs, ROWS=TILE // cut.columns, COLUMNS=cut.columns, IS_FLAT=is_flat, IN_PAIRS=self._in_pairs,
         )  # fmt: skip
-        return cut, parts.number, counts
+        return parts.number, counts
+
+    def _merge_launches(self, parts: Tensor, places: Sequence[tuple[int, int]], merged: Tensor) -> None:
+        """Merge the parts of each launch."""
+        num = len(places)
+        layout = copied(self._device, np.concatenate([np.arange(num + 1), *np.array(places, dtype=np.int64).T]))
+        merge = self._functions.merge
+        launch(self._device, merge, num, parts, layout, num, num, merged, NUM_FIELDS, 1, LANES=MERGE_LANES)
 
 
-class _Reserved(NamedTuple):
-    """Consecutive slots."""
-
-    chunk: Tensor | None
-    """Their memory; ``None`` if there are none."""
-    start: int
-    """Index of the first in the chunk."""
-    number: int
-    """Number of the first among all slots."""
-
-
-def _arguments(counts: dict[Bins, _Reserved]) -> tuple[Tensor | int | None, ...]:
+def _arguments(counts: dict[Bins, Reserved]) -> tuple[Tensor | int | None, ...]:
     """The slots of counts as a launch takes them."""
     return counts[HISTOGRAM].chunk, counts[HISTOGRAM].start, counts[FINE].chunk, counts[FINE].start
-
-
-class _Slots:
-    """Slots of memory on a device, each ``width`` numbers. They are numbered in the order of their chunks, which are never moved.
-
-    A chunk belongs to the stream that allocated it, so that no stream writes to memory that another has yet to initialize.
-    """
-
-    def __init__(self, make: Callable[[tuple[int, int]], Tensor], device: torch.device, width: int, slots_of_chunk: int) -> None:
-        self._make, self._device, self._width, self._slots_of_chunk = make, device, width, slots_of_chunk
-        self._chunks: list[tuple[torch.cuda.Stream | None, Tensor]] = []
-        self._free: dict[torch.cuda.Stream | None, tuple[_Reserved, int]] = {}
-        """By stream: the free slots of its last chunk, and their number."""
-        self._num_slots = 0
-
-    def reserve(self, num: int) -> _Reserved:
-        """The next free slots of the current stream."""
-        if not num:
-            return _Reserved(None, 0, 0)
-        stream = _current_stream(self._device)
-        free, num_free = self._free.get(stream, (None, 0))
-        if free is None or num > num_free:
-            num_free = max(num, self._slots_of_chunk)
-            # A step may begin in a validation loop under inference mode and continue outside of it.
-            with torch.inference_mode(mode=False):
-                chunk = self._make((num_free, self._width))
-            self._chunks.append((stream, chunk))
-            free = _Reserved(chunk, 0, self._num_slots)
-            self._num_slots += num_free
-        self._free[stream] = _Reserved(free.chunk, free.start + num, free.number + num), num_free - num
-        return free
-
-    def all(self) -> Tensor:
-        """All slots in the order of their numbers. The current stream of the device waits for the streams that wrote to them."""
-        if not self._chunks:
-            return self._make((1, self._width))
-        current = _current_stream(self._device)
-        for stream, chunk in self._chunks:
-            if current is not None and stream is not None and stream != current:
-                current.wait_stream(stream)
-                chunk.record_stream(current)
-        return self._chunks[0][1] if len(self._chunks) == 1 else torch.cat([chunk for _stream, chunk in self._chunks])
-
-
-def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 class _Place(NamedTuple):
@@ -370,7 +346,7 @@ def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], most: int) -> _Cut:
 @functools.lru_cache(maxsize=16)
 def _layout(
     device: torch.device,
-    _stream: torch.cuda.Stream | None,
+    _stream: Stream,
     addresses: tuple[int, ...],
     sizes: tuple[int, ...],
     places: tuple[_Place, ...],
@@ -379,13 +355,7 @@ def _layout(
     cut = _cut(sizes, tuple(place.length for place in places), PROGRAMS_OF_TENSORS)
     firsts = np.cumsum([0, *cut.num_programs[:-1]])
     table = np.column_stack([addresses, sizes, np.array(places), firsts])
-    return cut, _copied(device, np.concatenate([table.reshape(-1), np.repeat(np.arange(len(sizes)), cut.num_programs)]))
-
-
-def _copied(device: torch.device, numbers: NDArray[np.int64]) -> Tensor:
-    """Copy numbers to the device; the host does not wait."""
-    with torch.inference_mode(mode=False):
-        return to_device(torch.from_numpy(numbers), device)
+    return cut, copied(device, np.concatenate([table.reshape(-1), np.repeat(np.arange(len(sizes)), cut.num_programs)]))
 
 
 def _is_dense(tensor: Tensor) -> bool:

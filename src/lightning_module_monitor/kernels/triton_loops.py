@@ -48,7 +48,7 @@ ABOVE = tl.constexpr(histogram.HIGHEST_EXPONENT + 1)
 ZERO_BIN = tl.constexpr(bins_of_floats.HISTOGRAM.zero_bin)
 NUM_COUNTS = tl.constexpr(bins_of_floats.HISTOGRAM.num_counts)
 NUM_SLOTS = tl.constexpr(512)
-"""A power of two, as Triton requires; the last slot is for lanes without an element."""
+"""Counts that a program keeps: a power of two, as Triton requires; the last slot is for lanes without an element."""
 
 # The bins of FINE. Bits of float64, of which the lower 29 are zero in every edge, are shifted by them, less the bits of 1.0.
 FINE_ZERO_BIN = tl.constexpr(bins_of_floats.FINE.zero_bin)
@@ -56,6 +56,8 @@ NUM_FINE_COUNTS = tl.constexpr(bins_of_floats.FINE.num_counts)
 LOWEST_OCTAVE = tl.constexpr(bins_of_floats.LOWEST_OCTAVE)
 BELOW_OCTAVES = tl.constexpr(((1023 + bins_of_floats.LOWEST_OCTAVE) << 52) - 1)
 LAST_OCTAVE_END = tl.constexpr(((1023 + bins_of_floats.HIGHEST_OCTAVE + 1) << 52) - 1)
+WINDOW = tl.constexpr(NUM_SLOTS.value // 2 - 2)
+"""Bins of each sign that a program counts by itself: 31 octaves. Other slots are for zeros, for NaN and for all else."""
 STEP_1, STEP_2, STEP_3, STEP_4, STEP_5, STEP_6, STEP_7 = map(tl.constexpr, bins_of_floats.STEPS)
 LIMIT_1, LIMIT_2, LIMIT_3 = (tl.constexpr(limit) for limit in _limits(is_below=False))
 (LIMIT_4,) = (tl.constexpr(limit) for limit in _limits(is_below=True))
@@ -64,16 +66,18 @@ LIMIT_1, LIMIT_2, LIMIT_3 = (tl.constexpr(limit) for limit in _limits(is_below=F
 # No number and no address is specialized, so that no size, and no alignment, has the compiler run anew: 16 bytes at once were 5 % faster.
 @triton.jit(
     do_not_specialize=[
-        "tensor", "other", "shift", "shift_stride", "scale", "num_elements", "length", "stride", "group", "gap", "steps", "parts",
+        "tensor", "other", "sign", "shift", "shift_stride", "scale", "num_elements", "length", "stride", "group", "gap", "steps", "parts",
         "first_part", "counts", "first_counts", "fine_counts", "first_fine_counts",
     ]
 )  # fmt: skip
 def measure(
-    tensor, other, shift, shift_stride, scale, num_elements: tl.int64, length, stride: tl.int64, group, gap: tl.int64, steps,
+    tensor, other, sign, shift, shift_stride, scale, num_elements: tl.int64, length, stride: tl.int64, group, gap: tl.int64, steps,
     parts, first_part, counts, first_counts, fine_counts, first_fine_counts,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Measure ``(tensor - other - shift) / scale``, where the last three may be None; see :func:`_measure_span`.
+
+    With a ``sign``, 1 or -1, measure ``sign * tensor * other`` instead, in float64.
 
     Programs write to the slots of ``parts`` from ``first_part`` on, and add to the slot ``first_counts`` of ``counts``, and likewise of
     ``fine_counts``.
@@ -85,7 +89,7 @@ def measure(
     if FINE_COUNTS & NEEDS:
         fine_counts += first_fine_counts * NUM_FINE_COUNTS
     _measure_span(
-        tensor, other, shift, shift_stride, scale, num_elements, length, stride, group, gap, program, steps, part, counts,
+        tensor, other, sign, shift, shift_stride, scale, num_elements, length, stride, group, gap, program, steps, part, counts,
         fine_counts, NEEDS, ROWS, COLUMNS, IS_FLAT, IN_PAIRS,
     )  # fmt: skip
 
@@ -119,14 +123,14 @@ def measure_all(
     if FINE_COUNTS & NEEDS:
         fine_counts += (first_fine_counts + number) * NUM_FINE_COUNTS
     _measure_span(
-        tensor, None, None, 0, scale, size, length, stride, group, gap, program_of_tensor, steps, part, counts, fine_counts,
+        tensor, None, None, None, 0, scale, size, length, stride, group, gap, program_of_tensor, steps, part, counts, fine_counts,
         NEEDS, ROWS, COLUMNS, IS_FLAT, IN_PAIRS,
     )  # fmt: skip
 
 
 @triton.jit
 def _measure_span(
-    tensor, other, shift, shift_stride, scale, num_elements, length, stride, group, gap, program, steps, part, counts, fine_counts,
+    tensor, other, sign, shift, shift_stride, scale, num_elements, length, stride, group, gap, program, steps, part, counts, fine_counts,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Measure the program's span, at most ``steps`` blocks of ``ROWS`` rows of ``length`` elements, ``COLUMNS`` of each row at a time.
@@ -156,25 +160,26 @@ def _measure_span(
     center_column, last_column = 0, 0
     if not IS_FLAT:
         center_column, last_column = length // 2, length - 1
-    first = _element(tensor, other, shift, scale, 0, 0, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
+    first = _element(tensor, other, sign, shift, scale, 0, 0, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
     middle = _element(
-        tensor, other, shift, scale, last_row // 2, center_column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT
-    )
+        tensor, other, sign, shift, scale, last_row // 2, center_column, length, stride, shift_stride, group, gap, skipped, num_left,
+        IS_FLAT,
+    )  # fmt: skip
     last = _element(
-        tensor, other, shift, scale, last_row, last_column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT
+        tensor, other, sign, shift, scale, last_row, last_column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT
     )
     center = tl.maximum(tl.minimum(first, middle), tl.minimum(tl.maximum(first, middle), last))
     center = tl.where(tl.abs(center) < INFINITY, center, 0.0)
 
     s1, s2, s3, s4, squares, magnitude, norm, largest, maximum, minimum, num_nan, zeros, nonfinite = _pass(
-        tensor, other, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
+        tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
         NEEDS, ROWS, COLUMNS, IS_FLAT, IN_PAIRS,
     )  # fmt: skip
     if IN_PAIRS and center.dtype == tl.float32:  # noqa: SIM102  # known when it is compiled; the next is not
         # Not if it is NaN, nor for zeros alone.
         if (largest > LARGEST_IN_PAIRS) | ((largest < SMALLEST_IN_PAIRS) & (largest > 0)):
             s1, s2, s3, s4, squares, magnitude, norm, _, _, _, _, _, _ = _pass(
-                tensor, other, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts,
+                tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts,
                 fine_counts, SUMS & NEEDS, ROWS, COLUMNS, IS_FLAT, False,
             )  # fmt: skip
     n = n.to(tl.float64)
@@ -188,7 +193,7 @@ def _measure_span(
 
 @triton.jit
 def _pass(
-    tensor, other, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
+    tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Read a span of ``n`` elements once: its sums, of deviations from ``center`` up to the fourth power, extremes and numbers, in float64.
@@ -209,19 +214,22 @@ def _pass(
     is_nan, zeros, nonfinite = none, none, none
     norms = tl.zeros([ROWS], tl.float64)
     counted = tl.zeros([NUM_SLOTS], tl.int32)
+    counted_finely = counted
+    lowest = tl.full([], 1, tl.int32)
+    if FINE_COUNTS & NEEDS:
+        row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+        begin, offset = _begin(row, length, stride, group, gap, skipped, IS_FLAT), row * length + column
+        mask = (column < length) & (offset < n)
+        lowest = _lowest_of_window(_load(tensor, other, sign, shift, scale, begin + column, offset, row * shift_stride + column, mask))
     for block in range(tl.cdiv(n, ROWS * length).to(tl.int32)):
         row = block * ROWS + tl.arange(0, ROWS)[:, None]
-        begin = row * length
-        if not IS_FLAT:
-            begin = row * stride
-            if gap != 0:  # a division takes longer than a load
-                begin += (skipped + row) // group * gap
+        begin = _begin(row, length, stride, group, gap, skipped, IS_FLAT)
         token, token_rest = nothing, nothing
         for left in range(0, length, COLUMNS):
             column = left + tl.arange(0, COLUMNS)[None, :]
             offset = row * length + column
             mask = (column < length) & (offset < n)
-            x = _load(tensor, other, shift, scale, begin + column, offset, row * shift_stride + column, mask)
+            x = _load(tensor, other, sign, shift, scale, begin + column, offset, row * shift_stride + column, mask)
             if CENTRAL & NEEDS:
                 d, d_rest = _minus(x, center, mask, nothing)
                 d1, d1_rest = _add(d1, d1_rest, d, d_rest)
@@ -254,13 +262,20 @@ def _pass(
                 bins = tl.where(mask, _bin_of(x), NUM_SLOTS - 1)
                 counted += tl.histogram(tl.reshape(bins, [ROWS * COLUMNS]), NUM_SLOTS)
             if FINE_COUNTS & NEEDS:
-                tl.atomic_add(fine_counts + _fine_bin_of(x), mask.to(tl.int64), mask=mask, sem="relaxed")
+                index = _fine_bin_of(x)
+                slots = tl.where(mask, _slot_of(index, lowest), NUM_SLOTS - 1)
+                counted_finely += tl.histogram(tl.reshape(slots, [ROWS * COLUMNS]), NUM_SLOTS)
+                tl.atomic_add(fine_counts + index, 1, mask=mask & (slots == NUM_SLOTS - 1), sem="relaxed")
         if TOKENS & NEEDS:
             norms += tl.sqrt(tl.sum(token.to(tl.float64) + token_rest.to(tl.float64), 1))
 
     if HISTOGRAM & NEEDS:
         slot = tl.arange(0, NUM_SLOTS)
         tl.atomic_add(counts + slot, counted.to(tl.int64), mask=(slot < NUM_COUNTS) & (counted > 0), sem="relaxed")
+    if FINE_COUNTS & NEEDS:
+        slot = tl.arange(0, NUM_SLOTS)
+        is_counted = (counted_finely > 0) & (slot < NUM_SLOTS - 1)
+        tl.atomic_add(fine_counts + _fine_bin_of_slot(slot, lowest), counted_finely.to(tl.int64), mask=is_counted, sem="relaxed")
     s1 = _sum(d1, CENTRAL & NEEDS) + _sum(d1_rest, CENTRAL & NEEDS)
     s2 = _sum(d2, DEVIATIONS & NEEDS) + _sum(d2_rest, DEVIATIONS & NEEDS)
     if SQUARES & NEEDS and ARE_DERIVED:
@@ -286,16 +301,23 @@ def _pass(
 
 
 @triton.jit
-def _element(
-    tensor, other, shift, scale, row, column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT: tl.constexpr
-):  # fmt: skip
-    """An element of a row of a span; 0 for a tensor without elements."""
+def _begin(row, length, stride, group, gap, skipped, IS_FLAT: tl.constexpr):
+    """Where a row of a span begins in the tensor."""
     begin = row * length
     if not IS_FLAT:
         begin = row * stride
-        if gap != 0:
+        if gap != 0:  # a division takes longer than a load
             begin += (skipped + row) // group * gap
-    return _load(tensor, other, shift, scale, begin + column, row * length + column, row * shift_stride + column, num_left > 0)
+    return begin
+
+
+@triton.jit
+def _element(
+    tensor, other, sign, shift, scale, row, column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT: tl.constexpr
+):  # fmt: skip
+    """An element of a row of a span; 0 for a tensor without elements."""
+    begin = _begin(row, length, stride, group, gap, skipped, IS_FLAT)
+    return _load(tensor, other, sign, shift, scale, begin + column, row * length + column, row * shift_stride + column, num_left > 0)
 
 
 @triton.jit
@@ -336,12 +358,12 @@ def _add(total, rest, term, rest_of_term):
     return total, rest
 
 
-@triton.jit(do_not_specialize=["num_launches", "num_rows"])
-def merge(parts, launches, num_launches, moments, num_rows, LANES: tl.constexpr):
+@triton.jit(do_not_specialize=["num_launches", "num_rows", "row_stride", "field_stride"])
+def merge(parts, launches, num_launches, num_rows, merged, row_stride, field_stride, LANES: tl.constexpr):
     """Merge the parts of a row, by a program for each row.
 
     ``launches``, int64, has the index of the first launch of each row, and their total; then for each launch its first part, and then
-    for each launch the number of its parts. ``moments`` has shape ``(FIELDS, num_rows)``.
+    for each launch the number of its parts. ``merged`` has ``FIELDS`` numbers for each row.
     """
     row = tl.program_id(0)
     begin, end = tl.load(launches + row), tl.load(launches + row + 1)
@@ -383,8 +405,8 @@ def merge(parts, launches, num_launches, moments, num_rows, LANES: tl.constexpr)
     mean, deviations, third, fourth = _about_mean(n, center, tl.sum(d1), tl.sum(d2), tl.sum(d3), tl.sum(d4))
     nan = tl.where(tl.max(is_nan) > 0, float("nan"), 0.0)
     _store(
-        moments + row, num_rows, n, mean, deviations, third, fourth, tl.sum(squares), tl.sum(magnitude), tl.max(maximum) + nan,
-        tl.min(minimum) + nan, tl.sum(zeros), tl.sum(nonfinite), tl.sum(tokens), tl.sum(norm), tl.sum(rms),
+        merged + row * row_stride, field_stride, n, mean, deviations, third, fourth, tl.sum(squares), tl.sum(magnitude),
+        tl.max(maximum) + nan, tl.min(minimum) + nan, tl.sum(zeros), tl.sum(nonfinite), tl.sum(tokens), tl.sum(norm), tl.sum(rms),
     )  # fmt: skip
 
 
@@ -430,11 +452,15 @@ def _store(
 
 
 @triton.jit
-def _load(tensor, other, shift, scale, place, offset, shift_offset, mask):
-    """Elements of the difference, zero where ``mask`` is false. Half precision becomes float32, so that it is not rounded again."""
+def _load(tensor, other, sign, shift, scale, place, offset, shift_offset, mask):
+    """Elements of what is measured, zero where ``mask`` is false. Half precision becomes float32, so that it is not rounded again."""
     x = _wide(tl.load(tensor + place, mask=mask, other=0.0))
     if other is not None:
-        x = x - _wide(tl.load(other + offset, mask=mask, other=0.0))
+        y = _wide(tl.load(other + offset, mask=mask, other=0.0))
+        if sign is None:
+            x = x - y
+        else:
+            x = x.to(tl.float64) * (sign * y).to(tl.float64)  # in which a product of float32 neither rounds nor leaves the range
     if shift is not None:
         x = x - _wide(tl.load(shift + shift_offset, mask=mask, other=0.0))
     if scale is not None:
@@ -491,3 +517,30 @@ def _fine_bin_of(x):
     distance = tl.where(magnitude == 0, 0, tl.where(magnitude == infinity, FINE_ZERO_BIN, distance))
     index = FINE_ZERO_BIN + tl.where(bits < 0, -distance, distance)
     return tl.where(magnitude > infinity, NUM_FINE_COUNTS - 1, index)
+
+
+@triton.jit
+def _lowest_of_window(x):
+    """The distance from zero of the first bin of a window, about the mean distance of a span's first elements: few are far from it."""
+    distance = tl.abs(_fine_bin_of(x) - FINE_ZERO_BIN)
+    distance = tl.where(tl.abs(x) < INFINITY, distance, 0)
+    middle = tl.sum(distance) // tl.maximum(tl.sum((distance > 0).to(tl.int32)), 1)
+    return tl.maximum(tl.minimum(middle - WINDOW // 2, FINE_ZERO_BIN - WINDOW + 1), 1)
+
+
+@triton.jit
+def _slot_of(index, lowest):
+    """The slot of a bin of ``FINE``: those of zero, of the window of positive numbers, of that of negative ones, of NaN; else the last."""
+    distance = index - FINE_ZERO_BIN
+    place = tl.abs(distance) - lowest
+    slot = tl.where((place >= 0) & (place < WINDOW), 1 + place + tl.where(distance < 0, WINDOW, 0), NUM_SLOTS - 1)
+    slot = tl.where(distance == 0, 0, slot)
+    return tl.where(index == NUM_FINE_COUNTS - 1, 2 * WINDOW + 1, slot)
+
+
+@triton.jit
+def _fine_bin_of_slot(slot, lowest):
+    """The bin of a slot; see :func:`_slot_of`."""
+    distance = tl.where(slot > WINDOW, -(slot - 1 - WINDOW + lowest), slot - 1 + lowest)
+    index = FINE_ZERO_BIN + tl.where(slot == 0, 0, distance)
+    return tl.where(slot == 2 * WINDOW + 1, NUM_FINE_COUNTS - 1, index)

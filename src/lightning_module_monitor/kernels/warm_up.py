@@ -37,6 +37,8 @@ class Form(Enum):
     MANY = "many tensors"
     SCALED = "one tensor of a scaled loss"
     DIFFERENCE = "a difference of tensors"
+    PRODUCT = "a product of tensors"
+    """Of which only the mean is needed."""
 
 
 class Launch(NamedTuple):
@@ -105,6 +107,9 @@ def _add(kernel: Kernel, device: torch.device, launch: Launch) -> int:
     match launch.form:
         case Form.MANY:
             kernel.add_all(range(len(tensors)), tensors, [needs] * len(tensors))
+        case Form.PRODUCT:
+            for row, tensor in enumerate(tensors):
+                kernel.add_product(row, tensor, tensor.flip(0), -1)
         case Form.DIFFERENCE:
             row = 0
             for tensor in tensors:

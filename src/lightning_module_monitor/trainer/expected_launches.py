@@ -32,7 +32,8 @@ def expected_launches(trainer: Trainer, module: nn.Module, plan: Plan) -> set[La
         for needs, form in _measurements(stream, is_scaled=is_scaled):
             launches |= {Launch(dtype, needs, form) for dtype in dtypes if needs}
         if stream.compared_with:
-            launches |= {Launch(torch.float64, Need.MEAN, Form.ONE), *(Launch(dtype, Need.SQUARES, Form.ONE) for dtype in dtypes)}
+            launches |= {Launch(dtype, Need.MEAN, Form.PRODUCT) for dtype in dtypes}
+            launches |= {Launch(dtype, Need.SQUARES, Form.ONE) for dtype in dtypes}
     if any("activation" in watched.streams for watched in plan.modules_with_heads):
         launches |= {launch._replace(form=Form.MANY) for launch in launches if launch.form is Form.ONE}
     return launches
