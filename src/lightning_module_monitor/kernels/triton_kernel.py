@@ -35,8 +35,9 @@ COLUMNS_OF_ROWS, COLUMNS_OF_SHORT_ROWS = 32, 4
 LONG_ROW = 4096
 """All elements that a program loads at once are of one row, if rows are longer: they are few, and each is read by one program."""
 
-PROGRAMS_OF_PROCESSOR = 2
-"""At most as many programs of a tensor for each multiprocessor of a GPU. A larger tensor has longer spans, not more programs."""
+PROGRAMS_OF_PROCESSOR = 4
+"""At most as many programs of a tensor for each multiprocessor of a GPU, which runs so many at once; fewer would load too little at once.
+A larger tensor has longer spans, not more programs."""
 
 NUM_PROCESSORS = 132
 """Where it is not known how many there are: those of an H100."""

@@ -1,26 +1,18 @@
 """The device functions of :mod:`.triton_kernel`, in Triton's subset of Python: compiled when they are first launched.
 
 A launch runs many *programs*. Each measures a span of one tensor and writes its moments, a *part*: float64, in the order of
-:class:`~lightning_module_monitor.kernels.moments.Moments`. Sums are float64 sums of deviations from the span's first element, so that
+:class:`~lightning_module_monitor.kernels.moments.Moments`. Sums are float64 sums of deviations from an element of the span, so that
 neither a large mean nor a magnitude of 1e30 costs a digit. No result depends on the order in which programs run.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import triton
 import triton.language as tl
 
-from lightning_module_monitor import histogram
-from lightning_module_monitor.kernels import bins_of_floats
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Need
-
-
-def _limits(*, is_below: bool) -> list[int]:
-    """The limits of number formats that belong to the bin below them, or above them, in the bits of float32 less those of 1.0."""
-    limits = [edge.magnitude for edge in bins_of_floats.LIMITS if edge.is_below == is_below]
-    return [int(np.float32(limit).view(np.int32)) - (127 << 23) for limit in limits]
-
+from lightning_module_monitor.kernels.triton_counts import NUM_COUNTS, NUM_FINE_COUNTS, count
+from lightning_module_monitor.kernels.triton_reading import begin_of, element, tile
 
 # The only globals that a device function can read are constants of Triton.
 CENTRAL = tl.constexpr(Need.MEAN | Need.DEVIATIONS | Need.POWERS)
@@ -42,25 +34,6 @@ LARGEST_IN_PAIRS, SMALLEST_IN_PAIRS = tl.constexpr(2.0**50), tl.constexpr(2.0**-
 """Between them squares of float32 numbers, and sums of these, are float32 numbers."""
 UPPER_HALF = tl.constexpr(-(1 << 12))
 """The upper half of the significant bits of a float32 number."""
-
-BELOW = tl.constexpr(histogram.LOWEST_EXPONENT - 1)
-ABOVE = tl.constexpr(histogram.HIGHEST_EXPONENT + 1)
-ZERO_BIN = tl.constexpr(bins_of_floats.HISTOGRAM.zero_bin)
-NUM_COUNTS = tl.constexpr(bins_of_floats.HISTOGRAM.num_counts)
-NUM_SLOTS = tl.constexpr(512)
-"""Counts that a program keeps: a power of two, as Triton requires; the last slot is for lanes without an element."""
-
-# The bins of FINE. Bits of float64, of which the lower 29 are zero in every edge, are shifted by them, less the bits of 1.0.
-FINE_ZERO_BIN = tl.constexpr(bins_of_floats.FINE.zero_bin)
-NUM_FINE_COUNTS = tl.constexpr(bins_of_floats.FINE.num_counts)
-LOWEST_OCTAVE = tl.constexpr(bins_of_floats.LOWEST_OCTAVE)
-BELOW_OCTAVES = tl.constexpr(((1023 + bins_of_floats.LOWEST_OCTAVE) << 52) - 1)
-LAST_OCTAVE_END = tl.constexpr(((1023 + bins_of_floats.HIGHEST_OCTAVE + 1) << 52) - 1)
-WINDOW = tl.constexpr(NUM_SLOTS.value // 2 - 2)
-"""Bins of each sign that a program counts by itself: 31 octaves. Other slots are for zeros, for NaN and for all else."""
-STEP_1, STEP_2, STEP_3, STEP_4, STEP_5, STEP_6, STEP_7 = map(tl.constexpr, bins_of_floats.STEPS)
-LIMIT_1, LIMIT_2, LIMIT_3 = (tl.constexpr(limit) for limit in _limits(is_below=False))
-(LIMIT_4,) = (tl.constexpr(limit) for limit in _limits(is_below=True))
 
 
 # No number and no address is specialized, so that no size, and no alignment, has the compiler run anew: 16 bytes at once were 5 % faster.
@@ -156,31 +129,40 @@ def _measure_span(
         shift += first_row * shift_stride
     n = tl.minimum(num_left, steps * ROWS * length)
     last_row = ((n - 1) // length).to(tl.int32)
+    if HISTOGRAM & NEEDS:
+        count(
+            tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, counts, False, ROWS, COLUMNS, IS_FLAT
+        )
+    if FINE_COUNTS & NEEDS:
+        count(
+            tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, fine_counts, True, ROWS, COLUMNS,
+            IS_FLAT,
+        )  # fmt: skip
     # The median of three elements: a first element may be far from all others. If it is not finite, the mean is not.
     center_column, last_column = 0, 0
     if not IS_FLAT:
         center_column, last_column = length // 2, length - 1
-    first = _element(tensor, other, sign, shift, scale, 0, 0, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
-    middle = _element(
+    first = element(tensor, other, sign, shift, scale, 0, 0, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT)
+    middle = element(
         tensor, other, sign, shift, scale, last_row // 2, center_column, length, stride, shift_stride, group, gap, skipped, num_left,
         IS_FLAT,
     )  # fmt: skip
-    last = _element(
+    last = element(
         tensor, other, sign, shift, scale, last_row, last_column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT
     )
     center = tl.maximum(tl.minimum(first, middle), tl.minimum(tl.maximum(first, middle), last))
     center = tl.where(tl.abs(center) < INFINITY, center, 0.0)
 
     s1, s2, s3, s4, squares, magnitude, norm, largest, maximum, minimum, num_nan, zeros, nonfinite = _pass(
-        tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
+        tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, center,
         NEEDS, ROWS, COLUMNS, IS_FLAT, IN_PAIRS,
     )  # fmt: skip
     if IN_PAIRS and center.dtype == tl.float32:  # noqa: SIM102  # known when it is compiled; the next is not
         # Not if it is NaN, nor for zeros alone.
         if (largest > LARGEST_IN_PAIRS) | ((largest < SMALLEST_IN_PAIRS) & (largest > 0)):
             s1, s2, s3, s4, squares, magnitude, norm, _, _, _, _, _, _ = _pass(
-                tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts,
-                fine_counts, SUMS & NEEDS, ROWS, COLUMNS, IS_FLAT, False,
+                tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, center,
+                SUMS & NEEDS, ROWS, COLUMNS, IS_FLAT, False,
             )  # fmt: skip
     n = n.to(tl.float64)
     mean, deviations, third, fourth = _about_mean(n, center.to(tl.float64), s1, s2, s3, s4)
@@ -193,7 +175,7 @@ def _measure_span(
 
 @triton.jit
 def _pass(
-    tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, steps, center, counts, fine_counts,
+    tensor, other, sign, shift, shift_stride, scale, n, length, stride, group, gap, skipped, center,
     NEEDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_FLAT: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Read a span of ``n`` elements once: its sums, of deviations from ``center`` up to the fourth power, extremes and numbers, in float64.
@@ -213,23 +195,13 @@ def _pass(
     none = tl.zeros([ROWS, COLUMNS], tl.int32)
     is_nan, zeros, nonfinite = none, none, none
     norms = tl.zeros([ROWS], tl.float64)
-    counted = tl.zeros([NUM_SLOTS], tl.int32)
-    counted_finely = counted
-    lowest = tl.full([], 1, tl.int32)
-    if FINE_COUNTS & NEEDS:
-        row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-        begin, offset = _begin(row, length, stride, group, gap, skipped, IS_FLAT), row * length + column
-        mask = (column < length) & (offset < n)
-        lowest = _lowest_of_window(_load(tensor, other, sign, shift, scale, begin + column, offset, row * shift_stride + column, mask))
     for block in range(tl.cdiv(n, ROWS * length).to(tl.int32)):
         row = block * ROWS + tl.arange(0, ROWS)[:, None]
-        begin = _begin(row, length, stride, group, gap, skipped, IS_FLAT)
+        begin = begin_of(row, length, stride, group, gap, skipped, IS_FLAT)
         token, token_rest = nothing, nothing
         for left in range(0, length, COLUMNS):
             column = left + tl.arange(0, COLUMNS)[None, :]
-            offset = row * length + column
-            mask = (column < length) & (offset < n)
-            x = _load(tensor, other, sign, shift, scale, begin + column, offset, row * shift_stride + column, mask)
+            x, mask = tile(tensor, other, sign, shift, scale, row, begin, column, length, shift_stride, n)
             if CENTRAL & NEEDS:
                 d, d_rest = _minus(x, center, mask, nothing)
                 d1, d1_rest = _add(d1, d1_rest, d, d_rest)
@@ -258,24 +230,9 @@ def _pass(
                 zeros += (mask & (x == 0)).to(tl.int32)
             if NONFINITE & NEEDS:
                 nonfinite += (tl.abs(x) < INFINITY).to(tl.int32) ^ 1
-            if HISTOGRAM & NEEDS:
-                bins = tl.where(mask, _bin_of(x), NUM_SLOTS - 1)
-                counted += tl.histogram(tl.reshape(bins, [ROWS * COLUMNS]), NUM_SLOTS)
-            if FINE_COUNTS & NEEDS:
-                index = _fine_bin_of(x)
-                slots = tl.where(mask, _slot_of(index, lowest), NUM_SLOTS - 1)
-                counted_finely += tl.histogram(tl.reshape(slots, [ROWS * COLUMNS]), NUM_SLOTS)
-                tl.atomic_add(fine_counts + index, 1, mask=mask & (slots == NUM_SLOTS - 1), sem="relaxed")
         if TOKENS & NEEDS:
             norms += tl.sqrt(tl.sum(token.to(tl.float64) + token_rest.to(tl.float64), 1))
 
-    if HISTOGRAM & NEEDS:
-        slot = tl.arange(0, NUM_SLOTS)
-        tl.atomic_add(counts + slot, counted.to(tl.int64), mask=(slot < NUM_COUNTS) & (counted > 0), sem="relaxed")
-    if FINE_COUNTS & NEEDS:
-        slot = tl.arange(0, NUM_SLOTS)
-        is_counted = (counted_finely > 0) & (slot < NUM_SLOTS - 1)
-        tl.atomic_add(fine_counts + _fine_bin_of_slot(slot, lowest), counted_finely.to(tl.int64), mask=is_counted, sem="relaxed")
     s1 = _sum(d1, CENTRAL & NEEDS) + _sum(d1_rest, CENTRAL & NEEDS)
     s2 = _sum(d2, DEVIATIONS & NEEDS) + _sum(d2_rest, DEVIATIONS & NEEDS)
     if SQUARES & NEEDS and ARE_DERIVED:
@@ -298,26 +255,6 @@ def _pass(
         _sum(zeros, ZEROS & NEEDS),
         _sum(nonfinite, NONFINITE & NEEDS),
     )
-
-
-@triton.jit
-def _begin(row, length, stride, group, gap, skipped, IS_FLAT: tl.constexpr):
-    """Where a row of a span begins in the tensor."""
-    begin = row * length
-    if not IS_FLAT:
-        begin = row * stride
-        if gap != 0:  # a division takes longer than a load
-            begin += (skipped + row) // group * gap
-    return begin
-
-
-@triton.jit
-def _element(
-    tensor, other, sign, shift, scale, row, column, length, stride, shift_stride, group, gap, skipped, num_left, IS_FLAT: tl.constexpr
-):  # fmt: skip
-    """An element of a row of a span; 0 for a tensor without elements."""
-    begin = _begin(row, length, stride, group, gap, skipped, IS_FLAT)
-    return _load(tensor, other, sign, shift, scale, begin + column, row * length + column, row * shift_stride + column, num_left > 0)
 
 
 @triton.jit
@@ -449,98 +386,3 @@ def _store(
     tl.store(to + 11 * stride, tokens)
     tl.store(to + 12 * stride, norm)
     tl.store(to + 13 * stride, rms)
-
-
-@triton.jit
-def _load(tensor, other, sign, shift, scale, place, offset, shift_offset, mask):
-    """Elements of what is measured, zero where ``mask`` is false. Half precision becomes float32, so that it is not rounded again."""
-    x = _wide(tl.load(tensor + place, mask=mask, other=0.0))
-    if other is not None:
-        y = _wide(tl.load(other + offset, mask=mask, other=0.0))
-        if sign is None:
-            x = x - y
-        else:
-            x = x.to(tl.float64) * (sign * y).to(tl.float64)  # in which a product of float32 neither rounds nor leaves the range
-    if shift is not None:
-        x = x - _wide(tl.load(shift + shift_offset, mask=mask, other=0.0))
-    if scale is not None:
-        divisor = tl.load(scale)
-        if x.dtype == tl.float64:
-            x = x / divisor.to(tl.float64)
-        else:
-            x = tl.div_rn(x, divisor.to(tl.float32))  # `/` would not be exact for a power of two
-    return x
-
-
-@triton.jit
-def _wide(x):
-    if x.dtype != tl.float64:
-        x = x.to(tl.float32)
-    return x
-
-
-@triton.jit
-def _bin_of(x):
-    """The index of a float in a row of counts of ``HISTOGRAM``, from its bits."""
-    if x.dtype == tl.float64:
-        bits = x.to(tl.int64, bitcast=True)
-        magnitude = bits & 0x7FFFFFFFFFFFFFFF
-        infinity = 0x7FF0000000000000
-        exponent = (magnitude >> 52) - 1023
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        infinity = 0x7F800000
-        exponent = (magnitude >> 23) - 127
-    distance = tl.minimum(tl.maximum(exponent, BELOW), ABOVE) - BELOW + 1
-    index = ZERO_BIN + tl.where(bits < 0, -distance, distance)
-    index = tl.where(magnitude == 0, ZERO_BIN, index)
-    index = tl.where(magnitude == infinity, tl.where(bits < 0, 0, NUM_COUNTS - 2), index)
-    return tl.where(magnitude > infinity, NUM_COUNTS - 1, index).to(tl.int32)
-
-
-@triton.jit
-def _fine_bin_of(x):
-    """As :func:`_bin_of`, in a row of counts of ``FINE``."""
-    bits = x.to(tl.float64).to(tl.int64, bitcast=True)
-    magnitude = bits & 0x7FFFFFFFFFFFFFFF
-    infinity = 0x7FF0000000000000
-    code = tl.minimum(tl.maximum(magnitude - 1, BELOW_OCTAVES), LAST_OCTAVE_END)  # less 1: an edge belongs to the bin below it
-    below = ((code >> 29) - (1023 << 23)).to(tl.int32)
-    above = ((tl.minimum(magnitude, LAST_OCTAVE_END) >> 29) - (1023 << 23)).to(tl.int32)  # the first three limits to the bin above them
-    mantissa = below & 0x7FFFFF
-    distance = 2 + 8 * ((below >> 23) - LOWEST_OCTAVE)
-    distance += (mantissa >= STEP_1).to(tl.int32) + (mantissa >= STEP_2).to(tl.int32) + (mantissa >= STEP_3).to(tl.int32)
-    distance += (mantissa >= STEP_4).to(tl.int32) + (mantissa >= STEP_5).to(tl.int32) + (mantissa >= STEP_6).to(tl.int32)
-    distance += (mantissa >= STEP_7).to(tl.int32) + (below >= LIMIT_4).to(tl.int32)
-    distance += (above >= LIMIT_1).to(tl.int32) + (above >= LIMIT_2).to(tl.int32) + (above >= LIMIT_3).to(tl.int32)
-    distance = tl.where(magnitude == 0, 0, tl.where(magnitude == infinity, FINE_ZERO_BIN, distance))
-    index = FINE_ZERO_BIN + tl.where(bits < 0, -distance, distance)
-    return tl.where(magnitude > infinity, NUM_FINE_COUNTS - 1, index)
-
-
-@triton.jit
-def _lowest_of_window(x):
-    """The distance from zero of the first bin of a window, about the mean distance of a span's first elements: few are far from it."""
-    distance = tl.abs(_fine_bin_of(x) - FINE_ZERO_BIN)
-    distance = tl.where(tl.abs(x) < INFINITY, distance, 0)
-    middle = tl.sum(distance) // tl.maximum(tl.sum((distance > 0).to(tl.int32)), 1)
-    return tl.maximum(tl.minimum(middle - WINDOW // 2, FINE_ZERO_BIN - WINDOW + 1), 1)
-
-
-@triton.jit
-def _slot_of(index, lowest):
-    """The slot of a bin of ``FINE``: those of zero, of the window of positive numbers, of that of negative ones, of NaN; else the last."""
-    distance = index - FINE_ZERO_BIN
-    place = tl.abs(distance) - lowest
-    slot = tl.where((place >= 0) & (place < WINDOW), 1 + place + tl.where(distance < 0, WINDOW, 0), NUM_SLOTS - 1)
-    slot = tl.where(distance == 0, 0, slot)
-    return tl.where(index == NUM_FINE_COUNTS - 1, 2 * WINDOW + 1, slot)
-
-
-@triton.jit
-def _fine_bin_of_slot(slot, lowest):
-    """The bin of a slot; see :func:`_slot_of`."""
-    distance = tl.where(slot > WINDOW, -(slot - 1 - WINDOW + lowest), slot - 1 + lowest)
-    index = FINE_ZERO_BIN + tl.where(slot == 0, 0, distance)
-    return tl.where(slot == 2 * WINDOW + 1, NUM_FINE_COUNTS - 1, index)
