@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -125,18 +126,24 @@ def widened(tensor: Tensor) -> Tensor:
 def to_host(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
     """Copy the results of a step to the host, by one transfer per device: in their order and shapes, float64."""
     arrived: list[NDArray[np.float64]] = [np.empty(0)] * len(tensors)
-    indices_by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+    alike: defaultdict[torch.device, defaultdict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, tensor in enumerate(tensors):
-        indices_by_device[tensor.device].append(index)
-    for indices in indices_by_device.values():
-        parcel = tensors[indices[0]] if len(indices) == 1 else torch.cat([tensors[index].reshape(-1) for index in indices])
-        values = transfer(parcel).double().numpy().reshape(-1)
+        alike[tensor.device][tensor.dtype].append(index)
+    for indices_by_dtype in alike.values():
+        # First those of one dtype: a concatenation of several dtypes casts each of its tensors by itself.
+        parcels = [_concatenated([tensors[index] for index in indices]) for indices in indices_by_dtype.values()]
+        values = transfer(_concatenated(parcels)).double().numpy().reshape(-1)
         start = 0
-        for index in indices:  # by numpy: each operation of torch counts at the end of a step
+        for index in itertools.chain(*indices_by_dtype.values()):  # by numpy: each operation of torch counts at the end of a step
             end = start + tensors[index].numel()
             arrived[index] = values[start:end].reshape(tensors[index].shape)
             start = end
     return arrived
+
+
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of tensors, in order; a single tensor unchanged."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def transfer(tensor: Tensor) -> Tensor:
