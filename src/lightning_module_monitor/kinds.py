@@ -84,6 +84,8 @@ class Kind:
     """Whether its tensors can be captured as they are."""
     has_units: bool = False
     """Whether its tensors have units, channels or features, as the outputs of a layer have."""
+    has_matrices: bool = False
+    """Whether its tensors are matrices or stand for some, as parameters do."""
     has_option: bool = False
     """Whether an option of the same name records it, and no rule does."""
     figures: tuple[str, ...] = ()
@@ -113,12 +115,20 @@ KINDS = {
             Kind(f"rcc_{name}", "module", of_layers=True, needs_reference=True, values=values, figures=(RCC_SKIPPED_CALLS,))
             for name, values in (("operator_norm", ("update", "reference")), ("alignment", ("effective", "propagating")))
         ),
-        Kind("parameter", "parameter", can_be_captured=True),
-        Kind("parameter_difference", "parameter", is_relative=True, is_pair=True, compared_with=("reference",), needs_reference=True),
-        Kind("gradient_before_clip", "parameter", can_be_captured=True),
-        Kind("gradient", "parameter", can_be_captured=True),
-        Kind("update", "parameter", is_relative=True, can_be_captured=True, compared_with=("gradient", "previous")),
-        Kind("optimizer_state", "parameter", of_states=True, compared_with=("gradient",)),
+        Kind("parameter", "parameter", can_be_captured=True, has_matrices=True),
+        Kind(
+            "parameter_difference",
+            "parameter",
+            is_relative=True,
+            is_pair=True,
+            compared_with=("reference",),
+            needs_reference=True,
+            has_matrices=True,
+        ),
+        Kind("gradient_before_clip", "parameter", can_be_captured=True, has_matrices=True),
+        Kind("gradient", "parameter", can_be_captured=True, has_matrices=True),
+        Kind("update", "parameter", is_relative=True, can_be_captured=True, compared_with=("gradient", "previous"), has_matrices=True),
+        Kind("optimizer_state", "parameter", of_states=True, compared_with=("gradient",), has_matrices=True),
         Kind("gradient_flow", "module", has_option=True),
         Kind("gradient_noise", "parameter", has_option=True),
     )

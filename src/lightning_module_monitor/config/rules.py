@@ -19,8 +19,10 @@ from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.keys import MAX_STATISTIC_LENGTH, fit_for_loggers
 from lightning_module_monitor.kinds import KINDS, ROOT_SITE
 from lightning_module_monitor.statistics.channels import ChannelStatistic
+from lightning_module_monitor.statistics.effective_rank import MAX_FEATURES, MOST_FEATURES
 from lightning_module_monitor.statistics.functions import AGGREGATES, Aggregate, Function, Value
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+from lightning_module_monitor.statistics.spectral_statistics import LARGEST_VALUES, MAX_VALUES, SpectralStatistic
 from lightning_module_monitor.statistics.stream import Output
 from lightning_module_monitor.statistics.units import UnitStatistic
 from lightning_module_monitor.suggestions import glob_as_pattern, nearest
@@ -50,6 +52,12 @@ class Rule(PlainFields):
         aggregate: How the functions' results are joined over micro-batches and calls: ``mean`` (every element counts
             once), ``sum``, ``min``, ``max``, or a function (or its import path) of the concatenated results.
         every_n_steps: The rule's own schedule, instead of the monitor's.
+        singular_values: Number of largest singular values to record, at most 8, of parameters, their gradients, updates, states or
+            differences as matrices: ``singular_value_1``, ``residual_1`` and so on.
+        max_features: Limit of the features of an activation, or of the smaller side of a matrix, of which ``effective_rank`` and what else
+            needs all singular values is computed: at most 4096, which take seconds. What is larger is NaN, and one line names it.
+        gather: Whether a matrix that is laid out over ranks (FSDP, tensor parallel) is assembled on one rank for statistics of singular
+            values, by a collective each. Without it such a rule is refused.
         per_module: Pattern or patterns of module names, for kinds of parameters: all picked parameters inside of such a module count as
             one tensor, tied ones once, and the module's name is the site. ``_root_`` is everything that is monitored.
     """
@@ -64,6 +72,9 @@ class Rule(PlainFields):
     aggregate: str | Callable[[Tensor], Any] = "mean"
     every_n_steps: Schedule | None = None
     per_module: str | Sequence[str] | None = None
+    singular_values: int = 0
+    max_features: int = MAX_FEATURES
+    gather: bool = False
 
 
 @any_hints
@@ -148,8 +159,15 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
     has_values = [kind for kind in kinds if KINDS[kind].values]
     if has_values and len(kinds) > 1:
         raise ConfigError(f"{label}.kinds {has_values[0]!r} has values that are not statistics; expected a rule of its own for it.")
-    if not isinstance(rule.leaf_modules, bool):
-        raise ConfigError(f"{label}.leaf_modules is {rule.leaf_modules!r}; expected true or false.")
+    for name, flag in (("leaf_modules", rule.leaf_modules), ("gather", rule.gather)):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{label}.{name} is {flag!r}; expected true or false.")
+    for name, number, least, most in (
+        ("singular_values", rule.singular_values, 0, MAX_VALUES),
+        ("max_features", rule.max_features, 1, MOST_FEATURES),
+    ):
+        if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+            raise ConfigError(f"{label}.{name} is {number!r}; expected a whole number from {least} to {most}.")
     per_module = _parse_per_module(rule, label, kinds)
     types = None if rule.types is None else _not_empty(rule.types, f"{label}.types", "torch.nn.Linear")
     outputs = _parse_values(rule, label, kinds[0]) if has_values else _parse_outputs(rule, label, kinds)
@@ -275,6 +293,12 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
         statistic = STATISTICS[name]
         _check_fits(name, statistic, kinds, label)
         outputs[name] = Function(aggregate, function=statistic) if callable(statistic) else statistic
+    for name, statistic in [*LARGEST_VALUES.items()][: 2 * rule.singular_values]:
+        _check_fits(name, statistic, kinds, label)
+        outputs[name] = statistic
+    for name, output in outputs.items():
+        if isinstance(output, SpectralStatistic):
+            outputs[name] = dataclasses.replace(output, max_features=rule.max_features, gathers=rule.gather)
     if not isinstance(rule.functions, Mapping):
         raise ConfigError(f"{label}.functions is {rule.functions!r}; expected functions by name, e.g. {{kurtosis: my_project.kurtosis}}.")
     if rule.functions and len({KINDS[kind].is_pair for kind in kinds}) > 1:
@@ -296,6 +320,8 @@ def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str
     """Check that a statistic exists for all kinds of a rule."""
     if isinstance(statistic, ChannelStatistic | UnitStatistic):
         why, fit = "is of the units of a layer, and {!r} has none", [name for name, kind in KINDS.items() if kind.has_units]
+    elif isinstance(statistic, SpectralStatistic):
+        why, fit = "is of matrices or features, and {!r} has none of these", statistic.kinds
     elif isinstance(statistic, Statistic) and statistic.compared_with:
         compared_with = statistic.compared_with
         why = f"compares with another tensor ({compared_with}), and {{!r}} has none"
@@ -318,6 +344,8 @@ def _parse_per_module(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[r
     known = [(name, STATISTICS.get(str(name))) for name in as_tuple(rule.statistics)]
     unfit += [f"{name!r} is of tokens" for name, output in known if isinstance(output, Statistic) and output.needs & Need.TOKENS]
     unfit += [f"{name!r} is of units" for name, output in known if isinstance(output, ChannelStatistic | UnitStatistic)]
+    unfit += [f"{name!r} is of one matrix" for name, output in known if isinstance(output, SpectralStatistic)]
+    unfit += ["singular_values are of one matrix"] if rule.singular_values else []
     unfit += [f"{name!r} is a function" for name, output in known if callable(output)]
     unfit += ["functions get one parameter at a time"] if rule.functions else []
     if unfit:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from lightning_module_monitor.statistics.registry import STATISTICS
 from lightning_module_monitor.statistics.stream import Identity, Output, Stream
 
 OnError = Callable[[Stream, Exception], None]
+_Name = TypeVar("_Name")
 
 
 class Reduced(NamedTuple):
@@ -217,6 +218,27 @@ def _parted(joined: Tensor, like: Numbers, fields: Sequence[str]) -> dict[str, A
     shaped = [getattr(like, name) for name in fields]
     pieces = np.split(joined.numpy(), np.cumsum([array.size for array in shaped])[:-1])
     return {name: piece.reshape(array.shape) for name, piece, array in zip(fields, pieces, shaped, strict=True)}
+
+
+def sum_rows(rows: Mapping[_Name, Array], ranks: Ranks) -> dict[_Name, Array]:
+    """Add the rows of numbers of all ranks, by two collectives.
+
+    Args:
+        rows: By name, which other ranks may have or not.
+        ranks: Every rank makes this call.
+
+    Returns:
+        The sums, of all names; NaN where rows differ in length.
+    """
+    lengths: dict[_Name, set[int]] = {}
+    for of_rank in ranks.gather({name: row.size for name, row in rows.items()}):
+        for name, length in of_rank.items():
+            lengths.setdefault(name, set()).add(length)
+    zeros = {name: np.zeros(max(several)) for name, several in lengths.items()}
+    own = [rows[name] if name in rows and len(lengths[name]) == 1 else row for name, row in zeros.items()]
+    total = ranks.all_reduce(torch.from_numpy(np.concatenate([np.empty(0), *own])), "sum").numpy()
+    sums = np.split(total, np.cumsum([row.size for row in own])[:-1])
+    return {name: row if len(lengths[name]) == 1 else np.full_like(row, np.nan) for name, row in zip(zeros, sums, strict=True)}
 
 
 def compute_over_ranks(metric: Metric, ranks: Ranks) -> object:

@@ -250,6 +250,29 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
 
 @contextmanager
+def float32_products() -> Iterator[None]:
+    """Within the block products of float32 matrices are not computed in TF32 or bfloat16, which a program may have allowed."""
+    torch_backends: Any = torch.backends
+    if not hasattr(torch_backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+        return
+    backends = (torch_backends.cuda.matmul, torch_backends.mkldnn.matmul)
+    reduced = [(backend, backend.fp32_precision) for backend in backends if backend.fp32_precision not in ("ieee", "none")]
+    try:
+        for backend, _precision in reduced:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in reduced:
+            backend.fp32_precision = precision
+
+
+@contextmanager
 def uncached_autocast() -> Iterator[None]:
     """Within the block autocast does not cache cast weights: the cache, with their graph, would live until the model's autocast ends."""
     before = torch.is_autocast_cache_enabled()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_module_monitor.config.rules import ParsedRule
+from lightning_module_monitor.distributed.shards import is_flattened, is_sharded
 from lightning_module_monitor.errors import ConfigError, shortened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kinds import KINDS
@@ -25,6 +26,7 @@ from lightning_module_monitor.model.names import (
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.statistics.registry import Statistic
+from lightning_module_monitor.statistics.spectral_statistics import SpectralStatistic
 from lightning_module_monitor.suggestions import nearest, unmatched
 
 _ANY = (re.compile("(?s).*"),)
@@ -135,6 +137,7 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
     """
     if shares_input:
         check_tensor_parallel(rule)
+    _check_matrices(rule, index)
     for name in rule.types or ():
         if isinstance(name, str) and not any(_is_of(site.module, name) for site in index.whole.modules):
             classes = sorted({unwrapped_class(site.module).__name__ for site in index.whole.modules})
@@ -173,6 +176,17 @@ def token_statistics(rule: ParsedRule) -> list[str]:
     return [name for name, output in rule.outputs.items() if isinstance(output, Statistic) and output.needs & Need.TOKENS]
 
 
+def _check_matrices(rule: ParsedRule, index: ModelIndex) -> None:
+    """Refuse statistics of singular values where no rank has the matrix, unless it is to be assembled."""
+    names = [name for name, output in rule.outputs.items() if isinstance(output, SpectralStatistic) and not output.gathers]
+    for site in index.parameters if names else ():
+        tensor = site.tensor()
+        is_here = tensor is None or not (is_sharded(tensor) or is_flattened(tensor))
+        if not is_here and is_picked(site, rule) and any(KINDS[kind].has_matrices for kind in rule.kinds):
+            why = f"{site.name!r} is laid out over ranks (FSDP or tensor parallel), and no rank has the matrix"
+            raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; gather: true assembles it, by one collective for each.")
+
+
 def check_tensor_parallel(rule: ParsedRule) -> None:
     """Refuse what cannot be computed from parts of a tensor, where it is not known which part a rank has.
 
@@ -183,6 +197,10 @@ def check_tensor_parallel(rule: ParsedRule) -> None:
     if names:
         why = "in tensor parallel training a rank may have parts of the tokens"
         raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; expected statistics without {' and '.join(names)}.")
+    spectral = [name for name, output in rule.outputs.items() if isinstance(output, SpectralStatistic)]
+    if spectral and any(KINDS[kind].has_units for kind in rule.kinds):
+        why = "in tensor parallel training a rank may have parts of the features"
+        raise ConfigError(f"{rule.label}.statistics {spectral[0]!r}: {why}; expected kinds of parameters.")
     head_kinds = [kind for kind in rule.kinds if KINDS[kind].of_heads]
     if head_kinds:
         why = "in tensor parallel training a rank may have some of the heads, and does not know which"

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_module_monitor.distributed.ranks import Ranks
@@ -25,14 +25,21 @@ from lightning_module_monitor.distributed.shards import (
 from lightning_module_monitor.kernels.elements import WIDE, in_memory, own_elements, widened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.table import Scale
+from lightning_module_monitor.model.names import ParameterSite
 from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
 from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
 from lightning_module_monitor.probes.reference import Reference
-from lightning_module_monitor.statistics.precision import divided_by_scale
+from lightning_module_monitor.statistics.precision import Difference, divided_by_scale
+from lightning_module_monitor.statistics.spectra import as_matrices
 from lightning_module_monitor.statistics.stream import Stream
 from lightning_module_monitor.step.accumulator import StepAccumulator
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+"""Convolutions whose weights have the inputs first."""
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
 
 class ParameterAccess:
@@ -63,6 +70,14 @@ def update(before: Tensor, after: Tensor) -> Tensor:
     after = _readable(after)
     # Of half-precision tensors in float32, which does not round the difference again.
     return torch.sub(after, before, out=before) if after.dtype in WIDE else widened(after) - widened(before)
+
+
+def matrices_of(site: ParameterSite, tensor: Tensor) -> Tensor:
+    """A parameter, or what belongs to it and has its shape, as matrices, shape ``(groups, rows, columns)``: see :func:`as_matrices`."""
+    module = site.owner
+    if isinstance(module, CONVOLUTIONS):
+        return as_matrices(tensor, module.groups, is_transposed=isinstance(module, TRANSPOSED))
+    return as_matrices(tensor)
 
 
 def _readable(parameter: Tensor) -> Tensor:
@@ -172,7 +187,10 @@ class ParameterTap(Probe):
 
     def __post_init__(self) -> None:
         with_functions = [
-            (kind, target.site) for target in self.watched for kind, stream in target.streams.items() if stream.functions and kind != STATE
+            (kind, target.site)
+            for target in self.watched
+            for kind, stream in target.streams.items()
+            if (stream.functions or stream.sources) and kind != STATE
         ]
         captured = [(kind, target.site) for target in self.captured for kind in target.streams]
         # Those that are laid out over ranks, by name.
@@ -193,9 +211,11 @@ class ParameterTap(Probe):
         for read in self._read({PARAMETER, DIFFERENCE, UPDATE}, among, self.access.parameter):
             self._observe(PARAMETER, "parameters", read)
             # One after the other: all differences at once would take as much memory as the parameters.
+            differences: dict[Stream, Difference] = {}
             for target, parameter in () if self.reference is None else read:
                 with self._failing({DIFFERENCE}, target, parameter):
-                    self._compare(target, parameter)
+                    self._compare(target, parameter, differences)
+            self._accumulator.observe_matrices(differences)
             for target, parameter in read:
                 if UPDATE in target.streams or (UPDATE, target.site.name) in self._captured:
                     with self._failing({UPDATE}, target, parameter):
@@ -287,16 +307,28 @@ class ParameterTap(Probe):
         if measured:
             with self.tools.reporter.guard(what, self._accumulator):
                 self._accumulator.measure_all(self._own(measured), scale=scale)
+        matrices: dict[Stream, Difference] = {}
         for target, tensor in read:
-            if (kind in target.streams and target.streams[kind].functions) or (kind, target.site.name) in self._captured:
+            stream = target.streams.get(kind)
+            is_laid_out = is_sharded(tensor) or target.site.name in self.flat
+            if stream is not None and stream.sources and tensor.is_floating_point() and not is_laid_out:
+                with self._failing({kind}, target, tensor):
+                    matrices[stream] = Difference(matrices_of(target.site, divided_by_scale(tensor, scale)))
+            has_use = stream is not None and (stream.functions or (stream.sources and is_laid_out))
+            if has_use or (kind, target.site.name) in self._captured:
                 name = name_of(kind, target.site.name)
+                use = functools.partial(self._use_whole, kind, target, is_laid_out=is_laid_out)
                 with failing_alone(functools.partial(self.tools.report_not_captured, name)):
-                    self.whole_tensors.give(name, [divided_by_scale(tensor, scale)], functools.partial(self._use_whole, kind, target))
+                    self.whole_tensors.give(name, [divided_by_scale(tensor, scale)], use)
+        if matrices:
+            self._accumulator.observe_matrices(matrices)
 
-    def _use_whole(self, kind: str, target: WatchedParameter, tensor: Tensor) -> None:
+    def _use_whole(self, kind: str, target: WatchedParameter, tensor: Tensor, *, is_laid_out: bool) -> None:
         """Call the user's functions with a whole tensor, and keep it if it is captured."""
         if kind in target.streams and tensor.is_floating_point():
             self._accumulator.call_functions(target.streams[kind], tensor)
+            if is_laid_out and target.streams[kind].sources:
+                self._accumulator.observe_matrices({target.streams[kind]: Difference(matrices_of(target.site, tensor))})
         if self.capture is not None and (kind, target.site.name) in self._captured:
             self.capture.keep(kind, target.site.name, 0, tensor)
 
@@ -307,8 +339,8 @@ class ParameterTap(Probe):
             copy = copy.clone() if copy.layout is torch.strided else copy.to_dense()
             self._before[target.site.name] = target, id(target.site.tensor()), copy
 
-    def _compare(self, target: WatchedParameter, parameter: Tensor) -> None:
-        """Observe the difference of a parameter from the reference's."""
+    def _compare(self, target: WatchedParameter, parameter: Tensor, differences: dict[Stream, Difference]) -> None:
+        """Observe the difference of a parameter from the reference's, and put matrices whose singular values are recorded with others'."""
         assert self.reference is not None
         stream, reference = target.streams.get(DIFFERENCE), self.reference.parameter(target.site)
         if stream is None or reference is None or not self._is_supported(target.site.name, parameter):
@@ -320,6 +352,16 @@ class ParameterTap(Probe):
         if stream.functions:
             call = functools.partial(self._accumulator.call_functions, stream)
             self.whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference.to(parameter.device)), call)
+        if stream.sources:
+            reference = reference.to(parameter.device)
+            if is_sharded(parameter) or target.site.name in self.flat:
+                use = functools.partial(self._use_difference, stream, target.site)
+                self.whole_tensors.give(name_of(DIFFERENCE, stream.site), (parameter, reference), use)
+            else:
+                differences[stream] = Difference(matrices_of(target.site, parameter), matrices_of(target.site, reference))
+
+    def _use_difference(self, stream: Stream, site: ParameterSite, parameter: Tensor, reference: Tensor) -> None:
+        self._accumulator.observe_matrices({stream: Difference(matrices_of(site, parameter), matrices_of(site, reference))})
 
     def _observe_states(self, among: Among, optimizers: Sequence[Optimizer], is_skipped: bool | Tensor) -> None:
         """Measure the states that optimizers keep of some parameters, and call the user's functions with them."""
@@ -330,14 +372,20 @@ class ParameterTap(Probe):
             read = [*self.states.states(optimizers, watched, has_stepped=is_skipped is False)]
             self._accumulator.measure_all(self._own([(stream, tensor) for _target, stream, tensor in read]))
             self._accumulator.totals = self.states.totals()
+            matrices: dict[Stream, Difference] = {}
             for target, stream, tensor in read:
                 with failing_alone(functools.partial(self._accumulator.fail, stream, tensor)):
                     self._cosines.compare_with_gradient(stream, target, tensor, optimizers)
-                    if stream.functions and (is_sharded(tensor) or target.site.name in self.flat):
-                        raise ValueError("it is laid out over ranks, and functions get whole tensors; expected a rule without functions")
+                    if (stream.functions or stream.sources) and (is_sharded(tensor) or target.site.name in self.flat):
+                        what = "functions" if stream.functions else "statistics of singular values"
+                        raise ValueError(f"it is laid out over ranks, and {what} get whole tensors; expected a rule without {what}")
+                    if stream.sources:
+                        matrices[stream] = Difference(matrices_of(target.site, tensor))
                     if stream.functions:
                         call = functools.partial(self._accumulator.call_functions, stream)
                         self.whole_tensors.give(name_of(STATE, stream.site), [tensor], call)
+            if matrices:
+                self._accumulator.observe_matrices(matrices)
 
     def _own(self, pairs: Iterable[tuple[Stream, Tensor]]) -> list[tuple[Stream, Tensor]]:
         """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""

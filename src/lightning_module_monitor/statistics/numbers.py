@@ -16,6 +16,7 @@ from lightning_module_monitor.kernels.moments import Array, Moments, merged_grou
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.statistics.functions import Aggregate
 from lightning_module_monitor.statistics.layout import Flags, Layout
+from lightning_module_monitor.statistics.spectral_statistics import Source, SpectralStatistic
 from lightning_module_monitor.statistics.stream import Identity, Stream, Sums
 from lightning_module_monitor.statistics.units import MAX_UNITS
 
@@ -123,6 +124,8 @@ class Observed:
     """What they computed, by key, where this is the only rank."""
     parts: frozenset[Identity] = frozenset()
     """Streams of which this rank holds its own shard."""
+    spectra: Mapping[tuple[Identity, Source], Array] = field(default_factory=dict)
+    """Rows of numbers that singular values are computed from, by stream and source."""
     failed: frozenset[str] = frozenset()
     """Keys of outputs that could not be computed."""
     failed_streams: frozenset[Identity] = frozenset()
@@ -134,11 +137,16 @@ class Observed:
         """All numbers in the order of a layout; what the layout lacks is left out."""
         observed, rows = layout.order_of(self.rows)
         keys = [stream.keys[name] for stream, name, _value in layout.values]
+        of_spectra = {
+            stream.keys[name]
+            for stream, name, value in (layout.values if self.spectra else ())
+            if isinstance(value, SpectralStatistic) and (stream.identity, value.source(stream.kind)) in self.spectra
+        }
         return Numbers(
             moments=self.moments[:, rows],
             observed=observed,
             failed=_flags([stream.identity in self.failed_streams for stream in layout.streams]),
-            called=_flags([key in self.results or key in self.whole_results or key in self.metrics for key in keys]),
+            called=_flags([key in self.results or key in self.whole_results or key in self.metrics or key in of_spectra for key in keys]),
             raised=_flags([key in self.failed for key in keys]),
             is_lost=_flags([self.is_lost]),
             has_more=_flags([has_more]),

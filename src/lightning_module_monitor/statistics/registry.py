@@ -21,6 +21,7 @@ from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.statistics import casts
 from lightning_module_monitor.statistics.channels import CHANNEL_SUMS, ChannelStatistic, outlier_channels
 from lightning_module_monitor.statistics.fine_counts import FineCounts
+from lightning_module_monitor.statistics.spectral_statistics import SPECTRAL_STATISTICS, SpectralStatistic
 from lightning_module_monitor.statistics.units import UnitStatistic
 
 
@@ -191,7 +192,7 @@ def _over(numerator: Array, denominator: Array) -> Array:
 QUANTILES = {"p01": 1, "p05": 5, "p25": 25, "median": 50, "p75": 75, "p95": 95, "p99": 99}
 """Percent by name."""
 
-STATISTICS: dict[str, Statistic | HistogramStatistic | ChannelStatistic | UnitStatistic | TensorFunction] = {
+STATISTICS: dict[str, Statistic | HistogramStatistic | ChannelStatistic | UnitStatistic | SpectralStatistic | TensorFunction] = {
     "mean": Statistic(Need.MEAN, _mean),
     "std": Statistic(Need.DEVIATIONS, _std),
     "var": Statistic(Need.DEVIATIONS, _var),
@@ -228,6 +229,7 @@ STATISTICS: dict[str, Statistic | HistogramStatistic | ChannelStatistic | UnitSt
     "hist": HistogramStatistic(),
     "dead_fraction": UnitStatistic(),
     "outlier_channels": ChannelStatistic(CHANNEL_SUMS, outlier_channels),
+    **SPECTRAL_STATISTICS,
 }
 """Statistic by name; their functions have the formulas. ``hist`` is a histogram over the bins of ``Histogram``. To name a statistic of your
 own in rules, add an entry: a function ``Tensor -> Tensor``, or a :class:`Statistic`."""

@@ -15,6 +15,7 @@ from lightning_module_monitor.kinds import TRAIN
 from lightning_module_monitor.statistics.channels import ChannelStatistic, ChannelSums
 from lightning_module_monitor.statistics.functions import Function, Value
 from lightning_module_monitor.statistics.registry import HistogramStatistic, Statistic
+from lightning_module_monitor.statistics.spectral_statistics import Source, SpectralStatistic
 from lightning_module_monitor.statistics.units import UNITS, UnitCounts, UnitStatistic
 
 OWN, BASE, OTHER, PRODUCT, PREVIOUS, PREVIOUS_PRODUCT = range(6)
@@ -101,6 +102,16 @@ class Stream:
         return {name: output for name, output in self.outputs.items() if isinstance(output, Value)}
 
     @functools.cached_property
+    def spectral(self) -> dict[str, SpectralStatistic]:
+        """The values that are statistics of singular values."""
+        return {name: output for name, output in self.outputs.items() if isinstance(output, SpectralStatistic)}
+
+    @functools.cached_property
+    def sources(self) -> frozenset[Source]:
+        """What these are computed from."""
+        return frozenset(statistic.source(self.kind) for statistic in self.spectral.values())
+
+    @functools.cached_property
     def functions(self) -> dict[str, Function]:
         """The functions that get the stream's tensors."""
         return {name: output for name, output in self.outputs.items() if isinstance(output, Function)}
@@ -147,7 +158,7 @@ class Stream:
     @functools.cached_property
     def looks_at_features(self) -> bool:
         """Whether an output depends on the dimension of the features: norms of tokens, units, channels, the user's functions."""
-        return bool(self.needs & Need.TOKENS or self.functions or self.channel_sums or self.units)
+        return bool(self.needs & Need.TOKENS or self.functions or self.channel_sums or self.units or self.sources)
 
     @functools.cached_property
     def num_rows(self) -> int:
@@ -184,7 +195,7 @@ class Stream:
     @functools.cached_property
     def planned_keys(self) -> list[str]:
         """The keys of numbers that are known before the first step; a result that may be a dict has none."""
-        unknown = {self.keys[name] for name, output in self.values.items() if not output.is_merged_by_name}
+        unknown = {self.keys[name] for name, output in self.values.items() if not (output.is_merged_by_name or name in self.spectral)}
         return [key for key in self.number_keys if key not in unknown]
 
     def part(self, name: str, part: object) -> tuple[Stream, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.distributed.reduce import Reduced, compute_over_ranks, reduce_step
+from lightning_module_monitor.distributed.reduce import Reduced, compute_over_ranks, reduce_step, sum_rows
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM
@@ -39,7 +39,9 @@ from lightning_module_monitor.statistics.functions import (
 )
 from lightning_module_monitor.statistics.numbers import NO_MOMENTS, Numbers, Observed
 from lightning_module_monitor.statistics.precision import Difference, divided_by_scale
+from lightning_module_monitor.statistics.spectral_statistics import Source, SpectralStatistic
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream, Sums
+from lightning_module_monitor.step.observed_spectra import ObservedSpectra, finished
 from lightning_module_monitor.step.observed_units import ObservedUnits, dead_fractions
 from lightning_module_monitor.step.state import SeriesState
 
@@ -72,6 +74,7 @@ class StepAccumulator:
         self._sums: dict[tuple[Stream, ChannelSums], Tensor] = {}
         """Sums of a site's channels, on their device."""
         self._units = ObservedUnits()
+        self._spectra = ObservedSpectra(self._fail_spectra)
         self.parts: set[Stream] = set()
         """Streams of which this rank holds its own shard."""
         self.totals: Iterable[Stream] = ()
@@ -99,13 +102,15 @@ class StepAccumulator:
         try:
             if stream.needs:
                 self._table.add((self._row(stream),), tensor, stream.needs, scale=scale)
-            if scale is not None and (stream.channel_sums or stream.units or stream.functions):
+            if scale is not None and (stream.channel_sums or stream.units or stream.sources or stream.functions):
                 tensor = divided_by_scale(tensor, scale)
             for sort in stream.channel_sums if tensor.numel() else ():
                 sums = sort.measure(strided(tensor).detach())
                 self._sums[stream, sort] = merged_sums(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
             if stream.units and tensor.numel():
                 self._units.observe(stream, strided(tensor).detach())
+            if stream.sources and tensor.numel():
+                self._spectra.observe_features(stream, strided(tensor).detach())
             if stream.functions:
                 self.call_functions(stream, tensor)
         except MonitorError:
@@ -193,6 +198,10 @@ class StepAccumulator:
             raise
         for index, error in failed:
             self.fail(*measured[index][:2], error)
+
+    def observe_matrices(self, weights: Mapping[Stream, Difference]) -> None:
+        """Take matrices for statistics of singular values; see :meth:`ObservedSpectra.observe_matrices`."""
+        self._spectra.observe_matrices(weights)
 
     def observe_rows(self, streams: Sequence[Stream], values: Tensor, counts: Tensor) -> None:
         """Take a short tensor for each of several streams, of which not every element has to count.
@@ -340,6 +349,7 @@ class StepAccumulator:
         scalars = [value for results in named.values() for value in results.values]
         alive = self._units.is_alive()
         measured = [*(share for _bins, _streams, share in counted_shares), *self._sums.values(), *alive]
+        measured += self._spectra.tensors()
         others = [*measured, *scalars, *final.values(), *(values.to(widest(values.device)) for _aggregate, values in whole.values())]
         shares = self._table.collect(self._num_rows)
         arrived = iter(to_host([*shares, *others]))
@@ -349,11 +359,13 @@ class StepAccumulator:
             for stream, row in zip(streams, next(arrived), strict=True):
                 counts[stream.identity, bins] = counts.get((stream.identity, bins), 0.0) + row
         counts |= {(stream.identity, sort): sort.row(next(arrived)) for stream, sort in self._sums}
+        is_alive = np.concatenate([np.empty(0), *(next(arrived) for _device in alive)])
         return Observed(
             streams=[
                 *self._rows,
                 *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())),
                 *(stream for stream, _sort in self._sums),
+                *self._spectra.streams,
                 *self._units.streams,
                 *self.totals,
             ],
@@ -361,7 +373,8 @@ class StepAccumulator:
             moments=np.concatenate([moments, NO_MOMENTS], 1),
             counts=counts,
             num_units=self._units.num_units,
-            is_alive=np.concatenate([np.empty(0), *(next(arrived) for _device in alive)]),
+            is_alive=is_alive,
+            spectra=self._spectra.rows(arrived),
             results={
                 key: (str(result.aggregate), [float(next(arrived)) for _value in result.values], result.weights)
                 for key, result in named.items()
@@ -386,6 +399,8 @@ class StepAccumulator:
             for entry in itertools.compress(self._state.layout.values, numbers.called * (1 - numbers.raised))
             if not entry[2].is_merged_by_name
         ]
+        of_spectra = [(stream, name, value) for stream, name, value in due if isinstance(value, SpectralStatistic)]
+        due = [entry for entry in due if not isinstance(entry[2], SpectralStatistic)]
         results_here = {key: results for key, (_aggregate, results) in observed.whole_results.items()}
         gathered = [results_here] if ranks is None else []
         if ranks is not None and any(metric_of(value) is None for _stream, _name, value in due):
@@ -403,6 +418,9 @@ class StepAccumulator:
             else:
                 continue  # it is in `observed.final`
             values |= {part: float(result) for part, result in self._parts(stream, name, compute).items()}
+        if of_spectra:
+            rows = observed.spectra if ranks is None else sum_rows(observed.spectra, ranks)
+            values |= finished(of_spectra, rows)
         return values
 
     def _row(self, stream: Stream) -> int:
@@ -442,6 +460,14 @@ class StepAccumulator:
     def _cannot_send(self, stream: Stream, error: Exception) -> None:
         self._give_up(stream)
         self._on_error(stream, "sending to other ranks", "what was observed on this one alone", error)
+
+    def _fail_spectra(self, stream: Stream, source: Source, error: Exception) -> None:
+        """Record NaN for the statistics of a stream that are computed from a source."""
+        names = [name for name, statistic in stream.spectral.items() if statistic.source(stream.kind) is source]
+        if not any(stream.keys[name] in self._failed for name in names):  # of several calls or micro-batches once
+            self.num_errors += 1
+            self._note_failed(stream.series[name] for name in names)
+            self._on_error(stream, ", ".join(names), source.value, error)
 
     def _fail(self, stream: Stream, name: str, source: str, error: Exception) -> None:
         """Record that a statistic or function could not be computed; ``source`` describes its input."""

@@ -1,0 +1,107 @@
+"""What a step has observed of singular values, on its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from lightning_module_monitor.kernels.moments import Array
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.statistics.channels import with_channels
+from lightning_module_monitor.statistics.effective_rank import GramSums, gram_sums, gram_sums_of_matrix
+from lightning_module_monitor.statistics.precision import Difference
+from lightning_module_monitor.statistics.spectra import bidiagonals
+from lightning_module_monitor.statistics.spectral_statistics import Source, SpectralStatistic, Spectrum, row_of
+from lightning_module_monitor.statistics.stream import Identity, Stream
+
+OnError: TypeAlias = Callable[[Stream, Source, Exception], None]
+
+
+class ObservedSpectra:
+    """The sums of products of features, and the bidiagonal matrices of parameters.
+
+    Args:
+        on_error: Receives a stream, the source of its statistics that could not be computed, and the error.
+    """
+
+    def __init__(self, on_error: OnError) -> None:
+        self._on_error = on_error
+        self._sums: dict[Stream, list[GramSums]] = {}
+        self._bidiagonals: list[tuple[Sequence[Stream], Tensor]] = []
+        """Batches of matrices, with the stream of each."""
+
+    def observe_features(self, stream: Stream, tensor: Tensor) -> None:
+        """Add samples and tokens to those of the step.
+
+        Args:
+            stream: The stream of an activation or of its gradient.
+            tensor: Any shape, with at least one element, detached. Its channels are the features.
+        """
+        try:
+            tensor, others = with_channels(tensor)
+            rows = tensor.permute(*others, *({*range(tensor.dim())} - {*others}))
+            sums = gram_sums(rows, _max_features(stream))
+            self._sums[stream] = [self._sums[stream][0].plus(sums)] if stream in self._sums else [sums]
+        except Exception as error:
+            self._on_error(stream, Source.ALL, error)
+
+    def observe_matrices(self, weights: Mapping[Stream, Difference]) -> None:
+        """Take matrices, each of shape ``(groups, rows, columns)``, or differences of matrices."""
+        leading = {stream: weight for stream, weight in weights.items() if Source.LEADING in stream.sources}
+        try:
+            self._bidiagonals += bidiagonals(leading)
+        except Exception as error:
+            for stream in leading:
+                self._on_error(stream, Source.LEADING, error)
+        for stream, weight in weights.items():
+            if Source.ALL in stream.sources:
+                try:
+                    limit = _max_features(stream)
+                    self._sums[stream] = [gram_sums_of_matrix(matrix, limit) for matrix in weight.computed()]
+                except Exception as error:
+                    self._on_error(stream, Source.ALL, error)
+
+    def tensors(self) -> list[Tensor]:
+        """What is to be copied to the host."""
+        sums = (tensor for several in self._sums.values() for each in several for tensor in (each.totals, each.products))
+        return [*sums, *(numbers for _streams, numbers in self._bidiagonals)]
+
+    def rows(self, arrived: Iterator[Array]) -> dict[tuple[Identity, Source], Array]:
+        """The row of numbers of each stream and source, from the arrays of :meth:`tensors` on the host."""
+        matrices: dict[tuple[Identity, Source], list[Array]] = {}
+        for stream, several in self._sums.items():
+            matrices[stream.identity, Source.ALL] = [
+                np.concatenate([[each.num_rows], next(arrived), next(arrived).reshape(-1)]) for each in several
+            ]
+        for streams, _numbers in self._bidiagonals:
+            for stream, numbers in zip(streams, next(arrived), strict=True):
+                matrices.setdefault((stream.identity, Source.LEADING), []).append(numbers)
+        return {name: row_of(several) for name, several in matrices.items()}
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The streams that were observed."""
+        return [*self._sums, *(stream for streams, _numbers in self._bidiagonals for stream in streams)]
+
+
+def finished(
+    statistics: Iterable[tuple[Stream, str, SpectralStatistic]], rows: Mapping[tuple[Identity, Source], Array]
+) -> dict[Key, float]:
+    """The statistics of streams by key, each with its name, from the rows of numbers by identity and source."""
+    known: dict[tuple[Identity, Source], Spectrum] = {}
+    values: dict[Key, float] = {}
+    for stream, name, statistic in statistics:
+        source = statistic.source(stream.kind)
+        of_source = stream.identity, source
+        if of_source in rows:
+            if of_source not in known:
+                known[of_source] = Spectrum(source, rows[of_source])
+            values[stream.series[name]] = statistic.finish(known[of_source])
+    return values
+
+
+def _max_features(stream: Stream) -> int:
+    return max(statistic.max_features for statistic in stream.spectral.values())

@@ -1,0 +1,290 @@
+"""Statistics of singular values, as they are recorded: against ``torch.linalg.svdvals`` in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.lightning_package import Callback, LightningModule, Trainer
+from helpers.ranks import Meeting, ThreadRank
+from helpers.training import trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule
+from lightning_module_monitor.errors import ConfigError
+from lightning_module_monitor.statistics.spectral_statistics import LARGEST_VALUES, SPECTRAL_STATISTICS
+from lightning_module_monitor.statistics.stream import Output, Stream
+from lightning_module_monitor.step.accumulator import StepAccumulator
+from lightning_module_monitor.step.state import SeriesState
+
+OF_MATRICES = ["spectral_norm", "stable_rank", "effective_rank"]
+OF_FEATURES = ["stable_rank", "effective_rank", "centered_stable_rank", "centered_effective_rank"]
+TOLERANCES = {"spectral_norm": 1e-5, "stable_rank": 1e-4, "effective_rank": 1e-3, "singular_value_1": 1e-5, "singular_value_2": 1e-4}
+"""Of small matrices, of which all steps are made; 1e-3, 2e-3 and 1e-2 are allowed."""
+
+
+class Net(LightningModule):
+    """Layers whose weights are matrices in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.grouped = nn.Conv2d(4, 6, 3, groups=2)
+        self.transposed = nn.ConvTranspose2d(6, 8, 2, groups=2)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.embedding = nn.Embedding(100, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.transposed(self.grouped(x).relu()).flatten(2).transpose(1, 2))
+        tokens = tokens + self.embedding(torch.arange(tokens.shape[1]))
+        return self.head(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+def loader() -> DataLoader[Any]:
+    """Twelve samples in batches of two."""
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(TensorDataset(torch.randn(12, 4, 6, 6, generator=generator), torch.arange(12) % 3), batch_size=2)
+
+
+class Truth(Callback):
+    """Keeps what a step has, by kind and site, by hooks of its own."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict[str, Tensor]] = {}
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.init: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.init = {name: parameter.detach().double() for name, parameter in pl_module.named_parameters()}
+        for name in ("grouped", "norm", "head"):
+            self.outputs[name] = []
+            pl_module.get_submodule(name).register_forward_hook(lambda _m, _i, output, name=name: self.outputs[name].append(output.detach()))
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        if trainer.global_step == 0:
+            for name, parameter in pl_module.named_parameters():
+                before = parameter.detach().double()
+                assert parameter.grad is not None
+                self.kept[name] = {"parameter": before, "gradient": parameter.grad.double()}
+            self.outputs, self.of_step = {name: [] for name in self.outputs}, self.outputs
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1 and "update" not in self.kept["head.weight"]:
+            for name, parameter in pl_module.named_parameters():
+                kept = self.kept[name]
+                kept["update"] = (parameter.detach() - kept["parameter"].float()).double()
+                state = trainer.optimizers[0].state[parameter]
+                kept["optimizer_state"] = state["momentum_buffer"].double()
+        elif trainer.global_step == 2 and "parameter_difference" not in self.kept["head.weight"]:
+            pass
+
+
+def matrices(name: str, tensor: Tensor) -> list[Tensor]:
+    """A parameter as matrices: written out for each layer."""
+    match name:
+        case "grouped.weight":
+            return [tensor[:3].reshape(3, -1), tensor[3:].reshape(3, -1)]
+        case "transposed.weight":  # (inputs, outputs / groups, 2, 2)
+            return [part.transpose(0, 1).reshape(4, -1) for part in (tensor[:3], tensor[3:])]
+        case _:
+            return [tensor.reshape(1, -1) if tensor.dim() == 1 else tensor]
+
+
+def truth(several: Sequence[Tensor]) -> dict[str, float]:
+    """The statistics of the block-diagonal matrix of several."""
+    values = torch.cat([torch.linalg.svdvals(matrix) for matrix in several]).sort(descending=True).values
+    shares = values[values > 1e-7 * values[0]] / values.sum()
+    return {
+        "spectral_norm": float(values[0]),
+        "stable_rank": float((values**2).sum() / values[0] ** 2),
+        "effective_rank": math.exp(-float((shares * shares.log()).sum())),
+        "singular_value_1": float(values[0]),
+        "singular_value_2": float(values[1]) if len(values) > 1 else math.nan,
+    }
+
+
+def of_features(output: Tensor) -> dict[str, float]:
+    """The statistics of samples and tokens by features."""
+    rows = output.double()
+    rows = rows.movedim(1, -1).reshape(-1, rows.shape[1]) if rows.dim() == 4 else rows.reshape(-1, rows.shape[-1])
+    plain, centered = truth([rows]), truth([rows - rows.mean(0)])
+    return {
+        name: (centered if name.startswith("centered") else plain)[name.removeprefix("centered_")]
+        for name in OF_FEATURES
+    }
+
+
+KINDS = ["parameter", "gradient", "update", "optimizer_state"]
+RULES = [
+    Rule(kinds=KINDS, statistics=OF_MATRICES, singular_values=2),
+    Rule(kinds="parameter_difference", statistics=["spectral_norm", "norm"]),
+    Rule(kinds="activation", sites=["grouped", "norm", "head"], statistics=OF_FEATURES),
+]
+
+
+def run(tmp_path: Path, callbacks: list[Callback]) -> Net:
+    """Two optimizer steps of three micro-batches each."""
+    module = Net()
+    trainer(tmp_path, callbacks, max_steps=2, accumulate_grad_batches=3).fit(module, loader())
+    return module
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """Of every kind, of grouped and transposed convolutions, of attention, of vectors; exact over micro-batches; training as without."""
+    callback, kept = ModuleMonitorCallback(every_n_steps=1, rules=RULES, reference="init"), Truth()
+    module = run(tmp_path / "monitored", [kept, callback])
+    values = callback.load_store()[0] if hasattr(callback, "load_store") else None
+    del values
+    from lightning_module_monitor import load_store
+
+    assert callback.store_path is not None
+    store = load_store(callback.store_path)
+
+    def at(step: int, key: str) -> float:
+        steps, series = store[key]
+        return float(series[list(steps).index(step)])
+
+    for name, by_kind in kept.kept.items():
+        for kind, tensor in by_kind.items():
+            site = f"{name}.momentum_buffer" if kind == "optimizer_state" else name
+            expected = truth(matrices(name, tensor))
+            for statistic, tolerance in TOLERANCES.items():
+                found = at(0, f"{kind}/{site}/{statistic}")
+                assert found == pytest.approx(expected[statistic], rel=tolerance, nan_ok=True), (kind, name, statistic)
+            assert at(0, f"{kind}/{site}/residual_1") <= 1e-5 * expected["spectral_norm"]
+    for name, outputs in kept.of_step.items():
+        assert len(outputs) == 3
+        for statistic, right in of_features(torch.cat(outputs)).items():
+            assert at(0, f"activation/{name}/{statistic}") == pytest.approx(right, rel=1e-6)
+    for name, parameter in module.named_parameters():
+        assert math.isnan(at(0, f"parameter_difference/{name}/spectral_norm")) or at(0, f"parameter_difference/{name}/spectral_norm") == 0
+    plain = run(tmp_path / "plain", [])
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def recorded(kind: str, tensors: Sequence[Tensor], outputs: dict[str, Output]) -> dict[str, float]:
+    """The statistics of a stream's tensors together."""
+    accumulator = StepAccumulator(lambda _stream, names, _source, error: errors.append(f"{names}: {error}"))
+    errors.clear()
+    stream = Stream(kind, "fc", outputs)
+    for tensor in tensors:
+        accumulator.observe(stream, tensor)
+    values = accumulator.collect().values
+    return {name: values[f"{kind}/fc/{name}"] for name in outputs}
+
+
+errors: list[str] = []
+FEATURES: dict[str, Output] = {name: SPECTRAL_STATISTICS[name] for name in OF_FEATURES}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(40, 8), (4, 7, 8), (3, 8, 4, 5), (2, 8, 3, 4, 2), (8,), (3, 1)], ids=str)
+def test_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The channels of images and volumes, else the last dimension; a large mean counts unless they are centred."""
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 5).to(dtype)
+    parts = [x, 3 * x.flip(0)] if x.dim() > 1 else [x]
+    rows = [part.double().movedim(1, -1).reshape(-1, 8) if x.dim() > 3 else part.double().reshape(-1, part.shape[-1]) for part in parts]
+    expected = of_features(torch.cat(rows))
+    for name, found in recorded("activation", parts, FEATURES).items():
+        assert found == pytest.approx(expected[name], rel=1e-4, nan_ok=True), name
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite(bad: float) -> None:
+    """It is never hidden."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    x[2, 1] = bad
+    assert all(map(math.isnan, recorded("activation", [torch.ones(6, 4), x], FEATURES).values()))
+    assert not errors
+
+
+def test_no_rank_of_zeros() -> None:
+    """Where there is no rank there is no value, and no error."""
+    assert all(map(math.isnan, recorded("activation", [torch.zeros(6, 4)], FEATURES).values()))
+    assert not errors
+
+
+def test_more_features_than_the_limit() -> None:
+    """One error for all calls of a step, which names the limit; other statistics of the tensor are as ever."""
+    outputs = {**FEATURES, "norm": recorded_norm()}
+    found = recorded("activation", [torch.ones(2, 1025)] * 3, outputs)
+    assert found.pop("norm") == pytest.approx(math.sqrt(6 * 1025))
+    assert all(map(math.isnan, found.values()))
+    assert errors == [f"{', '.join(FEATURES)}: it has 1025 features; expected at most 1024, as time grows with their third power"]
+
+
+def recorded_norm() -> Output:
+    """The norm, as any other statistic."""
+    from lightning_module_monitor import STATISTICS
+
+    norm = STATISTICS["norm"]
+    assert not callable(norm)
+    return norm
+
+
+def test_ranks_together_are_as_one() -> None:
+    """Each has other samples, and one has none; a step in which no rank has any costs no collective more."""
+    calls = [torch.randn(rows, 5, generator=torch.Generator().manual_seed(rows)) for rows in (4, 30, 7)]
+
+    def work(rank: ThreadRank) -> list[list[float]]:
+        stream, state = Stream("activation", "fc", FEATURES), SeriesState()
+        state.layout.add([stream])
+        values = []
+        for tensors in ([calls[:1], calls[1:], []][rank.index], []):
+            accumulator = StepAccumulator(lambda *_error: None, state)
+            for tensor in tensors:
+                accumulator.observe(stream, tensor)
+            numbers = accumulator.collect(rank).values
+            values.append([numbers[key] for name in FEATURES if (key := f"activation/fc/{name}") in numbers])
+        return values
+
+    meeting: Meeting[list[list[float]]] = Meeting(3)
+    expected = [*of_features(torch.cat(calls)).values()]
+    for first, second in meeting.run(work):
+        assert first == pytest.approx(expected, rel=1e-9)
+        assert second == []
+    assert sorted(meeting.calls) == ["gather", "max", "max", "sum", "sum", "sum"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": "parameter", "statistics": "centered_effective_rank"}, "'centered_effective_rank' is of matrices or features, and 'parameter'"),
+        ({"kinds": "activation", "statistics": "spectral_norm"}, "'spectral_norm' is of matrices or features, and 'activation' has none"),
+        ({"kinds": "activation", "singular_values": 2}, "'singular_value_1' is of matrices or features, and 'activation' has none"),
+        ({"kinds": "parameter", "singular_values": 9}, "singular_values is 9; expected a whole number from 0 to 8"),
+        ({"kinds": "parameter", "singular_values": True}, "singular_values is True; expected a whole number"),
+        ({"kinds": "parameter", "statistics": "effective_rank", "max_features": 5000}, "max_features is 5000; expected a whole number from 1 to"),
+        ({"kinds": "parameter", "statistics": "norm", "gather": 1}, "gather is 1; expected true or false"),
+        ({"kinds": "parameter", "statistics": "stable_rank", "per_module": "_root_"}, "per_module: 'stable_rank' is of one matrix"),
+        ({"kinds": "parameter", "singular_values": 1, "per_module": "_root_"}, "per_module: singular_values are of one matrix"),
+    ],
+)
+def test_a_wrong_rule(options: dict[str, Any], message: str) -> None:
+    """It is refused with what would be right."""
+    with pytest.raises(ConfigError, match=message):
+        ModuleMonitor(rules=[Rule(**options)]).set_module(nn.Linear(2, 2))
+
+
+def test_names_of_values() -> None:
+    """Two rules with different numbers of them go together."""
+    monitor = ModuleMonitor(rules=[Rule(kinds="parameter", singular_values=1), Rule(kinds="parameter", singular_values=3)])
+    monitor.set_module(nn.Linear(2, 2, bias=False))
+    keys = monitor.planned_keys() if hasattr(monitor, "planned_keys") else []
+    assert [*LARGEST_VALUES][:3] == ["singular_value_1", "residual_1", "singular_value_2"]
+    assert [key for key in keys if key.startswith("parameter")] == [f"parameter/weight/{name}" for name in [*LARGEST_VALUES][:6]]
