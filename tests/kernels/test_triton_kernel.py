@@ -37,7 +37,7 @@ from lightning_module_monitor.kernels.warm_up import Form, Launch, check_triton
 from lightning_module_monitor.statistics.casts import largest_magnitude
 
 skip_without_triton()
-pytestmark = IGNORED_WARNINGS
+pytestmark = [pytest.mark.gpu, *IGNORED_WARNINGS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 

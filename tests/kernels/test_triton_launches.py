@@ -16,7 +16,7 @@ from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
 skip_without_triton()
-pytestmark = IGNORED_WARNINGS
+pytestmark = [pytest.mark.gpu, *IGNORED_WARNINGS]
 needs_cuda = pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(), reason="no CUDA device here, or Triton interprets")
 
 

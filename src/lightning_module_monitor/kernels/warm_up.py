@@ -70,7 +70,7 @@ def check_triton(device: torch.device, launches: Collection[Launch]) -> None:
         if not triton_kernel.works(device):
             return
         for launch in sorted(launches, key=repr):
-            _compare(device, launch)
+            compare(device, launch)
     except OutOfMemoryError:  # says nothing of Triton
         return
     except Exception as error:
@@ -81,7 +81,7 @@ def check_triton(device: torch.device, launches: Collection[Launch]) -> None:
         _log.info("Compiled and checked the kernels for %s in %.1f s; Triton caches them.", device, duration)
 
 
-def _compare(device: torch.device, launch: Launch) -> None:
+def compare(device: torch.device, launch: Launch) -> None:
     """Measure a few tensors by both kernels.
 
     Raises:
