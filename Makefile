@@ -15,7 +15,7 @@ NUMBA_CACHE := NUMBA_CACHE_DIR=$(CURDIR)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-pytorch-lightning test-lowest test-newest test-health test-triton test-deepspeed check docs release bench bench-gpu dev clean
+.PHONY: help demo rcc test test-pytorch-lightning test-lowest test-newest test-health test-triton test-deepspeed check docs release bench gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -73,8 +73,8 @@ bench: $(VENV)/bench.stamp ## measure the overhead of monitoring
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/scaling.py
 
-bench-gpu: $(VENV)/bench.stamp ## measure the overhead of monitoring on a GPU; needs one
-	$(PY) benchmarks/overhead.py --device cuda
+gpu: $(VENV)/dev.stamp $(VENV)/bench.stamp ## all that only a GPU can show, in less than eight minutes: its tests, the Triton kernels, what the callback costs
+	$(PY) benchmarks/on_gpu.py
 
 dev: $(VENV)/dev.stamp ## only set up .venv for development
 

@@ -1,4 +1,4 @@
-"""A GPU: its clock, its memory, and which GPT fits into it."""
+"""A GPU, its clock and its memory; and what is measured where there is none."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ import torch
 from torch import cuda
 
 from measuring import Processor, Times
-
-SHARE_OF_MEMORY = 0.9
-"""The rest is for libraries, and for what the allocator cannot use."""
+from workloads import GPT_1M, GPT_100M, WORKLOADS, Workload
 
 
 class Gpu(Processor):
     """The current CUDA or ROCm device: the time is that between two of its events."""
 
     is_gpu = True
-    floor_target = 1.5
-    peer_target = 1 / 10
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    device = torch.device("cuda")
 
     def time(self, step: Callable[[], object]) -> Times:
         """Take a step."""
@@ -48,9 +42,12 @@ class Gpu(Processor):
         step()
         return cuda.max_memory_allocated()
 
-    def free_bytes(self) -> int:
-        """The memory for models and their training."""
-        gc.collect()
-        cuda.empty_cache()
-        free, _total = cuda.mem_get_info()
-        return int(SHARE_OF_MEMORY * free)
+
+def processor_here() -> Processor:
+    """The GPU, or the CPU for a trial where there is none."""
+    return Gpu() if cuda.is_available() else Processor()
+
+
+def workloads_of(place: Processor) -> tuple[Workload, Workload]:
+    """A GPT, on a CPU a small one, and W2."""
+    return (GPT_100M if place.is_gpu else GPT_1M, WORKLOADS["W2"])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
 
 from lanes import Parts
-from lightning_module_monitor import ModuleMonitorCallback
-from observers import TorchModuleMonitor, seven_statistics, wandb_settings
+from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule
+from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
+from observers import Floor, Observer, TorchModuleMonitor, seven_statistics, wandb_settings
 
 NEVER = 1_000_000_000
 """A cadence of which a run only reaches step 0, which is before the timed steps."""
@@ -33,44 +36,78 @@ def callback_logged(folder: Path) -> Parts:
     return Parts(callback(folder).callbacks, TensorBoardLogger(folder))
 
 
-def defaults(folder: Path, every_n_steps: int) -> Parts:
-    """The callback with default arguments other than the cadence, its store, and a TensorBoard logger."""
-    return Parts([ModuleMonitorCallback(every_n_steps)], TensorBoardLogger(folder))
+def defaults(_folder: Path, every_n_steps: int) -> Parts:
+    """The callback with default arguments other than the cadence, and its store."""
+    return Parts([ModuleMonitorCallback(every_n_steps)])
 
 
-class PeerCallback(Callback):
-    """torch-module-monitor, called at the places that its README names."""
+def defaults_logged(folder: Path, every_n_steps: int) -> Parts:
+    """The same, and a TensorBoard logger."""
+    return Parts(defaults(folder, every_n_steps).callbacks, TensorBoardLogger(folder))
 
-    monitor: TorchModuleMonitor
+
+MOMENTS = [
+    name
+    for name, statistic in STATISTICS.items()
+    if isinstance(statistic, Statistic) and not (statistic.needs & Need.FINE_COUNTS or statistic.relative or statistic.compared_with)
+]
+"""Statistics of a single tensor that are made of its moments."""
+
+
+def everything(_folder: Path) -> Parts:
+    """The callback with all kinds that need no micro-batches, at every step."""
+    kinds = ["activation", "activation_gradient", "parameter", "gradient", "gradient_before_clip", "update", "optimizer_state"]
+    differences = ["activation_difference", "parameter_difference"]
+    rules = [
+        Rule(kinds=[*kinds, *differences], statistics=MOMENTS),
+        Rule(kinds=["update", *differences], statistics="ratio"),
+        Rule(kinds=differences, statistics="cosine"),
+        Rule(kinds=["update", "optimizer_state"], statistics="cosine_to_gradient"),
+        Rule(kinds="update", statistics="cosine_to_previous"),
+    ]
+    flow = GradientFlow(blocks=r"model\.(blocks\.)?[0-9]+")
+    return Parts([ModuleMonitorCallback(1, rules=rules, reference="init", rcc=True, attention=True, gradient_flow=flow)])
+
+
+class ObserverCallback(Callback):
+    """An observer of the plain loop, called at the places that torch-module-monitor's README names."""
+
+    def __init__(self, attach: Callable[[nn.Module], Observer]) -> None:
+        self.attach = attach
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.monitor = TorchModuleMonitor(pl_module)
+        self.observer = self.attach(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        self.monitor.begin(trainer.global_step)
+        self.observer.begin(trainer.global_step)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        self.monitor.before_update()
+        self.observer.before_update()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: torch.Tensor | Mapping[str, Any] | None, batch: object, batch_idx: int
     ) -> None:
-        self.monitor.end()
-        if trainer.logger is not None:
-            trainer.logger.log_metrics(self.monitor.monitor.get_step_metrics(), step=batch_idx)
+        self.observer.end()
+        if trainer.logger is not None and isinstance(self.observer, TorchModuleMonitor):
+            trainer.logger.log_metrics(self.observer.monitor.get_step_metrics(), step=batch_idx)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.monitor.close()
+        self.observer.close()
+
+
+def floor(_folder: Path) -> Parts:
+    """One norm of each tensor."""
+    return Parts([ObserverCallback(Floor)])
 
 
 def peer(_folder: Path) -> Parts:
     """torch-module-monitor, without a logger."""
-    return Parts([PeerCallback()])
+    return Parts([ObserverCallback(TorchModuleMonitor)])
 
 
 def peer_logged(folder: Path) -> Parts:
     """torch-module-monitor, and a TensorBoard logger for its values."""
-    return Parts([PeerCallback()], TensorBoardLogger(folder))
+    return Parts(peer(folder).callbacks, TensorBoardLogger(folder))
 
 
 class WandbWatchCallback(Callback):

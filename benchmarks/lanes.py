@@ -7,7 +7,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,13 +25,17 @@ SEED = 0
 NUM_BATCHES = 8
 """Batches that are made in advance and used in turn."""
 CPU = torch.device("cpu")
+Within = AbstractContextManager[object]
+"""What a step is taken within, as torch's profiler."""
+NOTHING: Within = nullcontext()
 LEARNING_RATE = 1e-4
 
 
-def make_batches(workload: Workload) -> list[Batch]:
+def make_batches(workload: Workload, device: torch.device = CPU) -> list[Batch]:
     """The batches of a workload, the same in every call."""
     torch.manual_seed(SEED)
-    return [workload.make_batch() for _ in range(NUM_BATCHES)]
+    batches = [workload.make_batch() for _ in range(NUM_BATCHES)]
+    return [(inputs.to(device), classes.to(device)) for inputs, classes in batches]
 
 
 def make_model(workload: Workload, device: torch.device) -> nn.Module:
@@ -53,8 +57,12 @@ class Lane(ABC):
     model: nn.Module
 
     @abstractmethod
-    def train_step(self, batch: Batch) -> int:
+    def train_step(self, batch: Batch, within: Within = NOTHING) -> int:
         """Take one full training step.
+
+        Args:
+            batch: What to train on.
+            within: Is entered and left by the thread that takes the step; torch's profiler sees the operations of its own thread alone.
 
         Returns:
             The number of values that the observer has computed.
@@ -82,9 +90,12 @@ class LoopLane(Lane):
         self.observer = attach(self.model)
         self.step = 0
 
-    def train_step(self, batch: Batch) -> int:
+    def train_step(self, batch: Batch, within: Within = NOTHING) -> int:
         """Take one full training step; returns the number of values."""
-        inputs, classes = batch
+        with within:
+            return self._step(*batch)
+
+    def _step(self, inputs: Tensor, classes: Tensor) -> int:
         if self.precision == BFLOAT16 and inputs.is_floating_point():
             inputs = inputs.to(torch.bfloat16)
         self.step += 1
@@ -118,28 +129,36 @@ class Parts(NamedTuple):
     logger: Logger | None = None
 
 
+def make_trainer(parts: Parts, precision: str, device: torch.device, folder: str, max_steps: int = -1) -> Trainer:
+    """A Trainer that shows nothing and saves no checkpoints."""
+    return Trainer(
+        accelerator=device.type,
+        devices=1,
+        precision=precision,  # type: ignore[arg-type]  # one of Lightning's names, from the command line
+        max_epochs=1,
+        max_steps=max_steps,
+        logger=parts.logger or False,
+        callbacks=parts.callbacks,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
 class TrainerLane(Lane):
     """Lightning's Trainer in a thread of its own, which waits before each step until it is asked for the step."""
 
     def __init__(self, make_parts: Callable[[Path], Parts], workload: Workload, precision: str, device: torch.device = CPU) -> None:
-        assert device.type == "cpu", "an accelerator is measured in a plain loop only"
         self.folder = tempfile.TemporaryDirectory()
         self.parts = make_parts(Path(self.folder.name))
         self.module = Training(make_model(workload, device))
         self.model = self.module.model
-        self.trainer = Trainer(
-            accelerator=device.type,
-            devices=1,
-            precision=precision,  # type: ignore[arg-type]  # one of Lightning's names, from the command line
-            max_epochs=1,
-            logger=self.parts.logger or False,
-            callbacks=[Turns(self), *self.parts.callbacks],
-            default_root_dir=self.folder.name,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+        self.trainer = make_trainer(
+            self.parts._replace(callbacks=[Turns(self), *self.parts.callbacks]), precision, device, self.folder.name
         )
-        self.batches = make_batches(workload)
+        self.batches = make_batches(workload, device)
+        self.within, self.entered = NOTHING, ExitStack()
         self.turn, self.is_done = threading.Semaphore(0), threading.Semaphore(0)
         self.is_over = False
         self.error: BaseException | None = None
@@ -157,15 +176,26 @@ class TrainerLane(Lane):
         except BaseException as error:  # it is raised again in the thread that waits
             self.error = error
         finally:
+            self.entered.close()
             self.is_done.release()
+
+    def take_turn(self) -> None:
+        """Report that the step before is done, and wait for the next turn; in the Trainer's thread."""
+        if self.is_over:
+            return
+        self.entered.close()
+        self.is_done.release()
+        self.turn.acquire()
+        self.entered.enter_context(self.within)
 
     def _wait(self) -> None:
         self.is_done.acquire()
         if self.error is not None:
             raise self.error
 
-    def train_step(self, _batch: Batch) -> int:
+    def train_step(self, _batch: Batch, within: Within = NOTHING) -> int:
         """Take a step with the Trainer's own next batch."""
+        self.within = within
         self.turn.release()
         self._wait()
         return 0
@@ -180,7 +210,7 @@ class TrainerLane(Lane):
 
     def close(self) -> None:
         """Let the Trainer finish, and remove its folder."""
-        self.is_over = True
+        self.is_over, self.within = True, NOTHING
         self.turn.release()
         self.thread.join()
         self.folder.cleanup()
@@ -193,10 +223,8 @@ class Turns(Callback):
         self.lane = lane
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
-        """Report that the step before is done, and wait for the next turn."""
-        if not self.lane.is_over:
-            self.lane.is_done.release()
-            self.lane.turn.acquire()
+        """Between two steps."""
+        self.lane.take_turn()
 
 
 class Training(LightningModule):

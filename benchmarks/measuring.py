@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import random
 import statistics
 import time
@@ -16,20 +18,25 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from lanes import CPU, NUM_BATCHES, SEED, Lane, LoopLane, make_batches
 from lightning_module_monitor.kernels import elements
 from observers import Engine, Observer
-from variants import OURS, PLAIN, TIMED, Variant
-from workloads import G1, Batch, Workload
+from variants import CALLBACK, OURS, PLAIN, TIMED, Variant
+from workloads import Batch, Workload
 
 WARM_UP_STEPS = 5
 NUM_RESAMPLES = 1000
 """How often the rounds are drawn anew, to estimate the uncertainty of a figure."""
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "hipLaunchKernel", "hipModuleLaunchKernel")
 """Beginnings of the names of the calls that launch a kernel; some end in ``ExC`` or ``Ex``."""
+WAITS = tuple(f"{prefix}{what}Synchronize" for prefix in ("cuda", "hip") for what in ("Device", "Stream", "Event"))
+"""Beginnings of the names of the calls that wait for the device."""
+COPIES_TO_HOST, COPIES_TO_DEVICE = "Memcpy DtoH", "Memcpy HtoD"
+"""Beginnings of the names of copies, as the device reports them."""
 
 
 class Times(NamedTuple):
@@ -45,10 +52,6 @@ class Processor:
 
     is_gpu = False
     device = CPU
-    floor_target = 1.6
-    """What the seven statistics may add to a plain step, in what the floor adds."""
-    peer_target = 1 / 8
-    """The same, in what torch-module-monitor adds."""
 
     def time(self, step: Callable[[], object]) -> Times:
         """Take a step."""
@@ -68,25 +71,60 @@ class Processor:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one step does, in numbers that are the same on every machine."""
+    """What one step does, in numbers that are the same on every machine but for the last."""
 
     dispatches: int
     host_reads: int
     transfers: int
     values: int
     launches: int = 0
+    copies_to_host: int = 0
+    copies_to_device: int = 0
+    waits: int = 0
+    """Calls that wait for the device, those of the profiler itself among them."""
+    device_seconds: float = 0.0
+    """Time of all kernels and copies."""
+
+
+def profiler(device: torch.device) -> profile:
+    """Torch's profiler for the steps of a thread."""
+    return profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])])
+
+
+def set_up_profiler(device: torch.device) -> None:
+    """Use the profiler in the main thread: where it is first used in another one it prints an error."""
+    with profiler(device):
+        pass
 
 
 def count(lane: Lane, batch: Batch, device: torch.device = CPU) -> Counts:
     """Take one step under torch's profiler and count; under a dispatch mode nothing would be observed."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with mock.patch.object(elements, "transfer", wraps=elements.transfer) as transfers, profile(activities=activities) as recorded:
-        values = lane.train_step(batch)
+    recorded = profiler(device)
+    with mock.patch.object(elements, "transfer", wraps=elements.transfer) as transfers:
+        values = lane.train_step(batch, recorded)
     events = recorded.events() or []
     operations = [event for event in events if event.name.startswith("aten::")]
     host_reads = sum(event.name == "aten::_local_scalar_dense" for event in operations)
-    launches = sum(event.name.startswith(LAUNCHES) for event in events)
-    return Counts(sum(map(_is_outermost, operations)), host_reads, transfers.call_count, values, launches)
+
+    def called(names: str | tuple[str, ...]) -> int:
+        return sum(event.name.startswith(names) for event in events)
+
+    return Counts(
+        sum(map(_is_outermost, operations)),
+        host_reads,
+        transfers.call_count,
+        values,
+        launches=called(LAUNCHES),
+        copies_to_host=called(COPIES_TO_HOST),
+        copies_to_device=called(COPIES_TO_DEVICE),
+        waits=called(WAITS),
+        device_seconds=sum(event.time_range.elapsed_us() for event in events if is_on_device(event)) / 1e6,
+    )
+
+
+def is_on_device(event: FunctionEvent) -> bool:
+    """Whether it is a kernel or a copy, and not the span of a name that the host gave to several."""
+    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
 
 
 def _is_outermost(operation: FunctionEvent) -> bool:
@@ -183,15 +221,15 @@ class Result:
 
     def resampled(self) -> Iterator[Result]:
         """As many of the rounds, drawn with replacement."""
-        draw, rounds = random.Random(SEED), range(len(self.seconds[PLAIN]))
+        draw, rounds = random.Random(SEED), range(len(next(iter(self.seconds.values()))))
         for _ in range(NUM_RESAMPLES):
             drawn = draw.choices(rounds, k=len(rounds))
             again = [{name: [one[i] for i in drawn] for name, one in kind.items()} for kind in (self.seconds, self.own_seconds)]
             yield replace(self, seconds=again[0], own_seconds=again[1])
 
-    def extra(self, name: str) -> Counts:
+    def extra(self, name: str, base: str = PLAIN) -> Counts:
         """What a variant's step does beyond a plain one: an optimizer reads values on the host too."""
-        own, plain = self.counts[name], self.counts[PLAIN]
+        own, plain = self.counts[name], self.counts[base]
         return replace(
             own,
             dispatches=own.dispatches - plain.dispatches,
@@ -200,14 +238,32 @@ class Result:
         )
 
 
-def measure(workload: Workload, variants: Sequence[Variant], num_steps: int, precision: str, place: Processor | None = None) -> Result:
-    """Train all variants side by side, one step of each in a round; count in further steps."""
+def measure(
+    workload: Workload,
+    variants: Sequence[Variant],
+    num_steps: int,
+    precision: str,
+    *,
+    place: Processor | None = None,
+    most_seconds: float = math.inf,
+) -> Result:
+    """Train all variants side by side, one step of each in a round; count in further steps.
+
+    Args:
+        workload: The model and its data.
+        variants: What is compared; those that are not for this workload are left out.
+        num_steps: Number of rounds.
+        precision: By Lightning's name, where the workload has none of its own.
+        place: Where to train.
+        most_seconds: No further round begins after so many seconds of rounds.
+    """
     place = place or Processor()
     precision = workload.precision or precision
-    batches = [(inputs.to(place.device), classes.to(place.device)) for inputs, classes in make_batches(workload)]
+    batches = make_batches(workload, place.device)
     result = Result(workload, place=place)
     # The first step allocates what libraries keep for the whole process.
     LoopLane(lambda _model: Observer(), workload, precision, place.device).train_step(batches[0])
+    set_up_profiler(place.device)
     lanes: dict[str, Lane] = {}
     with ExitStack() as stack:
         for variant in variants:
@@ -219,17 +275,15 @@ def measure(workload: Workload, variants: Sequence[Variant], num_steps: int, pre
             for step in range(WARM_UP_STEPS):
                 lane.train_step(batches[step % NUM_BATCHES])
             result.peak_bytes[variant.name] = place.peak(partial(lane.train_step, batches[0])) - before
-        time_rounds(lanes, batches, num_steps, result)
+        time_rounds(lanes, batches, num_steps, result, most_seconds)
         if torch.get_num_threads() == 1 and not place.is_gpu:  # another thread that waits for work in a loop would be counted
             time_own_calls({name: lane for name, lane in lanes.items() if name in TIMED}, batches, num_steps, result)
         for name, lane in lanes.items():
-            if not isinstance(lane, LoopLane):
-                continue
             result.counts[name] = count(lane, batches[0], place.device)
-            if name == OURS:
+            if name == CALLBACK:
                 result.num_outputs = num_outputs(lane, batches[0])
-                if workload.name != G1:  # its activations in float64 do not fit beside all these models
-                    result.errors = largest_errors(lane, batches[0])
+            if name == OURS and isinstance(lane, LoopLane):
+                result.errors = largest_errors(lane, batches[0])
     return result
 
 
@@ -244,16 +298,19 @@ def time_own_calls(lanes: Mapping[str, Lane], batches: Sequence[Batch], num_roun
             result.own_seconds[name].append(lane.own_seconds(batches[step % NUM_BATCHES]))
 
 
-def time_rounds(lanes: Mapping[str, Lane], batches: Sequence[Batch], num_rounds: int, result: Result) -> None:
-    """Time a step of each lane in every round."""
+def time_rounds(
+    lanes: Mapping[str, Lane], batches: Sequence[Batch], num_rounds: int, result: Result, most_seconds: float = math.inf
+) -> None:
+    """Time a step of each lane in every round, as long as there is time for another one."""
     shuffle = random.Random(SEED)
     order = list(lanes)
     for name in lanes:
         result.seconds[name], result.wall_seconds[name] = [], []
     gc.collect()
     gc.freeze()  # existing objects are not traversed in a timed step; what a variant leaves behind is its own cost
+    end = time.monotonic() + most_seconds
     try:
-        for step in range(num_rounds):
+        for step in itertools.takewhile(lambda _step: time.monotonic() < end, range(num_rounds)):
             shuffle.shuffle(order)  # no variant always follows the one that empties the caches
             for name in order:
                 times = result.place.time(partial(lanes[name].train_step, batches[step % NUM_BATCHES]))

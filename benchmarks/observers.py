@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -376,32 +375,3 @@ def wandb_settings() -> wandb.Settings:
     import wandb
 
     return wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False)
-
-
-class WandbWatch(Observer):
-    """wandb.watch in a run that is offline, in a folder that is removed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        import wandb
-
-        self.folder = tempfile.TemporaryDirectory()
-        self.run = wandb.init(project="overhead", mode="offline", dir=self.folder.name, settings=wandb_settings())
-        self.model = model
-        self.num_parameters = len(list(model.parameters()))
-        self.step = 0
-        wandb.watch(model, log="all", log_freq=1)
-
-    def begin(self, step: int) -> None:
-        self.step = step
-
-    def end(self) -> int:
-        # What watch has gathered is written when something is logged.
-        self.run.log({"step": self.step})
-        return 2 * self.num_parameters
-
-    def close(self) -> None:
-        import wandb
-
-        wandb.unwatch(self.model)
-        self.run.finish()
-        self.folder.cleanup()

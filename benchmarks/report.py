@@ -37,6 +37,8 @@ from variants import (
     Variant,
 )
 
+FLOOR_TARGET, PEER_TARGET = 1.6, 1 / 8
+"""What the seven statistics may add to a plain step, in what the floor adds, and in what torch-module-monitor adds."""
 IDLE_TARGET = 0.01
 NONFINITE_TARGET = 0.02
 """The largest share of a plain step that the search for non-finite values may add."""
@@ -49,8 +51,6 @@ CALLBACK_TARGET = 1.5
 DEFAULTS_TARGET = 0.005
 """The largest share of the run with the default configuration."""
 DEFAULT_CADENCE = 50
-LAUNCHES_PER_OUTPUT, LAUNCHES_BESIDE = 2, 8 + 8 + 20
-"""Most launches for an output; and for all parameters, for all gradients, and to finish the step."""
 
 Cells = list[str]
 Column = tuple[str, Callable[[Result, Variant], str]]
@@ -94,27 +94,15 @@ HOST_READS: Column = ("host reads", lambda result, variant: str(result.extra(var
 TRANSFERS: Column = ("transfers", _transfers)
 DISPATCHES: Column = ("dispatches", lambda result, variant: str(result.extra(variant.name).dispatches))
 VALUES: Column = ("values", lambda result, variant: str(result.counts[variant.name].values))
-GPU_COLUMNS: tuple[Column, ...] = (
-    ("ms by events", lambda result, variant: milliseconds(result.seconds[variant.name])),
-    ("ms by the clock", lambda result, variant: milliseconds(result.wall_seconds[variant.name])),
-    *RATIOS,
-    HOST_READS,
-    TRANSFERS,
-    ("launches", lambda result, variant: str(result.extra(variant.name).launches)),
-    ("peak MiB", lambda result, variant: f"{result.peak_bytes[variant.name] / 2**20:.0f}"),
-    VALUES,
-)
 
 TRAINER_TABLE = (WORKLOAD, NAME, CPU_TIME, *RATIOS, NOTE)
 LOOP_TABLE = (WORKLOAD, NAME, CPU_TIME, *RATIOS, HOST_READS, TRANSFERS, DISPATCHES, VALUES, NOTE)
-GPU_TABLE = (WORKLOAD, NAME, *GPU_COLUMNS, NOTE)
 
 
 def tables(results: Sequence[Result], variants: Sequence[Variant]) -> dict[str, list[Cells]]:
     """By title: the names of the columns, and a row for each workload and variant."""
     found = {}
-    loop = GPU_TABLE if any(result.place.is_gpu for result in results) else LOOP_TABLE
-    for title, base, columns in (("In Lightning's Trainer", TRAINER, TRAINER_TABLE), ("The engine alone", PLAIN, loop)):
+    for title, base, columns in (("In Lightning's Trainer", TRAINER, TRAINER_TABLE), ("The engine alone", PLAIN, LOOP_TABLE)):
         rows = []
         for result in results:
             measured = [one for one in variants if one.base == base and one.name in result.seconds]
@@ -171,24 +159,19 @@ def share_at_most(result: Result, what: str, figure: Figure, target: float, digi
 def count_checks(result: Result) -> list[str]:
     """What our engine should do in a step, and what it does."""
     extra = result.extra(OURS)
-    checks = [
+    return [
         f"{name} {number}, target {wanted}: {verdict(number == wanted)}"
         for name, number, wanted in (("transfers", extra.transfers, 1), ("host reads", extra.host_reads, 0))
     ]
-    if result.place.is_gpu:
-        most = LAUNCHES_PER_OUTPUT * result.num_outputs + LAUNCHES_BESIDE
-        checks.append(f"launches {extra.launches}, target at most {most}: {verdict(extra.launches <= most)}")
-    return checks
 
 
 def time_checks(result: Result) -> list[str]:
     """What our engine should cost in a plain loop, and what it costs."""
     measured, checks = result.seconds, []
-    own_target = None if result.place.is_gpu else result.workload.target
-    for name, target in ((OURS, own_target), (IDLE, IDLE_TARGET), (NONFINITE, NONFINITE_TARGET)):
+    for name, target in ((OURS, result.workload.target), (IDLE, IDLE_TARGET), (NONFINITE, NONFINITE_TARGET)):
         if name in measured and target is not None:
             checks.append(share_at_most(result, name, partial(Result.added, name=name), target))
-    for unit, target in ((FLOOR, result.place.floor_target), (PEER, result.place.peer_target)):
+    for unit, target in ((FLOOR, FLOOR_TARGET), (PEER, PEER_TARGET)):
         if {OURS, unit} <= measured.keys():
             checks.append(at_most(result, OURS, partial(relation, of=(OURS, PLAIN), to=(unit, PLAIN)), target, f"of {unit}"))
         if {OURS, unit} <= result.own_seconds.keys():
@@ -248,33 +231,26 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def environment(variants: Sequence[Variant], num_steps: int, is_gpu: bool = False) -> str:
+def environment(variants: Sequence[Variant], num_steps: int) -> str:
     """What the figures depend on."""
     packages = {"lightning": any(one.base == TRAINER for one in variants), "numba": numba_kernel.loops() is not None}
     packages |= {one.package.replace("_", "-"): True for one in variants if one.package}
-    packages |= {"triton": is_gpu and importlib.util.find_spec("triton") is not None}
     versions = [f"{name} {version(name)}" for name, is_used in packages.items() if is_used]
-    hardware = [torch.cuda.get_device_name()] if is_gpu else []
-    parts = [f"torch {torch.__version__}", *versions, f"Python {platform.python_version()}", *hardware, processor()]
+    parts = [f"torch {torch.__version__}", *versions, f"Python {platform.python_version()}", processor()]
     parts.append(f"torch threads: {torch.get_num_threads()}")
     return f"{datetime.now(timezone.utc):%Y-%m-%d}; {', '.join(parts)}; {num_steps} steps of each after {WARM_UP_STEPS} to warm up."
 
 
-TIME_NOTES = {
-    False: "in milliseconds of the process's CPU time, the median",
-    True: "in milliseconds between two events on the GPU, and by the clock with a synchronization before and after it, the median",
-}
 NOTES = """\
-A step is a full training step (forward, backward, AdamW), {time}. *To plain* is the median over rounds of a step in relation to the
-plain step of the same round; *quartiles* are those of the same ratios. All variants take one step in each round, in shuffled order.
-Counts are of one monitored step, beyond those of a plain one: *host reads* are single values read on the host
-(`aten._local_scalar_dense`), *dispatches* are torch operations that no other operation called, *transfers* are copies of many values at
-once (those of the peers are not counted), *launches* are kernels launched. Relations to the floor, to a peer or to a forward pass are
-those of medians of differences between steps of the same round. *Its own calls alone* is the CPU time within the calls of a monitor and
-of its hooks, in further rounds; it leaves out any slowdown of the model's own work, and is more precise than the difference of two
-steps. The share of the default configuration is made of such times: those of a monitored step and of 49 others, in 50 plain steps. In
-brackets: the interval that holds 95 of 100 figures when the rounds are drawn anew. *Peak* is the largest memory of a step, with the
-model, the optimizer and the observer of that variant."""
+A step is a full training step (forward, backward, AdamW), in milliseconds of the process's CPU time, the median. *To plain* is the
+median over rounds of a step in relation to the plain step of the same round; *quartiles* are those of the same ratios. All variants
+take one step in each round, in shuffled order. Counts are of one monitored step, beyond those of a plain one: *host reads* are single
+values read on the host (`aten._local_scalar_dense`), *dispatches* are torch operations that no other operation called, *transfers* are
+copies of many values at once (those of the peers are not counted). Relations to the floor, to a peer or to a forward pass are those of
+medians of differences between steps of the same round. *Its own calls alone* is the CPU time within the calls of a monitor and of its
+hooks, in further rounds; it leaves out any slowdown of the model's own work, and is more precise than the difference of two steps. The
+share of the default configuration is made of such times: those of a monitored step and of 49 others, in 50 plain steps. In brackets: the
+interval that holds 95 of 100 figures when the rounds are drawn anew."""
 SECTION = "## "
 
 
@@ -293,10 +269,9 @@ def lines_below(results: Sequence[Result]) -> list[str]:
     return [*map(target_line, results), *(accuracy_line(result) for result in results if result.errors)]
 
 
-def markdown(sections: Mapping[str, str], descriptions: Sequence[str], is_gpu: bool = False) -> str:
+def markdown(sections: Mapping[str, str], descriptions: Sequence[str]) -> str:
     """The whole report, from what was found by configuration."""
-    title = "# What monitoring costs" + (" on a GPU" if is_gpu else "")
-    intro = "\n".join([title, "", *(f"- {one}" for one in descriptions), "", NOTES.format(time=TIME_NOTES[is_gpu])])
+    intro = "\n".join(["# What monitoring costs", "", *(f"- {one}" for one in descriptions), "", NOTES])
     return "\n\n".join([intro, *(f"{SECTION}{title}\n\n{text}" for title, text in sections.items())]) + "\n"
 
 

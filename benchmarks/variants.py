@@ -16,7 +16,7 @@ import observers
 from lanes import Lane, LoopLane, Parts, TrainerLane
 from lightning_module_monitor import Rule
 from lightning_module_monitor.statistics import registry
-from workloads import G1, WORKLOADS, Workload
+from workloads import WORKLOADS, Workload
 
 PLAIN, IDLE, OURS, EAGER, FLOOR, NONFINITE = "plain", "idle", "ours", "ours, eager", "floor", "nonfinite: always"
 REFERENCE, RCC = "reference forward", "reference + RCC"
@@ -24,7 +24,7 @@ UNFUSED, ATTENTION = "attention forward, not fused", "attention"
 FLOW, NOISE, HISTOGRAMS = "gradient flow", "gradient noise", "histograms"
 QUANTILES, FORMATS, PEAKS, OUTLIERS = "quantiles", "formats", "peak to rms", "outlier channels"
 UPDATES, STATES, TO_GRADIENT, TO_PREVIOUS = "updates", "optimizer states", "cosine to gradient", "cosine to previous"
-PEER, PEER_RCC, WANDB = "torch-module-monitor", "torch-module-monitor, RCC", "wandb.watch"
+PEER, PEER_RCC = "torch-module-monitor", "torch-module-monitor, RCC"
 TRAINER, CALLBACK, LOGGED = "Trainer", "callback + store", "callback + store + TensorBoard"
 PEER_IN_TRAINER, PEER_LOGGED = "torch-module-monitor in a Trainer", "torch-module-monitor + TensorBoard"
 WANDB_IN_TRAINER = "wandb.watch in a Trainer"
@@ -48,10 +48,13 @@ class Variant:
     """Import name of the peer that is needed, if any; its distribution has the same name with dashes."""
     workloads: tuple[str, ...] = ALL
     """The workloads on which it is measured."""
-    devices: tuple[str, ...] = ("cpu",)
-    """The types of devices on which it is measured."""
     base: str = PLAIN
     """The variant without a monitor that it is compared with."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the peer that is needed, if any, is there."""
+        return not self.package or importlib.util.find_spec(self.package) is not None
 
 
 def in_loop(
@@ -61,15 +64,14 @@ def in_loop(
     *,
     package: str = "",
     workloads: tuple[str, ...] = ALL,
-    devices: tuple[str, ...] = ("cpu",),
 ) -> Variant:
     """A variant in a plain training loop."""
-    return Variant(name, note, partial(LoopLane, attach), package, workloads, devices)
+    return Variant(name, note, partial(LoopLane, attach), package, workloads)
 
 
-def in_lightning(name: str, note: str, make_parts: Callable[[Path], Parts], package: str = "") -> Variant:
+def in_lightning(name: str, note: str, make_parts: Callable[[Path], Parts], package: str = "", workloads: tuple[str, ...] = ALL) -> Variant:
     """A variant in Lightning's Trainer."""
-    return Variant(name, note, partial(TrainerLane, make_parts), package, base=TRAINER)
+    return Variant(name, note, partial(TrainerLane, make_parts), package, workloads, base=TRAINER)
 
 
 AFTER_UPDATE = (
@@ -80,7 +82,6 @@ AFTER_UPDATE = (
 )
 """Variants that observe what the optimizer has done: name, note and rule."""
 
-BOTH = ("cpu", "cuda")
 VARIANTS = (
     in_lightning(TRAINER, "no monitor, no logger", in_trainer.nothing),
     in_lightning(CALLBACK, "seven statistics at every step, into monitor.h5", in_trainer.callback),
@@ -93,20 +94,14 @@ VARIANTS = (
         in_trainer.wandb_watch,
         "wandb",
     ),
-    in_lightning(DEFAULTS, "default rules at every step, store, TensorBoard", partial(in_trainer.defaults, every_n_steps=1)),
-    in_lightning(DEFAULTS_IDLE, "the same at no step", partial(in_trainer.defaults, every_n_steps=in_trainer.NEVER)),
-    in_loop(PLAIN, "no monitor", lambda _model: observers.Observer(), workloads=(*ALL, G1), devices=BOTH),
-    in_loop(IDLE, "our engine, at steps that are not monitored", partial(observers.Engine, every_n_steps=in_trainer.NEVER), devices=BOTH),
-    in_loop(
-        OURS,
-        "our engine, seven statistics, finished on the host",
-        partial(observers.Engine, every_n_steps=1),
-        workloads=(*ALL, G1),
-        devices=BOTH,
-    ),
-    in_loop(EAGER, "the same with torch's operations alone", observers.EagerEngine, devices=BOTH),
+    in_lightning(DEFAULTS, "default rules at every step, store, TensorBoard", partial(in_trainer.defaults_logged, every_n_steps=1)),
+    in_lightning(DEFAULTS_IDLE, "the same at no step", partial(in_trainer.defaults_logged, every_n_steps=in_trainer.NEVER)),
+    in_loop(PLAIN, "no monitor", lambda _model: observers.Observer()),
+    in_loop(IDLE, "our engine, at steps that are not monitored", partial(observers.Engine, every_n_steps=in_trainer.NEVER)),
+    in_loop(OURS, "our engine, seven statistics, finished on the host", partial(observers.Engine, every_n_steps=1)),
+    in_loop(EAGER, "the same with torch's operations alone", observers.EagerEngine),
     in_loop(NONFINITE, "a search for NaN and infinity at every step", observers.Nonfinite, workloads=("W1", "W2")),
-    in_loop(FLOOR, "one norm of each tensor", observers.Floor, workloads=(*ALL, G1), devices=BOTH),
+    in_loop(FLOOR, "one norm of each tensor", observers.Floor),
     in_loop(REFERENCE, "the forward pass of a reference, alone", observers.ReferenceForward, workloads=FIRST),
     in_loop(RCC, "reference and refined coordinate check, all terms and norms", observers.CoordinateCheck, workloads=FIRST),
     in_loop(UNFUSED, "all attention once more, not fused and without a graph", observers.UnfusedAttention, workloads=FIRST),
@@ -145,37 +140,25 @@ VARIANTS = (
     ),
     in_loop("TorchWatcher, one line", "five statistics of outputs, their gradients, parameters and theirs", observers.OneLine),
     in_loop(PEER_RCC, "its refined coordinate check", observers.PeerCheck, package="torch_module_monitor", workloads=FIRST),
-    in_loop(
-        PEER, "the same seven statistics", observers.TorchModuleMonitor, package="torch_module_monitor", workloads=(*ALL, G1), devices=BOTH
-    ),
-    in_loop(
-        WANDB,
-        "only histograms, of parameters and gradients; its writer process is not counted",
-        observers.WandbWatch,
-        package="wandb",
-        workloads=(*ALL, G1),
-        devices=("cuda",),  # one process has one run of wandb, which on a CPU is the Trainer's
-    ),
+    in_loop(PEER, "the same seven statistics", observers.TorchModuleMonitor, package="torch_module_monitor"),
 )
 
 
-def choose_variants(device: str, skip_peers: bool, only: Sequence[str] | None = None) -> list[Variant]:
+def choose_variants(skip_peers: bool, only: Sequence[str] | None = None) -> list[Variant]:
     """The variants that can be measured here; prints which cannot, and why.
 
     Args:
-        device: Type of the device.
         skip_peers: Whether to leave the peers out.
         only: Names of variants; those that they are compared with are added.
     """
-    here = [variant for variant in VARIANTS if device in variant.devices]
-    names = {one.name for one in here} if only is None else {PLAIN, *only, *(one.base for one in here if one.name in only)}
+    names = {one.name for one in VARIANTS} if only is None else {PLAIN, *only, *(one.base for one in VARIANTS if one.name in only)}
     chosen = []
-    for variant in here:
+    for variant in VARIANTS:
         if variant.name not in names:
             continue
         if variant.package and skip_peers:
             print(f"{variant.name} is skipped: --skip-peers was given.")
-        elif variant.package and importlib.util.find_spec(variant.package) is None:
+        elif not variant.is_installed:
             print(f"{variant.name} is skipped: it is not installed; pip install {variant.package.replace('_', '-')}")
         else:
             chosen.append(variant)

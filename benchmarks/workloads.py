@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -157,41 +157,19 @@ WORKLOADS = {
 }
 
 
-@dataclass(frozen=True)
-class Size:
-    """A GPT for a GPU."""
-
-    name: str
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int = 32_768
-    context: int = 1024
-    batch: int = 4
-
-    def bytes_needed(self, num_models: int) -> int:
-        """An estimate of the memory for so many models, of which one takes a step at a time, all in bfloat16."""
-        parameters = 12 * self.layers * self.width**2 + 2 * self.vocabulary * self.width
-        # Between steps: the weights and the two moments of AdamW. In a step: gradients, and the optimizer's temporary tensors.
-        kept, in_step = 6 * parameters * num_models, 8 * parameters
-        # The backward pass needs about 34 bytes per token and unit of width in a block, and the logits also in float32.
-        activations = self.batch * self.context * (34 * self.layers * self.width + 10 * self.vocabulary)
-        return kept + in_step + activations
-
-
-G1 = "G1"
-SIZES = (Size("1.3B", 24, 2048, 16), Size("350M", 24, 1024, 16), Size("125M", 12, 768, 12), Size("35M", 8, 512, 8, batch=1))
-"""From the largest to the smallest."""
-
-
-def gpt_that_fits(num_bytes: int, num_models: int, sizes: Sequence[Size] = SIZES) -> Workload:
-    """The largest GPT of which so many models fit into the memory; the smallest one where none fits."""
-    size = next((one for one in sizes if one.bytes_needed(num_models) <= num_bytes), sizes[-1])
-    description = f"GPT, {size.name} parameters, {size.layers} layers, width {size.width}, bfloat16, flash attention"
-    return Workload(
-        G1,
-        f"{description}, batch {size.batch} x {size.context} tokens",
-        partial(GPT, size.vocabulary, size.context, size.layers, size.width, size.heads),
-        partial(text_batch, size.vocabulary, size.batch, size.context),
-        precision=BFLOAT16,
-    )
+GPT_100M = Workload(
+    "GPT",
+    "GPT, 98M parameters, 12 layers, width 768, vocabulary 8192, batch 8 x 1024 tokens, bf16-mixed",
+    partial(GPT, 8192, 1024, 12, 768, 12),
+    partial(text_batch, 8192, 8, 1024),
+    precision=MIXED,
+)
+"""For a GPU."""
+GPT_1M = Workload(
+    "GPT",
+    "GPT, 1.1M parameters, 2 layers, width 192, vocabulary 512, batch 4 x 64 tokens, bf16-mixed",
+    partial(GPT, 512, 64, 2, 192, 4),
+    partial(text_batch, 512, 4, 64),
+    precision=MIXED,
+)
+"""In its place where there is no GPU."""

@@ -8,19 +8,16 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from helpers.benchmarks import BENCHMARKS, Import, tiny_workload, variant
 from helpers.lightning_package import Callback, LightningModule, Trainer
 
 from lightning_module_monitor import load_store
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OVERHEAD = BENCHMARKS / "overhead.py"
-Import = Callable[[str], ModuleType]
 
 
 @pytest.fixture
@@ -28,17 +25,6 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Import:
     """Imports a module of the benchmarks by its name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
-
-
-def tiny_workload(module: Import) -> object:
-    """Two layers of width 8."""
-    workloads = module("workloads")
-    return workloads.Workload("W2", "", lambda: workloads.make_mlp(2, 8), lambda: (torch.randn(4, 8), torch.zeros(4).long()), 0.0)
-
-
-def variant(module: Import, name: str) -> object:
-    """The first variant of that name."""
-    return next(one for one in module("variants").VARIANTS if one.name == name)
 
 
 def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
@@ -147,8 +133,8 @@ def test_a_target_is_judged_by_differences_within_a_round(module: Import) -> Non
     assert "ours 2.00 (1.00 to 3.00) of floor" in report.target_line(noisy)
     noisy.seconds["floor"] = [one + 7.0 for one in slow]
     assert "ours -2.00 (-3.00 to -1.00) of floor, target at most 1.6: NOT RESOLVED" in report.target_line(noisy)
-    assert [one.name for one in variants.choose_variants("cpu", skip_peers=True, only=["floor"])] == ["plain", "floor"]
-    in_trainer = variants.choose_variants("cpu", skip_peers=True, only=["callback + store"])
+    assert [one.name for one in variants.choose_variants(skip_peers=True, only=["floor"])] == ["plain", "floor"]
+    in_trainer = variants.choose_variants(skip_peers=True, only=["callback + store"])
     assert [one.name for one in in_trainer] == ["Trainer", "callback + store", "plain"], "without what it is compared with"
 
 
@@ -258,127 +244,6 @@ def test_own_calls_of_a_callback_are_timed_and_its_error_arrives(module: Import,
         lane.train_step(batch)
     lane.close()
     assert not lane.thread.is_alive()
-
-
-class FakeEvent:
-    """A CUDA event that asks the clock."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return 1000 * (end.seconds - self.seconds)
-
-
-def test_a_gpu_is_measured_by_events_launches_and_memory(module: Import, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a GPU runs, on a CPU whose events are a clock's: G1 with floor, ours and plain, in bfloat16, one transfer."""
-    gpu, measuring, report, workloads = (module(name) for name in ("gpu", "measuring", "report", "workloads"))
-    held = iter(range(0, 1000 * 2**20, 2**20))
-    fake = SimpleNamespace(
-        Event=FakeEvent,
-        synchronize=lambda: None,
-        memory_allocated=lambda: next(held),
-        max_memory_allocated=lambda: 100 * 2**20,
-        reset_peak_memory_stats=lambda: None,
-        empty_cache=lambda: None,
-        mem_get_info=lambda: (1000, 2000),
-    )
-    monkeypatch.setattr(gpu, "cuda", fake)
-    place = gpu.Gpu(torch.device("cpu"))
-    assert place.free_bytes() == 900
-    sizes = (workloads.Size("tiny", 1, 8, 2, 16, 4, 2),)
-    variants = module("variants").choose_variants("cuda", skip_peers=True)
-    assert [one.name for one in variants] == ["plain", "idle", "ours", "ours, eager", "floor"]
-    result = measuring.measure(workloads.gpt_that_fits(place.free_bytes(), 3, sizes), variants, 2, "32-true", place)
-    (title, (header, *rows)), *none = report.tables([result], variants).items()
-    assert (title, none) == ("The engine alone", [])
-    table = [dict(zip(header, cells, strict=True)) for cells in rows]
-    assert [(row["workload"], row["variant"], row["peak MiB"]) for row in table] == [
-        ("G1", "plain", "100"),
-        ("G1", "ours", "99"),
-        ("G1", "floor", "98"),
-    ]
-    # 16 modules, and 17 parameters with a gradient each; the attention's own function is no module.
-    assert (result.num_outputs, table[1]["values"], table[2]["values"]) == (16, str(7 * 50), str(50))
-    assert [(row["transfers"], row["host reads"], row["launches"]) for row in table[1:]] == [("1", "0", "0")] * 2
-    assert all(
-        0 < seconds <= wall
-        for name in ("plain", "ours")
-        for seconds, wall in zip(result.seconds[name], result.wall_seconds[name], strict=True)
-    )
-    assert "launches 0, target at most 68: met" in report.target_line(result)
-    assert "of floor, target at most 1.5" in report.target_line(result)
-    assert not result.own_seconds
-
-
-def test_launches_are_counted_by_the_names_of_the_driver_calls(module: Import, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of torch's own kernels and those of Triton's; kernels and copies themselves are not launches."""
-    measuring, lane = module("measuring"), variant(module, "plain").start(tiny_workload(module), "32-true", torch.device("cpu"))
-    names = [
-        "cudaLaunchKernel",
-        "cudaLaunchKernelExC",
-        "cuLaunchKernel",
-        "cuLaunchKernelEx",
-        "cudaMemcpyAsync",
-        "vectorized_kernel",
-        "aten::add",
-    ]
-
-    class FakeProfile:
-        def __init__(self, activities: list[object]) -> None:
-            assert len(activities) == 2, "without what the GPU does"
-
-        def __enter__(self) -> FakeProfile:
-            return self
-
-        def __exit__(self, *_error: object) -> None:
-            """Nothing was started."""
-
-        def events(self) -> list[SimpleNamespace]:
-            return [SimpleNamespace(name=name, cpu_parent=None) for name in names]
-
-    monkeypatch.setattr(measuring, "profile", FakeProfile)
-    batch = module("lanes").make_batches(tiny_workload(module))[0]
-    assert measuring.count(lane, batch, torch.device("cuda")).launches == 4
-
-
-def test_the_largest_gpt_that_fits_is_taken(module: Import) -> None:
-    """1.3 thousand million parameters on a GPU of 80 GB, fewer on a smaller one; the estimate is more than weights and optimizer."""
-    workloads = module("workloads")
-    gib = 2**30
-    names = [workloads.gpt_that_fits(num * gib, num_models=5).description.split(",")[1].strip() for num in (70, 22, 10, 1)]
-    assert names == ["1.3B parameters", "350M parameters", "125M parameters", "35M parameters"]
-    size = workloads.SIZES[0]
-    with torch.device("meta"):
-        model = workloads.gpt_that_fits(70 * gib, num_models=5).make_model()
-    num_parameters = sum(one.numel() for one in model.parameters())
-    assert 1.25e9 < num_parameters < 1.4e9
-    assert size.bytes_needed(5) - size.bytes_needed(4) == pytest.approx(6 * num_parameters, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--device", "cuda"], "needs a GPU"),
-        (["--workloads", "G1"], "too large for a CPU"),
-        (["--variants", "wandb.watch"], "'wandb.watch' is not measured with --device cpu"),
-    ],
-)
-def test_what_is_not_there_ends_with_one_line(
-    options: list[str], reason: str, module: Import, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Status 2 and one line, before anything is measured or written."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        module("overhead").main(options)
-    assert ended.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert reason in captured.err
-    assert captured.err.count("\n") == 1
 
 
 def test_scaling_measures_every_part_that_it_is_asked_for(tmp_path: Path) -> None:
