@@ -1106,6 +1106,10 @@ def reference_in_half_precision(folder: Path) -> dict[str, Any]:
     return fit(folder, Laid(sharded_in_half_precision), callback, even_data(RANK, WORLD), **options)
 
 
+SPECTRA = Rule(kinds="parameter", statistics=["spectral_norm", "stable_rank", "effective_rank"], gather=True, every_n_steps=[0, 1])
+"""Statistics of singular values, of matrices that are assembled."""
+
+
 def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> Callable[[Path], dict[str, Any]]:
     """All kinds that there are, with functions of whole parameters in steps 0 and 1; in tensor parallel training no reference runs."""
 
@@ -1116,6 +1120,7 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"], per_module="_root_"),
             Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
+            dataclasses.replace(SPECTRA, kinds=["parameter", "gradient", "update", "parameter_difference"]),
             # Of this one nothing else: of a part there is then no mean that would tell it from another.
             Rule(kinds="activation", statistics="hist", sites="network.squash"),
             Rule(kinds="activation_gradient", functions={"positive": num_positive}, aggregate="sum", sites="network.squash"),
@@ -1123,6 +1128,7 @@ def laid(lay: Callable[[nn.Module, DeviceMesh], None], tensor_parallel: int) -> 
         if tensor_parallel > 1:
             rules[0] = dataclasses.replace(rules[0], statistics=OF_PARTS)
         if tensor_parallel == 1:  # the reference is laid out as the model, and runs
+            rules.append(Rule(kinds="activation", statistics=["effective_rank", "centered_stable_rank"], exclude="network.squash"))
             rules.append(Rule(kinds="activation_difference", statistics=["norm", "ratio", "cosine"], exclude="network.squash"))
         callback = ModuleMonitorCallback(
             every_n_steps=1,
@@ -1282,6 +1288,7 @@ def flat(way: str, precision: str = "32-true", training: dict[str, Any] | None =
             Rule(kinds=kinds, functions={"product": second_to_last}, every_n_steps=[0, 1]),
             Rule(kinds="parameter_difference", statistics=["norm", "ratio", "cosine"]),
             Rule(kinds="parameter_difference", functions={"largest": largest_difference}, every_n_steps=[0, 1]),
+            dataclasses.replace(SPECTRA, kinds=[*kinds, "parameter_difference"]),
         ]
         is_running = precision == "32-true" and options.get("use_orig_params", True)
         if is_running:

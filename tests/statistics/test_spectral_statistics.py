@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.lightning_package import Callback, LightningModule, Trainer
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import STATISTICS, ModuleMonitor, ModuleMonitorCallback, Rule, load_store
+from lightning_module_monitor.distributed.reduce import sum_rows
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.statistics.spectral_statistics import LARGEST_VALUES, SPECTRAL_STATISTICS
 from lightning_module_monitor.statistics.stream import Output, Stream
@@ -247,7 +249,22 @@ def test_ranks_together_are_as_one() -> None:
     for first, second in meeting.run(work):
         assert first == pytest.approx(expected, rel=1e-9)
         assert second == []
-    assert sorted(meeting.calls) == ["gather", "max", "max", "sum", "sum", "sum"]
+    assert sorted(meeting.calls) == ["max", "max", "max", "sum", "sum", "sum"]
+
+
+def test_rows_of_ranks() -> None:
+    """Rows that some ranks have are those of all; of rows that differ in length there is no sum."""
+
+    def work(rank: ThreadRank) -> dict[str, list[float]]:
+        rows = [{"both": [1.0, 2.0], "one": [3.0], "other": [1.0, 1.0]}, {"both": [10.0, 20.0], "other": [1.0]}][rank.index]
+        found = sum_rows(["both", "one", "none", "other"], {name: np.array(row) for name, row in rows.items()}, rank)
+        return {name: row.tolist() for name, row in found.items()}
+
+    meeting: Meeting[dict[str, list[float]]] = Meeting(2)
+    for found in meeting.run(work):
+        assert found.pop("other") == pytest.approx([math.nan, math.nan], nan_ok=True)
+        assert found == {"both": [11.0, 22.0], "one": [3.0]}
+    assert meeting.calls == ["max", "sum"]
 
 
 @pytest.mark.parametrize(

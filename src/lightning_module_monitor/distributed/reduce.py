@@ -220,25 +220,27 @@ def _parted(joined: Tensor, like: Numbers, fields: Sequence[str]) -> dict[str, A
     return {name: piece.reshape(array.shape) for name, piece, array in zip(fields, pieces, shaped, strict=True)}
 
 
-def sum_rows(rows: Mapping[_Name, Array], ranks: Ranks) -> dict[_Name, Array]:
-    """Add the rows of numbers of all ranks, by two collectives.
+def sum_rows(names: Sequence[_Name], rows: Mapping[_Name, Array], ranks: Ranks) -> dict[_Name, Array]:
+    """Add rows of numbers of all ranks, by two collectives.
 
     Args:
-        rows: By name, which other ranks may have or not.
+        names: The same on every rank.
+        rows: By name; a rank may have some of them.
         ranks: Every rank makes this call.
 
     Returns:
-        The sums, of all names; NaN where rows differ in length.
+        The sums; NaN where rows differ in length.
     """
-    lengths: dict[_Name, set[int]] = {}
-    for of_rank in ranks.gather({name: row.size for name, row in rows.items()}):
-        for name, length in of_rank.items():
-            lengths.setdefault(name, set()).add(length)
-    zeros = {name: np.zeros(max(several)) for name, several in lengths.items()}
-    own = [rows[name] if name in rows and len(lengths[name]) == 1 else row for name, row in zeros.items()]
-    total = ranks.all_reduce(torch.from_numpy(np.concatenate([np.empty(0), *own])), "sum").numpy()
-    sums = np.split(total, np.cumsum([row.size for row in own])[:-1])
-    return {name: row if len(lengths[name]) == 1 else np.full_like(row, np.nan) for name, row in zip(zeros, sums, strict=True)}
+    lengths = np.array([rows[name].size if name in rows else -np.inf for name in names])
+    reduced = ranks.all_reduce(torch.from_numpy(np.concatenate([lengths, np.where(lengths > 0, -lengths, -np.inf)])), "max")
+    longest, minus_shortest = reduced.view(2, -1).tolist()
+    sums: dict[_Name, Array] = {}
+    for name, length, minus_least in zip(names, longest, minus_shortest, strict=True):
+        if length > 0:
+            own = np.full(int(length), 0.0 if length == -minus_least else np.nan)
+            sums[name] = rows[name] if name in rows and length == -minus_least else own
+    total = ranks.all_reduce(torch.from_numpy(np.concatenate([np.empty(0), *sums.values()])), "sum").numpy()
+    return dict(zip(sums, np.split(total, np.cumsum([row.size for row in sums.values()])[:-1]), strict=True))
 
 
 def compute_over_ranks(metric: Metric, ranks: Ranks) -> object:

@@ -419,7 +419,8 @@ class StepAccumulator:
                 continue  # it is in `observed.final`
             values |= {part: float(result) for part, result in self._parts(stream, name, compute).items()}
         if of_spectra:
-            rows = observed.spectra if ranks is None else sum_rows(observed.spectra, ranks)
+            sources = dict.fromkeys((stream.identity, statistic.source(stream.kind)) for stream, _name, statistic in of_spectra)
+            rows = observed.spectra if ranks is None else sum_rows([*sources], observed.spectra, ranks)
             values |= finished(of_spectra, rows)
         return values
 
