@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -291,6 +292,31 @@ def test_a_wrong_rule(options: dict[str, Any], message: str) -> None:
     """It is refused with what would be right."""
     with pytest.raises(ConfigError, match=message):
         ModuleMonitor(rules=[Rule(**options)]).set_module(nn.Linear(2, 2))
+
+
+def test_a_matrix_that_is_laid_out_over_ranks() -> None:
+    """Such a rule is refused before anything runs, unless it is to be assembled; so are features of which a rank may have parts."""
+    layer = nn.Linear(2, 2)
+    layer.weight._fsdp_flattened = True  # type: ignore[assignment]  # FSDP's own mark
+    rule = Rule(kinds=["gradient", "update"], statistics=["norm", "stable_rank"], sites="weight")
+    message = "statistics 'stable_rank': 'weight' is laid out over ranks .*; gather: true assembles it"
+    with pytest.raises(ConfigError, match=message):
+        ModuleMonitor(rules=rule).set_module(layer)
+    ModuleMonitor(rules=dataclasses.replace(rule, gather=True)).set_module(layer)
+    ModuleMonitor(rules=dataclasses.replace(rule, sites="bias")).set_module(layer)
+
+
+def test_a_dry_run_has_the_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In multiplications, beside the forward pass of the same weights."""
+    rules = [Rule(kinds="gradient", types="Linear", sites="head.weight", statistics=OF_MATRICES), RULES[2]]
+    run(tmp_path, [ModuleMonitorCallback(1, rules=rules, dry_run=True, store=False)])
+    # Three steps of 3 x 8 elements, with the matrix and its transpose, and 3 x 11 numbers of known directions; then nine products of eight,
+    # and eigenvalues.
+    number = 3 * (2 * 24 + 3 * 11) + 9 * (8 + 4 * 3)
+    forward = f"as a forward pass of {round(number / 48)} samples or tokens"
+    text = capsys.readouterr().out
+    assert f"  singular values of 2 tensors: {number:.2g} multiplications, {forward}\n" in text
+    assert "  all singular values of the features of grouped, norm, head: for each sample or token" in text
 
 
 def test_names_of_values() -> None:

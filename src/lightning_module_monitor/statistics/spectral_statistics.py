@@ -16,7 +16,7 @@ from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.statistics import effective_rank as ranks
 from lightning_module_monitor.statistics.effective_rank import MAX_FEATURES, singular_values
 from lightning_module_monitor.statistics.functions import Value
-from lightning_module_monitor.statistics.spectra import Spectra, spectra
+from lightning_module_monitor.statistics.spectra import NUM_STEPS, Spectra, spectra
 
 MAX_VALUES = 8
 """Limit of the singular values that are recorded."""
@@ -73,6 +73,15 @@ class Spectrum:
             (round(numbers[0]), numbers[1 : 1 + num_features], numbers[1 + num_features :].reshape(num_features, num_features))
             for numbers in self._numbers
         ]
+
+
+def num_products(shape: Sequence[int], source: Source) -> int:
+    """About how many multiplications a source takes, of matrices of shape ``(groups, rows, columns)``."""
+    groups, smaller, larger = shape[0], min(shape[1:]), max(shape[1:])
+    if source is Source.ALL:
+        return groups * smaller**2 * (larger + 4 * smaller)  # products, and eigenvalues
+    steps = min(smaller, NUM_STEPS)
+    return groups * steps * (2 * smaller * larger + steps * (smaller + larger))  # with the matrix, and with known directions
 
 
 def row_of(matrices: Sequence[Array]) -> Array:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+import torch
+from torch.nn.parameter import is_lazy
+
 from lightning_module_monitor.config.health_options import ParsedHealth
 from lightning_module_monitor.config.rules import ParsedRule, as_tuple
 from lightning_module_monitor.config.schedule import ParsedSchedule
@@ -22,6 +25,8 @@ from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.totals import of_modules
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.probes.gradient_noise import VALUES as NOISE_VALUES
+from lightning_module_monitor.probes.parameters import matrices_of
+from lightning_module_monitor.statistics.spectral_statistics import num_products
 from lightning_module_monitor.statistics.stream import Stream
 from lightning_module_monitor.suggestions import these_match
 from lightning_module_monitor.trainer.options import Options
@@ -84,6 +89,7 @@ def dry_run_text(planner: Planner, schedule: ParsedSchedule, max_steps: int, key
     lines = [
         *_recorded(plan),
         *_memory(plan),
+        *_singular_values(plan),
         *_waiting(plan),
         f"{_keys_in_words([*keys, *histograms])}; a table of {in_bytes(table)} to copy to the host, once",
         size,
@@ -124,6 +130,28 @@ def _memory(plan: Plan) -> Iterator[str]:
     kept = sum(size for size, stream in updates if "previous" in stream.compared_with)
     if kept:
         yield f"the last update for cosine_to_previous, in the dtype of the parameters: {in_bytes(kept)} from step to step"
+
+
+def _singular_values(plan: Plan) -> Iterator[str]:
+    """The multiplications that singular values take."""
+    of_sources = [
+        (matrices_of(parameter.site, torch.empty(tensor.shape, device="meta")), source)
+        for parameter in plan.parameters
+        if (tensor := parameter.site.tensor()) is not None and not is_lazy(tensor)
+        for stream in parameter.streams.values()
+        for source in stream.sources
+    ]
+    if of_sources:
+        number = sum(num_products(matrices.shape, source) for matrices, source in of_sources)
+        num_rows = number / max(1, sum(matrices.numel() for matrices, _source in of_sources))
+        forward = counted(round(num_rows), "sample or token", "samples or tokens")
+        yield f"singular values of {counted(len(of_sources), 'tensor')}: {number:.2g} multiplications, as a forward pass of {forward}"
+    modules = [watched.site.name for watched in plan.modules if any(stream.sources for stream in watched.all_streams())]
+    if modules:
+        yield (
+            f"all singular values of the features of {shortened(modules)}: for each sample or token as many multiplications as in a square "
+            "layer, and on the host 0.1 s for 1,024 features, 5 s for 4,096"
+        )
 
 
 def _waiting(plan: Plan) -> Iterator[str]:
