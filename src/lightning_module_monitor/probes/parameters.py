@@ -215,7 +215,8 @@ class ParameterTap(Probe):
             for target, parameter in () if self.reference is None else read:
                 with self._failing({DIFFERENCE}, target, parameter):
                     self._compare(target, parameter, differences)
-            self._accumulator.observe_matrices(differences)
+            if differences:
+                self._accumulator.observe_matrices(differences)
             for target, parameter in read:
                 if UPDATE in target.streams or (UPDATE, target.site.name) in self._captured:
                     with self._failing({UPDATE}, target, parameter):
@@ -309,13 +310,15 @@ class ParameterTap(Probe):
                 self._accumulator.measure_all(self._own(measured), scale=scale)
         matrices: dict[Stream, Difference] = {}
         for target, tensor in read:
-            stream = target.streams.get(kind)
+            stream = target.streams[kind] if kind in target.streams else None  # noqa: SIM401  # `get` would be a call for each tensor
+            is_captured = (kind, target.site.name) in self._captured
+            if not is_captured and (stream is None or not (stream.functions or stream.sources)):
+                continue
             is_laid_out = is_sharded(tensor) or target.site.name in self.flat
             if stream is not None and stream.sources and tensor.is_floating_point() and not is_laid_out:
                 with self._failing({kind}, target, tensor):
                     matrices[stream] = Difference(matrices_of(target.site, divided_by_scale(tensor, scale)))
-            has_use = stream is not None and (stream.functions or (stream.sources and is_laid_out))
-            if has_use or (kind, target.site.name) in self._captured:
+            if is_captured or is_laid_out or (stream is not None and stream.functions):
                 name = name_of(kind, target.site.name)
                 use = functools.partial(self._use_whole, kind, target, is_laid_out=is_laid_out)
                 with failing_alone(functools.partial(self.tools.report_not_captured, name)):
