@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_module_monitor.kernels.elements import own_elements, plain
+from lightning_module_monitor.kernels.moments import Array
 from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.model.unchanged import full_precision, unchanged_random_states
 
@@ -84,31 +86,72 @@ _NAMES: dict[str, Any] = {"__name__": __name__}
 """Global names of the calls, where Python keeps which warnings were shown: once each by default."""
 
 
+Finish = Callable[[Sequence[Array]], Sequence[float]]
+"""Makes a number of each of several arrays on the host, in float64. It does not fail."""
+
+
+class Unfinished(NamedTuple):
+    """A result that becomes a number on the host, where it arrives with everything else."""
+
+    numbers: Tensor
+    """A small tensor: real, of any shape, on any device."""
+    finish: Finish
+    """Is called once for the numbers of all results that have it."""
+
+
 @dataclass
 class Results:
     """The results of one output within a step, still on their devices."""
 
     aggregate: Aggregate
     values: list[Tensor] = field(default_factory=list)
-    """Scalars in float64, if the device has it; for an aggregate function of the user, the results as flat tensors."""
+    """Scalars in float64, if the device has it, or unfinished numbers; for an aggregate function of the user the results, flat."""
     weights: list[float] = field(default_factory=list)
-    """The weight of each scalar."""
+    """The weight of each scalar, and of each unfinished result."""
+    unfinished: dict[int, Finish] = field(default_factory=dict)
+    """What finishes values, by their index."""
 
     def add(self, result: object, num_elements: int) -> None:
-        """Keep a result, a real tensor of any shape or a number.
+        """Keep a result: a real tensor of any shape, a number, or one that is unfinished.
 
         A scalar weighs ``num_elements``, from which it was computed, a tensor as many elements as it has.
 
         Raises:
-            TypeError: If it is neither.
+            TypeError: If it is none of these.
             ValueError: If it is a tensor without elements of its own.
         """
+        if isinstance(result, Unfinished):
+            self.unfinished[len(self.values)] = result.finish
+            self.values.append(result.numbers)
+            self.weights.append(num_elements)
+            return
         tensor = as_tensor(result)
         if isinstance(self.aggregate, str):
             self.values.append(joined(tensor, self.aggregate))
             self.weights.append(num_elements if tensor.dim() == 0 else tensor.numel())
         else:
             self.values.append(tensor.reshape(-1))
+
+
+def finished_results(results: Mapping[str, Results], arrived: Iterator[Array]) -> dict[str, list[float]]:
+    """The numbers of results that are joined by the name of an aggregate, by key, in the order of their values.
+
+    Args:
+        results: The results by key.
+        arrived: The values of all results on the host, one after the other.
+    """
+    numbers: dict[str, list[float]] = {}
+    unfinished: defaultdict[Finish, list[tuple[str, int, Array]]] = defaultdict(list)
+    for key, result in results.items():
+        arrays = [next(arrived) for _value in result.values]
+        numbers[key] = [0.0 if index in result.unfinished else float(array) for index, array in enumerate(arrays)]
+        for index, finish in result.unfinished.items():
+            unfinished[finish].append((key, index, arrays[index]))
+    for finish, entries in unfinished.items():
+        made = finish([array for _key, _index, array in entries])
+        for (key, index, _array), number in zip(entries, made, strict=True):
+            numbers[key][index] = number
+    return numbers
 
 
 def as_tensor(result: object) -> Tensor:

@@ -230,8 +230,8 @@ class Spectra(NamedTuple):
     """The largest singular values from the largest on, shape ``(matrices, values)``. One that has not converged (``CONVERGED``) or
     does not exist is ``UNDEFINED``."""
     residuals: Array
-    """How far each value is from a singular value of the matrix at most, but for rounding errors, also where it has not converged; shape
-    ``(matrices, values)``."""
+    """How far each value is from a singular value of the matrix at most, but for rounding errors (``ROUNDING``), also where it has not
+    converged; shape ``(matrices, values)``."""
 
 
 def spectra(numbers: Array, num_values: int = 5) -> Spectra:
@@ -247,8 +247,8 @@ def spectra(numbers: Array, num_values: int = 5) -> Spectra:
     """
     small, scales, frobenius = _small(numbers)
     directions, values, _right = np.linalg.svd(small)
-    residuals = numbers[:, -1:] * np.abs(directions[:, -1]) if values.size else values
     with np.errstate(all="ignore"):
+        residuals = numbers[:, -1:] * np.abs(directions[:, -1]) if values.size else values
         norms = values.max(1, initial=0.0)
         stable_ranks = np.where(norms == 0, UNDEFINED, np.maximum(frobenius / norms, 1.0) ** 2)
         has_converged = np.logical_and.accumulate(residuals <= CONVERGED * norms[:, np.newaxis], axis=1)

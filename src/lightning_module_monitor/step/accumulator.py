@@ -32,6 +32,7 @@ from lightning_module_monitor.statistics.functions import (
     as_tensor,
     called_at,
     compute_and_reset,
+    finished_results,
     joined,
     metric_of,
     parts_of,
@@ -239,7 +240,7 @@ class StepAccumulator:
                 self._fail(stream, name, in_words(tensors[0]), error)
 
     def add_result(self, stream: Stream, name: str, result: object, num_elements: int) -> None:
-        """Take a result of a function or a value: a real tensor of any shape or a number, computed from so many elements.
+        """Take a result of a function or a value: a real tensor, a number or an unfinished result, computed from so many elements.
 
         Raises:
             TypeError: If it is neither tensor nor number.
@@ -376,8 +377,7 @@ class StepAccumulator:
             is_alive=is_alive,
             spectra=self._spectra.rows(arrived),
             results={
-                key: (str(result.aggregate), [float(next(arrived)) for _value in result.values], result.weights)
-                for key, result in named.items()
+                key: (str(named[key].aggregate), numbers, named[key].weights) for key, numbers in finished_results(named, arrived).items()
             },
             final={key: float(next(arrived)) for key in final},
             whole_results={key: (how, torch.from_numpy(next(arrived)).to(result.dtype)) for key, (how, result) in whole.items()},
