@@ -94,7 +94,7 @@ def singular_values(products: Array, totals: Array | None = None, num_rows: int 
         From the largest on, float64, shape ``(features,)``. Rounding errors are zero. All are NaN if a sum is not finite, as with an
         element that is not, or with one in float64 whose square overflows.
     """
-    with np.errstate(invalid="ignore"):  # of infinite sums
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
         scatter = products if totals is None else products - np.outer(totals, totals) / max(num_rows, 1)
     if not np.isfinite(scatter).all():
         return np.full(len(products), np.nan)
