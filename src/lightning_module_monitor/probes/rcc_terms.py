@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +32,6 @@ from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_ba
 from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
 from lightning_module_monitor.model.unchanged import full_precision
 from lightning_module_monitor.probes.base import Probe, StepTools, WatchedModule, failing_alone
-from lightning_module_monitor.probes.operator_norms import operator_norms
 from lightning_module_monitor.probes.rcc_layers import (
     ALIGNMENT,
     EFFECTIVE,
@@ -49,9 +49,10 @@ from lightning_module_monitor.probes.rcc_layers import (
 )
 from lightning_module_monitor.probes.reference import ReferenceProbe
 from lightning_module_monitor.record import NumbersOfStep
-from lightning_module_monitor.statistics.functions import Value
+from lightning_module_monitor.statistics.functions import Unfinished, Value
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.registry import Statistic
+from lightning_module_monitor.statistics.spectra import bidiagonals, spectral_norms
 from lightning_module_monitor.statistics.stream import BASE, OWN, Stream
 
 _NORM_OF_ALIGNMENT = {"effective": "update", "propagating": "reference"}
@@ -250,7 +251,41 @@ class CoordinateCheckProbe(Probe):
                 norms_by_name = {"update": operator_norms(updates), "reference": known}
             for (layer, stream), (name, norms) in itertools.product(group, norms_by_name.items()):
                 if name in stream.outputs and layer.site in norms:
-                    self._accumulator.add_result(stream, name, norms[layer.site], 1)
+                    self._accumulator.add_result(stream, name, Unfinished(norms[layer.site], finished_norms), 1)
+
+
+def operator_norms(weights: Mapping[str, Difference]) -> dict[str, Tensor]:
+    """Numbers of the largest singular values of weights or of differences of weights, without a host read.
+
+    Args:
+        weights: By site: matrices, shape ``(groups, rows, columns)``, or a diagonal, shape ``(features,)``.
+
+    Returns:
+        By site what :func:`finished_norms` makes the largest singular value of.
+    """
+    diagonals = {site: weight.computed() for site, weight in weights.items() if weight.tensor.dim() == 1}
+    numbers: dict[str, Tensor] = dict.fromkeys(weights, torch.zeros((), device="cpu"))  # of an empty weight
+    numbers.update({site: torch.linalg.vector_norm(each, ord=torch.inf) for site, each in diagonals.items() if each.numel()})
+    for sites, of_matrices in bidiagonals({site: weight for site, weight in weights.items() if site not in diagonals}):
+        num_matrices = Counter(sites)
+        numbers.update(zip(num_matrices, of_matrices.split([*num_matrices.values()]), strict=True))
+    return numbers
+
+
+def finished_norms(numbers: Sequence[Array]) -> list[float]:
+    """The largest singular values of the matrices of sites, within ``TOLERANCE`` of the module ``spectra``."""
+    norms = np.zeros(len(numbers))
+    alike: defaultdict[int, list[int]] = defaultdict(list)
+    for index, of_site in enumerate(numbers):
+        if of_site.ndim:
+            alike[of_site.shape[1]].append(index)
+        else:
+            norms[index] = of_site
+    for indices in alike.values():
+        parts = [numbers[index] for index in indices]
+        firsts = np.cumsum([0, *map(len, parts[:-1])])
+        norms[indices] = np.maximum.reduceat(spectral_norms(np.concatenate(parts)), firsts)
+    return [*map(float, norms)]
 
 
 class CallTensors(NamedTuple):

@@ -85,7 +85,7 @@ class Reference:
         self._owners = {original: owners.get(without_wrappers(name)) for name, original in originals}
         self.is_running = False
         self.operator_norms: dict[str, Tensor] = {}
-        """Operator norms of its weights, by the site of a layer; they are computed once."""
+        """Numbers of the operator norms of its weights, by the site of a layer; they are computed once."""
         self.differentiates = False
         """Whether its forward pass runs a backward pass, which needs saved tensors."""
 
