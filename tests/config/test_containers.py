@@ -64,6 +64,9 @@ RULE: Options = {
     "aggregate": "max",
     "every_n_steps": [0, 2],
     "per_module": None,
+    "singular_values": 0,
+    "max_features": 512,
+    "gather": False,
 }
 TOTAL: Options = {"kinds": ["gradient"], "statistics": ["norm"], "per_module": ["_root_", "model.[02]"]}
 DIFFERENCES: Options = {"kinds": ["activation_difference", "parameter_difference"], "statistics": ["ratio", "cosine"]}
