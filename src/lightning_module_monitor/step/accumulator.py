@@ -11,43 +11,26 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.ranks import Ranks
-from lightning_module_monitor.distributed.reduce import Reduced, compute_over_ranks, reduce_step, sum_rows
+from lightning_module_monitor.distributed.reduce import Reduced, reduce_step
 from lightning_module_monitor.errors import MonitorError
 from lightning_module_monitor.histogram import Histogram
 from lightning_module_monitor.kernels.bins_of_floats import ALL_BINS, FINE, HISTOGRAM
 from lightning_module_monitor.kernels.elements import in_words, plain, strided, to_host
 from lightning_module_monitor.kernels.moments import Array, Need, merged
 from lightning_module_monitor.kernels.table import MomentTable, Scale
-from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.record import NumbersOfStep
 from lightning_module_monitor.statistics.channels import ChannelSums, merged_sums
-from lightning_module_monitor.statistics.functions import (
-    Aggregate,
-    Results,
-    aggregated,
-    as_tensor,
-    called_at,
-    compute_and_reset,
-    finished_results,
-    joined,
-    metric_of,
-    parts_of,
-    undisturbed,
-)
-from lightning_module_monitor.statistics.numbers import NO_MOMENTS, Numbers, Observed
+from lightning_module_monitor.statistics.numbers import NO_MOMENTS, Observed
 from lightning_module_monitor.statistics.precision import Difference, divided_by_scale
-from lightning_module_monitor.statistics.spectral_statistics import Source, SpectralStatistic
+from lightning_module_monitor.statistics.spectral_statistics import Source
 from lightning_module_monitor.statistics.stream import BASE, COMPARED_ROWS, OTHER, OWN, PRODUCT, Identity, Stream, Sums
-from lightning_module_monitor.step.observed_spectra import ObservedSpectra, finished
+from lightning_module_monitor.step.observed_results import ObservedResults, OnError
+from lightning_module_monitor.step.observed_spectra import ObservedSpectra, finished_spectra
 from lightning_module_monitor.step.observed_units import ObservedUnits, dead_fractions
 from lightning_module_monitor.step.state import SeriesState
-
-OnError = Callable[[Stream, str, str, Exception], None]
-"""Receives a failure: the stream, the names of the outputs, a description of the tensor, the error."""
 
 
 class StepAccumulator:
@@ -65,13 +48,12 @@ class StepAccumulator:
         state: SeriesState | None = None,
         unobserved: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._on_error, self._unobserved = on_error, unobserved
+        self._on_error = on_error
         self._state = SeriesState() if state is None else state
         self._table, self._num_rows = MomentTable(), 0
         self._rows: dict[Stream, int] = {}
         """First row of each observed stream."""
-        self._results: dict[str, tuple[Stream, str, Results]] = {}
-        self._metrics: dict[str, tuple[Stream, str, Metric]] = {}
+        self._results = ObservedResults(self._fail, self._state, unobserved)
         self._sums: dict[tuple[Stream, ChannelSums], Tensor] = {}
         """Sums of a site's channels, on their device."""
         self._units = ObservedUnits()
@@ -224,53 +206,30 @@ class StepAccumulator:
 
     def call_functions(self, stream: Stream, *tensors: Tensor) -> None:
         """Call the user's functions with a tensor, or with both tensors of a pair."""
-        for name, function in stream.functions.items():
-            try:
-                with undisturbed(tensors[0].device), self._unobserved():
-                    # Copies, without their graph: the function may write into them, and a torchmetrics object may keep them,
-                    # while the layer after this one overwrites the original.
-                    copies = [strided(tensor).detach().clone() for tensor in tensors]
-                    if isinstance(function.function, Metric):
-                        self._update_metric(stream, function.function, name, copies)
-                    else:
-                        result = called_at(f"function {name!r} of {stream.kind} {stream.site!r}", function.function, copies)
-                        for part, value in parts_of(result).items():
-                            self.add_result(*stream.part(name, part), value, tensors[0].numel())
-            except Exception as error:
-                self._fail(stream, name, in_words(tensors[0]), error)
+        if stream.functions:
+            self._results.call(stream, *tensors)
 
     def add_result(self, stream: Stream, name: str, result: object, num_elements: int) -> None:
-        """Take a result of a function or a value: a real tensor, a number or an unfinished result, computed from so many elements.
-
-        Raises:
-            TypeError: If it is neither tensor nor number.
-            ValueError: If another value has its key.
-        """
-        key = stream.keys[name]
-        entry = self._results.get(key) or (stream, name, Results(stream.values[name].aggregate))
-        if entry[0].identity != stream.identity:
-            raise ValueError(f"{key} is the key of two values; expected another name for one of them")
-        entry[2].add(result, num_elements)
-        self._results[key] = entry
+        """Take a result of a value; see :meth:`ObservedResults.add`."""
+        self._results.add(stream, name, result, num_elements)
 
     def add_value(self, stream: Stream, name: str, value: Tensor | float) -> None:
         """Take a value that no probe observes; what is neither a real tensor nor a number is recorded as NaN, and reported."""
         try:
             value, size = (plain(value).detach(), plain(value).numel()) if isinstance(value, Tensor) else (value, 1)
-            self.add_result(stream, name, value, size)
+            self._results.add(stream, name, value, size)
         except Exception as error:
             is_wrong_type = isinstance(error, TypeError)
             self._fail(stream, name, in_words(value), TypeError("expected a real tensor or a number") if is_wrong_type else error)
 
     def drop_overwriting(self, logged: Collection[Stream]) -> list[str]:
         """Discard logged values whose keys are measured as well; returns the keys."""
-        results = [key for key, (stream, *_rest) in self._results.items() if stream in logged]
+        results = self._results.keys_of(logged)
         if not results:
             return []
         measured = set(itertools.chain.from_iterable(stream.number_keys for stream in self._rows))
         dropped = [key for key in results if key in measured]
-        for key in dropped:
-            del self._results[key]
+        self._results.discard(dropped)
         return dropped
 
     def fail(self, stream: Stream, observed: object, error: Exception) -> None:
@@ -312,7 +271,11 @@ class StepAccumulator:
             self._note_failed(stream.series[name] for name in (*stream.statistics, *stream.channels, *stream.units))
         self._note_failed(layout.keys_of_failed(numbers.raised))
         # Further collectives come before everything that may fail: an error must not keep this rank from a collective.
-        results = self._finished_once(observed, numbers, copied, ranks)
+        due = [
+            entry for entry in itertools.compress(layout.values, numbers.called * (1 - numbers.raised)) if not entry[2].is_merged_by_name
+        ]
+        results = self._results.finished_once(due, observed.final, observed.whole_results, copied, ranks)
+        results |= finished_spectra(due, observed.spectra, ranks)
         fine = {stream: numbers.counts[where] for stream, where in layout.slices_of(FINE).items()}
         self._state.finisher(numbers.observed).finish(numbers.moments, fine, written, self._fail)
         has_result, merged_results = numbers.results(layout)
@@ -331,27 +294,16 @@ class StepAccumulator:
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
-        final: dict[Key, Tensor] = {}
-        for stream, name, metric in self._metrics.values() if is_alone else ():
-            final |= self._parts(stream, name, functools.partial(compute_and_reset, metric))
-        named = {key: result for key, (_stream, _name, result) in self._results.items() if isinstance(result.aggregate, str)}
-        whole: dict[str, tuple[Aggregate, Tensor]] = {}
-        for key, (stream, name, results) in ((key, entry) for key, entry in self._results.items() if key not in named):
-            try:
-                whole[key] = results.aggregate, torch.cat(results.values)
-            except Exception as error:
-                self._fail(stream, name, "its results", error)
         counted = {bins: [stream for stream in self._rows if bins in stream.counted_bins] for bins in ALL_BINS}
         counted_shares = [
             (bins, streams, share)
             for bins, streams in counted.items()
             for share in self._table.collect_counts(bins, [self._rows[stream] for stream in streams])
         ]
-        scalars = [value for results in named.values() for value in results.values]
         alive = self._units.is_alive()
         measured = [*(share for _bins, _streams, share in counted_shares), *self._sums.values(), *alive]
         measured += self._spectra.tensors()
-        others = [*measured, *scalars, *final.values(), *(values.to(widest(values.device)) for _aggregate, values in whole.values())]
+        others = [*measured, *self._results.tensors(is_alone=is_alone)]
         shares = self._table.collect(self._num_rows)
         arrived = iter(to_host([*shares, *others]))
         moments = merged([next(arrived) for _share in shares], self._num_rows)
@@ -364,7 +316,7 @@ class StepAccumulator:
         return Observed(
             streams=[
                 *self._rows,
-                *(stream for stream, *_rest in (*self._results.values(), *self._metrics.values())),
+                *self._results.streams,
                 *(stream for stream, _sort in self._sums),
                 *self._spectra.streams,
                 *self._units.streams,
@@ -376,53 +328,13 @@ class StepAccumulator:
             num_units=self._units.num_units,
             is_alive=is_alive,
             spectra=self._spectra.rows(arrived),
-            results={
-                key: (str(named[key].aggregate), numbers, named[key].weights) for key, numbers in finished_results(named, arrived).items()
-            },
-            final={key: float(next(arrived)) for key in final},
-            whole_results={key: (how, torch.from_numpy(next(arrived)).to(result.dtype)) for key, (how, result) in whole.items()},
-            metrics={key: metric for key, (_stream, _name, metric) in self._metrics.items()},
+            **self._results.arrived(arrived),
             parts=frozenset(stream.identity for stream in self.parts),
             failed=frozenset(self._failed),
             failed_streams=frozenset(self._failed_streams),
             num_errors=self.num_errors,
             is_lost=self.is_lost,
         )
-
-    def _finished_once(self, observed: Observed, numbers: Numbers, copied: Collection[Identity], ranks: Ranks | None) -> dict[Key, float]:
-        """The results of the user's own aggregates and of torchmetrics objects, by key.
-
-        Every rank computes the same results in the same order. A result that failed on any rank is NaN on all, and is not gathered.
-        """
-        due = [
-            entry
-            for entry in itertools.compress(self._state.layout.values, numbers.called * (1 - numbers.raised))
-            if not entry[2].is_merged_by_name
-        ]
-        of_spectra = [(stream, name, value) for stream, name, value in due if isinstance(value, SpectralStatistic)]
-        due = [entry for entry in due if not isinstance(entry[2], SpectralStatistic)]
-        results_here = {key: results for key, (_aggregate, results) in observed.whole_results.items()}
-        gathered = [results_here] if ranks is None else []
-        if ranks is not None and any(metric_of(value) is None for _stream, _name, value in due):
-            ours = [stream.keys[name] for stream, name, _value in due if ranks.sharing_index == 0 or stream.identity not in copied]
-            gathered = ranks.gather({key: results_here[key] for key in ours if key in results_here})
-        values = dict(observed.final)
-        for stream, name, value in due:
-            key = stream.keys[name]
-            metric = metric_of(value)
-            if metric is None:
-                aggregate = observed.whole_results[key][0] if key in results_here else value.aggregate
-                compute = functools.partial(aggregated, key, aggregate, [results[key] for results in gathered if key in results])
-            elif ranks is not None:
-                compute = functools.partial(compute_over_ranks, self._metrics[key][2] if key in self._metrics else metric.clone(), ranks)
-            else:
-                continue  # it is in `observed.final`
-            values |= {part: float(result) for part, result in self._parts(stream, name, compute).items()}
-        if of_spectra:
-            sources = dict.fromkeys((stream.identity, statistic.source(stream.kind)) for stream, _name, statistic in of_spectra)
-            rows = observed.spectra if ranks is None else sum_rows([*sources], observed.spectra, ranks)
-            values |= finished(of_spectra, rows)
-        return values
 
     def _row(self, stream: Stream) -> int:
         """First row of a stream in the table."""
@@ -431,25 +343,6 @@ class StepAccumulator:
             row = self._rows[stream] = self._num_rows
             self._num_rows += stream.num_rows
         return row
-
-    def _update_metric(self, stream: Stream, metric: Metric, name: str, tensors: Sequence[Tensor]) -> None:
-        key = stream.keys[name]
-        if key not in self._state.metrics:
-            self._state.metrics[key] = metric.clone()
-        copy = self._state.metrics[key]
-        if key not in self._metrics:
-            copy.to(tensors[0].device).reset()
-            self._metrics[key] = (stream, name, copy)
-        copy.update(*(tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).float() for tensor in tensors))
-
-    def _parts(self, stream: Stream, name: str, compute: Callable[[], object]) -> dict[Key, Tensor]:
-        """A final result by key; each part of a dict has a key of its own."""
-        try:
-            parts = [(*stream.part(name, part), joined(as_tensor(value), "mean")) for part, value in parts_of(compute()).items()]
-        except Exception as error:
-            self._fail(stream, name, "its results", error)
-            return {}
-        return {stream_of_part.series[part]: value for stream_of_part, part, value in parts}
 
     def _note_failed(self, keys: Iterable[Key]) -> None:
         self._failed.update((key.format(), key) for key in keys)

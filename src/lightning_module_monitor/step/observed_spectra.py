@@ -8,10 +8,13 @@ from typing import TypeAlias
 import numpy as np
 from torch import Tensor
 
+from lightning_module_monitor.distributed.ranks import Ranks
+from lightning_module_monitor.distributed.reduce import sum_rows
 from lightning_module_monitor.kernels.moments import Array
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.statistics.channels import with_channels
 from lightning_module_monitor.statistics.effective_rank import GramSums, gram_sums, gram_sums_of_matrix
+from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.precision import Difference
 from lightning_module_monitor.statistics.spectra import bidiagonals
 from lightning_module_monitor.statistics.spectral_statistics import Source, SpectralStatistic, Spectrum, row_of
@@ -87,18 +90,28 @@ class ObservedSpectra:
         return [*self._sums, *(stream for streams, _numbers in self._bidiagonals for stream in streams)]
 
 
-def finished(
-    statistics: Iterable[tuple[Stream, str, SpectralStatistic]], rows: Mapping[tuple[Identity, Source], Array]
+def finished_spectra(
+    due: Iterable[tuple[Stream, str, Value]], rows: Mapping[tuple[Identity, Source], Array], ranks: Ranks | None
 ) -> dict[Key, float]:
-    """The statistics of streams by key, each with its name, from the rows of numbers by identity and source."""
+    """The statistics of singular values by key.
+
+    Args:
+        due: Streams, each with the name of a value and the value; the same on every rank.
+        rows: The rows of numbers that this rank has observed.
+        ranks: The ranks that train together, on each of which this is called; ``None`` for one alone.
+    """
+    statistics = [(stream, name, value) for stream, name, value in due if isinstance(value, SpectralStatistic)]
+    if not statistics:
+        return {}
+    if ranks is not None:
+        rows = sum_rows([*dict.fromkeys((stream.identity, each.source(stream.kind)) for stream, _name, each in statistics)], rows, ranks)
     known: dict[tuple[Identity, Source], Spectrum] = {}
     values: dict[Key, float] = {}
     for stream, name, statistic in statistics:
-        source = statistic.source(stream.kind)
-        of_source = stream.identity, source
+        of_source = stream.identity, statistic.source(stream.kind)
         if of_source in rows:
             if of_source not in known:
-                known[of_source] = Spectrum(source, rows[of_source])
+                known[of_source] = Spectrum(of_source[1], rows[of_source])
             values[stream.series[name]] = statistic.finish(known[of_source])
     return values
 
