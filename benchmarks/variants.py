@@ -23,6 +23,7 @@ REFERENCE, RCC = "reference forward", "reference + RCC"
 UNFUSED, ATTENTION = "attention forward, not fused", "attention"
 FLOW, NOISE, HISTOGRAMS = "gradient flow", "gradient noise", "histograms"
 QUANTILES, FORMATS, PEAKS, OUTLIERS = "quantiles", "formats", "peak to rms", "outlier channels"
+SPECTRA, RANKS = "singular values", "effective rank"
 UPDATES, STATES, TO_GRADIENT, TO_PREVIOUS = "updates", "optimizer states", "cosine to gradient", "cosine to previous"
 PEER, PEER_RCC = "torch-module-monitor", "torch-module-monitor, RCC"
 TRAINER, CALLBACK, LOGGED = "Trainer", "callback + store", "callback + store + TensorBoard"
@@ -137,6 +138,18 @@ VARIANTS = (
         "outlier channels of activations",
         partial(observers.Statistics, kinds=["activation"], statistics=["outlier_channels"]),
         workloads=("W1", "W2"),
+    ),
+    in_loop(
+        SPECTRA,
+        "spectral norm and stable rank of all parameters, by 40 steps of bidiagonalization",
+        partial(observers.Statistics, kinds=["parameter"], statistics=["spectral_norm", "stable_rank"]),
+        workloads=("W1", "W2"),
+    ),
+    in_loop(
+        RANKS,
+        "effective rank of all activations: products of features, and eigenvalues on the host",
+        partial(observers.Statistics, kinds=["activation"], statistics=["effective_rank"]),
+        workloads=("W2",),
     ),
     in_loop("TorchWatcher, one line", "five statistics of outputs, their gradients, parameters and theirs", observers.OneLine),
     in_loop(PEER_RCC, "its refined coordinate check", observers.PeerCheck, package="torch_module_monitor", workloads=FIRST),
