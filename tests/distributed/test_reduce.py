@@ -305,7 +305,7 @@ def test_results_that_failed_on_a_rank_are_not_gathered() -> None:
         accumulator = StepAccumulator(lambda stream, name, description, error: None, SeriesState(plan))
         accumulator.observe(plan[2], torch.arange(4.0))
         if rank.index == 1:
-            results = accumulator._results["activation/c/spread"][2]
+            results = accumulator._results._results["activation/c/spread"][2]
             results.values.append("no tensor")  # type: ignore[arg-type]
         return accumulator.collect(rank).values
 

@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from lightning_module_monitor import ModuleMonitorCallback, Rule
 from lightning_module_monitor.kernels import table
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel
+from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.warm_up import Form, Launch
 from lightning_module_monitor.trainer import controller
 
@@ -44,6 +45,12 @@ class Measured(TorchKernel):
         if not self.is_within:
             Measured.launches.add(Launch(tensor.dtype, needs, form))
         super().add(rows, tensor, needs, *operands, scale=scale)
+
+    def add_product(self, row: int, tensor: Tensor, other: Tensor, sign: int) -> None:
+        Measured.launches.add(Launch(tensor.dtype, Need.MEAN, Form.PRODUCT))
+        self.is_within = True
+        super().add_product(row, tensor, other, sign)
+        self.is_within = False
 
     def add_all(self, rows: Any, tensors: Any, needs: Any, *, scale: Tensor | None = None) -> None:
         Measured.launches |= {Launch(tensor.dtype, need, Form.MANY) for tensor, need in zip(tensors, needs, strict=True)}
