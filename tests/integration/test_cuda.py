@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.torch_kernel import TorchKernel
-from lightning_module_monitor.probes.operator_norms import operator_norms
+from lightning_module_monitor.statistics.effective_rank import gram_sums
 from lightning_module_monitor.statistics.precision import Difference
+from lightning_module_monitor.statistics.spectra import TOLERANCE, bidiagonals, spectral_norms
 
 KINDS = ["activation", "activation_gradient", "parameter", "gradient", "update"]
 
@@ -87,19 +88,22 @@ def test_dropout_between_recurrent_layers(has_reference: bool, every_n_steps: in
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
-def test_the_host_does_not_wait_for_operator_norms_and_the_torch_kernel() -> None:
+def test_the_host_does_not_wait_for_spectra_and_the_torch_kernel() -> None:
     """What they compute on the host is copied to the device from pinned memory."""
     device = torch.device("cuda", 0)
     weight, rows = torch.randn(1, 30, 20, device=device), torch.randn(2, 50, device=device)
     kernel, counted = TorchKernel(device), torch.ones(2, 50, dtype=torch.bool, device=device)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        [norm] = operator_norms({"fc": Difference(weight)}).values()
+        [(_owners, numbers)] = bidiagonals({"fc": Difference(weight)})
+        sums = gram_sums(weight)
         kernel.add_rows([0, 1], rows, counted, [Need.MEAN] * 2)
         moments = kernel.collect(2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert norm.item() == pytest.approx(torch.linalg.matrix_norm(weight, 2).item(), rel=0.1)
+    expected = torch.linalg.matrix_norm(weight.double(), 2).tolist()
+    assert spectral_norms(numbers.double().cpu().numpy()) == pytest.approx(expected, rel=TOLERANCE)
+    torch.testing.assert_close(sums.products, weight[0].double().T @ weight[0].double())
     assert moments[1].tolist() == pytest.approx(rows.double().mean(1).tolist())
 
 
