@@ -14,8 +14,8 @@ from torch.amp import GradScaler
 
 from lightning_module_monitor import ModuleMonitorCallback, Rule
 from lightning_module_monitor.kernels import table
-from lightning_module_monitor.kernels.torch_kernel import TorchKernel
 from lightning_module_monitor.kernels.moments import Need
+from lightning_module_monitor.kernels.torch_kernel import TorchKernel
 from lightning_module_monitor.kernels.warm_up import Form, Launch
 from lightning_module_monitor.trainer import controller
 
