@@ -31,7 +31,7 @@ test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-pytorch-lightning: $(VENV)/dev.stamp ## run the tests of whole runs, on one and on two ranks, with the package pytorch_lightning
-	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/trainer tests/sinks/test_loggers.py tests/sinks/test_charts.py tests/report/test_report.py tests/width_check/test_command.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
+	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/trainer tests/sinks/test_loggers.py tests/sinks/test_charts.py tests/report/test_report.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
 
 test-lowest: $(LOWEST)/core.stamp ## test the core with the lowest versions that pyproject.toml allows; needs Python 3.10, 3.11 or 3.12
 	$(NUMBA_CACHE)/$(LOWEST)/numba OMP_NUM_THREADS=1 $(LOWEST)/bin/python $(CORE)

@@ -7,7 +7,6 @@ Run it from the repository's root::
 It trains the same network at four widths and four seeds under both parametrizations, and compares the exponents of width with
 those of a sound parametrization, which are 0. muP is written out by hand: what differs from the standard is the head's
 initialization, one learning rate and one factor.
-The same check from a file: ``lightning-module-monitor coordinate-check configs/coordinate_check.yaml``.
 """
 
 from __future__ import annotations

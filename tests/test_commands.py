@@ -340,6 +340,6 @@ def test_reading_keys_imports_neither_torch_nor_pandas(store: Path) -> None:
 
 
 def test_every_command_is_tested() -> None:
-    """The list above has every command but the width check, which has other tests."""
-    assert [command.name for command in COMMANDS] == [*OF_STORES, "coordinate-check"]
+    """The list above has every command."""
+    assert [command.name for command in COMMANDS] == [*OF_STORES]
     assert issubclass(ConfigError, ValueError)

@@ -219,7 +219,7 @@ def test_findings_are_a_list_that_reads_as_a_table(tmp_path: Path) -> None:
 def test_a_width_check_is_its_table(module: str) -> None:
     """The rows and cells of the printed table."""
     settings = Settings.parse(
-        widths=[64, 128], seeds=1, steps=1, parametrization="mup", terms=["effective_update"], confidence=0.95, tolerance=0.25, trainer=None
+        widths=[64, 128], seeds=1, steps=1, parametrization="mup", terms=["effective_update"], tolerance=0.25, trainer=None
     )
     row = Row(module, "hidden", "effective_update", 0.98, 0.91, 1.05, 0.0, "grows", "", np.ones((2, 1)))
     check = WidthCheck([row], settings)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from lightning_module_monitor.errors import ConfigError, in_bytes, package_version, printable, require
 from lightning_module_monitor.sinks.store.remote import is_url
 from lightning_module_monitor.suggestions import nearest_pattern
-from lightning_module_monitor.width_check import command as coordinate_check
 
 if TYPE_CHECKING:
     from lightning_module_monitor.sinks.store.reader import StoreReader
@@ -427,5 +426,4 @@ COMMANDS: Sequence[Command] = (
     Command("keys", "list the keys of a store", KEYS, _add_keys, _print_keys),
     Command("export", "write every number of a store into a CSV or Parquet file", EXPORT, _add_export, _export),
     Command("repair", _REPAIR, REPAIR, _add_store, _repair),
-    Command(coordinate_check.NAME, coordinate_check.HELP, coordinate_check.EPILOG, coordinate_check.add_arguments, coordinate_check.run),
 )

@@ -280,7 +280,7 @@ def test_other_classes_take_any_container(tmp_path: Path) -> None:
 
     exponents = {"model.head": {"effective_update": 0.0}, "model.*": None}
     of_hydra_s = {"widths": [8, 16], "seeds": [0, 1], "terms": ["effective_update"], "trainer": {"devices": [0], "precision": "32-true"}}
-    rest = {"steps": 1, "confidence": 0.95, "tolerance": 0.25}
+    rest = {"steps": 1, "tolerance": 0.25}
     given = Settings.parse(**{name: of_hydra(value) for name, value in of_hydra_s.items()}, parametrization=of_hydra(exponents), **rest)
     assert given == Settings.parse(**of_hydra_s, parametrization=exponents, **rest)
     assert type(given.trainer["devices"]) is list

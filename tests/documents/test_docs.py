@@ -447,9 +447,7 @@ def test_commands_of_a_document(document: str) -> None:
             extras = re.findall(r"\[(.*?)\]", command)[0].split(",")
             assert all(re.search(rf"^{extra} = \[", pyproject, re.MULTILINE) for extra in extras), command
         elif words[0] == "lightning-module-monitor":
-            assert words[1] in ["--help", *(one.name for one in COMMANDS)]
-            # tests/width_check/test_command.py runs it; those of stores are run below
-            assert words[1] != "coordinate-check" or (ROOT / words[2]).is_file()
+            assert words[1] in ["--help", *(one.name for one in COMMANDS)]  # they are run below
         else:
             assert words == [".venv/bin/pre-commit", "install"], f"{command} is run by no test"
 
@@ -462,7 +460,7 @@ def commands(document: str) -> list[str]:
 def store_commands(document: str) -> list[list[str]]:
     """The arguments of the commands for stores."""
     words = [shlex.split(command) for command in commands(document) if command.startswith("lightning-module-monitor")]
-    return [arguments for _program, *arguments in words if arguments[0] not in ("coordinate-check", "--help")]
+    return [arguments for _program, *arguments in words if arguments[0] != "--help"]
 
 
 def test_commands_for_stores(tmp_path: Path) -> None:
@@ -474,7 +472,7 @@ def test_commands_for_stores(tmp_path: Path) -> None:
     for command in shown:
         assert main(command) == 0, command
     assert {"monitor.html", "both.html", "monitor.csv"} <= {path.name for path in tmp_path.iterdir()}
-    assert {command[0] for command in shown} == {one.name for one in COMMANDS} - {"coordinate-check"}
+    assert {command[0] for command in shown} == {one.name for one in COMMANDS}
 
 
 def test_make_demo_is_the_example_that_is_tested() -> None:

@@ -244,7 +244,6 @@ def widths(make_module: Callable[[int], LightningModule], batches: DataLoader[Te
         steps=2,
         parametrization={"head": 0.0, ".*": {"effective_update": None}},
         terms="effective_update",
-        confidence=0.9,
         tolerance=0.1,
         trainer={"precision": "bf16-mixed"},
         quiet=True,

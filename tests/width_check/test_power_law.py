@@ -24,7 +24,6 @@ DEFAULTS: dict[str, Any] = {
     "steps": 1,
     "parametrization": "mup",
     "terms": ["effective_update", "propagating_update"],
-    "confidence": 0.95,
     "tolerance": 0.25,
     "trainer": None,
 }
@@ -226,7 +225,6 @@ def test_without_an_extra(check: WidthCheck, method: str, package: str, extra: s
         ("steps", 1.0, "steps is 1.0; expected"),
         ("terms", "effective", "terms 'effective' is not a term; expected .*; nearest: 'effective_update'"),
         ("terms", [], "terms is empty"),
-        ("confidence", 95, "confidence is 95; expected a number between 0 and 1"),
         ("tolerance", 0, "tolerance is 0; expected a number > 0"),
         ("parametrization", "SP", "parametrization is 'SP'; expected mup, or exponents by pattern"),
         ("trainer", ["cpu"], r"trainer is \['cpu'\]; expected options"),

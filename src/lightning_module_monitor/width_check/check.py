@@ -32,7 +32,6 @@ def coordinate_check(
     steps: int = 1,
     parametrization: Parametrization = "mup",
     terms: str | Sequence[str] = DEFAULT_TERMS,
-    confidence: float = 0.95,
     tolerance: float = 0.25,
     trainer: Mapping[str, Any] | None = None,
     quiet: bool = False,
@@ -59,13 +58,12 @@ def coordinate_check(
             grow or vanish against it. Or your own exponents: by pattern (``re.fullmatch``) of module names a number for all terms,
             or numbers by term; ``None`` leaves open.
         terms: Some of ``effective_update``, ``propagating_update``, ``effective_alignment``, ``propagating_alignment``.
-        confidence: Probability of the confidence intervals, between 0 and 1.
         tolerance: Largest accepted distance of an exponent from the expected one. Parametrizations differ by 1/2.
         trainer: Further options of the Trainer, e.g. ``{"precision": "bf16-mixed"}``.
         quiet: Whether to hide the progress bar.
 
     Returns:
-        Rows of exponent, confidence interval, expected exponent and verdict for every term of every layer; offending rows first.
+        Rows of exponent, confidence interval of 95 %, expected exponent and verdict for every term of every layer; offending rows first.
 
     Raises:
         ConfigError: If an option is wrong, the networks differ in more than their width, or a training ends early.
@@ -86,7 +84,6 @@ def coordinate_check(
         steps=steps,
         parametrization=parametrization,
         terms=terms,
-        confidence=confidence,
         tolerance=tolerance,
         trainer=trainer,
     )

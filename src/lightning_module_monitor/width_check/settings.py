@@ -40,7 +40,6 @@ class Settings:
     steps: int
     parametrization: Parametrization
     terms: tuple[str, ...]
-    confidence: float
     tolerance: float
     trainer: Mapping[str, Any]
 
@@ -54,8 +53,6 @@ class Settings:
         settings = cls(**plain(options))
         if not _is_whole(settings.steps) or settings.steps < 1:
             raise ConfigError(f"steps is {settings.steps!r}; expected a whole number >= 1: before the first step nothing has changed.")
-        if not isinstance(settings.confidence, int | float) or not 0 < settings.confidence < 1:
-            raise ConfigError(f"confidence is {settings.confidence!r}; expected a number between 0 and 1, e.g. 0.95.")
         if not isinstance(settings.tolerance, int | float) or not 0 < settings.tolerance < math.inf:
             raise ConfigError(f"tolerance is {settings.tolerance!r}; expected a number > 0, e.g. 0.25.")
         return replace(
