@@ -206,6 +206,19 @@ def test_python_of_the_page_about_width(capsys: pytest.CaptureFixture[str]) -> N
     assert printed.splitlines()[-1] == "False"
 
 
+def test_python_of_the_page_about_singular_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each weight is printed with the spectral norm of its last update, relative to its shape."""
+    names = run_page("docs/how_to/singular_values.md", names_in_a_trainer() | {"batches": loader(400)})
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("model."))
+    shapes = {"first": (8, 6), "blocks.0.linear": (8, 8), "blocks.1.linear": (8, 8), "head": (3, 8)}
+    assert [*printed] == [f"model.{name}.weight" for name in shapes]
+    for name, (fan_out, fan_in) in shapes.items():
+        steps, norms = names["store"].series(f"update/model.{name}.weight/spectral_norm")
+        assert steps.tolist() == [0, 10, 20, 30, 40]
+        assert float(printed[f"model.{name}.weight"]) == pytest.approx(norms[-1] * (fan_in / fan_out) ** 0.5)
+        assert norms[-1] > 0
+
+
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_python_of_the_page_about_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     """In a Trainer states, and cosines of the whole update, are recorded; the loop prints a cosine."""
@@ -340,6 +353,13 @@ RECORDED = {
         {"attention_entropy/model.blocks.0.head_1/mean", "gradient_flow/model.blocks.0-model.blocks.1/gain"},
     ],
     "docs/how_to/optimizer.md": [{"optimizer_state/model.head.weight.exp_avg/norm", "update/_root_/cosine_to_previous"}],
+    "docs/how_to/singular_values.md": [
+        {
+            "gradient/model.head.weight/stable_rank", "update/model.head.weight/residual_4", "parameter/model.head.weight/effective_rank",
+            "activation/model.head/centered_effective_rank",
+        },
+        {"parameter/model.head.weight/spectral_norm", "update/model.head.weight/stable_rank"},
+    ],
     "docs/how_to/gradient_noise.md": [
         {"gradient_noise/_root_/scale", "gradient/_root_/norm"},
         {"gradient_noise/_root_/largest_rank", "gradient_noise/model.blocks.0/scale"},

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
 from nbclient import NotebookClient
 
@@ -74,7 +75,7 @@ def test_a_tutorial_is_committed_with_its_outputs(name: str) -> None:
 def test_every_tutorial_has_a_test() -> None:
     """One that is not run is wrong soon."""
     text = Path(__file__).read_text()
-    assert len(NAMES) == 8
+    assert len(NAMES) == 9
     assert [name for name in NAMES if f'run("{name}"' not in text] == []
 
 
@@ -178,6 +179,31 @@ def test_transfer_across_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     best = [float(line.split()[-1]) for line in cell.outputs[0].text.splitlines()]
     assert best[1] <= best[0] / 2
     assert best[2] == best[3] == best[0]
+
+
+@pytest.mark.slow
+def test_which_norm_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the best rate stays so does the spectral norm, and neither the Frobenius norm nor the ratio does so for both optimizers."""
+    wanted = """{"best": [[*rates.values()] for rates in best.values()], **{
+        name: [[of_run[optimizer, width] for width in WIDTHS] for optimizer in OPTIMIZERS] for name, of_run in (hidden | relative).items()
+    }}"""
+    _, found = run("which_norm_transfers", tmp_path, monkeypatch, wanted)
+    standard, adam, muon = ({name: np.array(values[index]) for name, values in found.items()} for index in range(3))
+    assert standard["best"][-1] < 0.55 * standard["best"][0]
+    for optimizer in (adam, muon):
+        assert np.ptp(np.log(optimizer["best"])) < math.log(1.5)
+        assert np.ptp(np.log(optimizer["spectral_norm"])) < math.log(1.5)
+        layers = np.array([optimizer[layer] for layer in ("first", "hidden", "head")])
+        assert layers.max() < 2 * layers.min()
+    assert np.ptp(np.log(muon["best"])) < math.log(1.2)
+    (adam_norm, adam_ratio), (muon_norm, muon_ratio) = ([of[name][-1] / of[name][0] for name in ("norm", "ratio")] for of in (adam, muon))
+    assert (adam_norm, muon_ratio) == (pytest.approx(1, rel=0.35), pytest.approx(1, rel=0.35))
+    assert muon_norm > 2
+    assert adam_ratio < 0.6
+    assert 2 < adam["stable_rank"].min() < adam["stable_rank"].max() < 4.5
+    assert muon["stable_rank"][-1] > 4 * muon["stable_rank"][0]
+    assert standard["first"][-1] < 0.5 * standard["first"][0]
+    assert all(standard[layer][-1] > 1.2 * standard[layer][0] for layer in ("hidden", "head"))
 
 
 @pytest.mark.slow

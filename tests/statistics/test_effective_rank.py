@@ -173,7 +173,7 @@ def test_too_many_features_are_refused() -> None:
     """The error names their number. Of a matrix the smaller side counts; the limit can be raised, and not without end."""
     assert len(gram_sums_of_matrix(normal(4, 2000)).totals) == 4
     assert len(gram_sums(normal(4, 1030), 1030).totals) == 1030
-    with pytest.raises(ValueError, match="it has 1025 features; expected at most 1024"):
+    with pytest.raises(ValueError, match="it has 1025 features; expected at most max_features=1024"):
         gram_sums(normal(4, 1025))
     with pytest.raises(ValueError, match="it has 40 features; expected at most 30"):
         gram_sums_of_matrix(normal(40, 50), 30)

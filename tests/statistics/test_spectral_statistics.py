@@ -226,7 +226,7 @@ def test_more_features_than_the_limit() -> None:
     found = recorded("activation", [torch.ones(2, 1025)] * 3, outputs)
     assert found.pop("norm") == pytest.approx(math.sqrt(6 * 1025))
     assert all(map(math.isnan, found.values()))
-    assert errors == [f"{', '.join(FEATURES)}: it has 1025 features; expected at most 1024, as time grows with their third power"]
+    assert errors == [f"{', '.join(FEATURES)}: it has 1025 features; expected at most max_features=1024: time grows with their third power"]
 
 
 def test_ranks_together_are_as_one() -> None:
@@ -273,10 +273,10 @@ def test_rows_of_ranks() -> None:
     [
         (
             {"kinds": "parameter", "statistics": "centered_effective_rank"},
-            "'centered_effective_rank' is of matrices or features, and 'parameter'",
+            "'centered_effective_rank' is of the features of a layer, and 'parameter' has none",
         ),
-        ({"kinds": "activation", "statistics": "spectral_norm"}, "'spectral_norm' is of matrices or features, and 'activation' has none"),
-        ({"kinds": "activation", "singular_values": 2}, "'singular_value_1' is of matrices or features, and 'activation' has none"),
+        ({"kinds": "activation", "statistics": "spectral_norm"}, "'spectral_norm' is of matrices, and 'activation' has none"),
+        ({"kinds": "activation", "singular_values": 2}, r"rules\[0\]\.singular_values 2 is of matrices, and 'activation' has none"),
         ({"kinds": "parameter", "singular_values": 9}, "singular_values is 9; expected a whole number from 0 to 8"),
         ({"kinds": "parameter", "singular_values": True}, "singular_values is True; expected a whole number"),
         (
@@ -299,11 +299,30 @@ def test_a_matrix_that_is_laid_out_over_ranks() -> None:
     layer = nn.Linear(2, 2)
     layer.weight._fsdp_flattened = True  # type: ignore[assignment]  # FSDP's own mark
     rule = Rule(kinds=["gradient", "update"], statistics=["norm", "stable_rank"], sites="weight")
-    message = "statistics 'stable_rank': 'weight' is laid out over ranks .*; gather: true assembles it"
+    message = "'stable_rank' of 'weight': it is laid out over ranks .*; gather: true assembles it"
     with pytest.raises(ConfigError, match=message):
         ModuleMonitor(rules=rule).set_module(layer)
     ModuleMonitor(rules=dataclasses.replace(rule, gather=True)).set_module(layer)
     ModuleMonitor(rules=dataclasses.replace(rule, sites="bias")).set_module(layer)
+    states = Rule(kinds="optimizer_state", singular_values=1, gather=True)
+    with pytest.raises(ConfigError, match=r"'singular_value_1' of 'weight': it is laid .*; expected kinds without optimizer_state"):
+        ModuleMonitor(rules=states).set_module(layer)
+
+
+def test_a_matrix_that_is_too_large() -> None:
+    """It is refused by name, before anything runs, where all its singular values are needed; its smaller side counts."""
+    model = nn.Sequential(nn.Embedding(5000, 20), nn.Linear(40, 30))
+    rule = Rule(kinds="parameter", statistics=["spectral_norm", "effective_rank"], max_features=25)
+    with pytest.raises(ConfigError, match=r"'effective_rank' of '1\.weight' needs all 30 singular values, and max_features is 25"):
+        ModuleMonitor(rules=rule).set_module(model)
+    ModuleMonitor(rules=dataclasses.replace(rule, exclude=r"1\..*")).set_module(model)
+    ModuleMonitor(rules=dataclasses.replace(rule, statistics="spectral_norm")).set_module(model)
+
+
+def test_calls_with_different_features() -> None:
+    """Their products have no sum."""
+    assert all(map(math.isnan, recorded("activation", [torch.ones(2, 4), torch.ones(2, 5)], FEATURES).values()))
+    assert errors == [f"{', '.join(FEATURES)}: it has 5 features, and another call of the step had 4; expected as many"]
 
 
 def test_a_dry_run_has_the_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

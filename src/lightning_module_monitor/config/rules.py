@@ -55,7 +55,7 @@ class Rule(PlainFields):
         singular_values: Number of largest singular values to record, at most 8, of parameters, their gradients, updates, states or
             differences as matrices: ``singular_value_1``, ``residual_1`` and so on.
         max_features: Limit of the features of an activation, or of the smaller side of a matrix, of which ``effective_rank`` and what else
-            needs all singular values is computed: at most 4096, which take seconds. What is larger is NaN, and one line names it.
+            needs all singular values is computed: at most 4096, which take seconds. Larger matrices are refused, larger activations NaN.
         gather: Whether a matrix that is laid out over ranks (FSDP, tensor parallel) is assembled on one rank for statistics of singular
             values, by a collective each. Without it such a rule is refused.
         per_module: Pattern or patterns of module names, for kinds of parameters: all picked parameters inside of such a module count as
@@ -291,10 +291,10 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
         check_choice(name, STATISTICS, f"{label}.statistics {name!r} is not a statistic", in_short)
         _check_name(name, f"{label}.statistics")
         statistic = STATISTICS[name]
-        _check_fits(name, statistic, kinds, label)
+        _check_fits(statistic, kinds, f"{label}.statistics {name!r}")
         outputs[name] = Function(aggregate, function=statistic) if callable(statistic) else statistic
     for name, statistic in [*LARGEST_VALUES.items()][: 2 * rule.singular_values]:
-        _check_fits(name, statistic, kinds, label)
+        _check_fits(statistic, kinds, f"{label}.singular_values {rule.singular_values}")
         outputs[name] = statistic
     for name, output in outputs.items():
         if isinstance(output, SpectralStatistic):
@@ -316,12 +316,13 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
     return outputs
 
 
-def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str) -> None:
-    """Check that a statistic exists for all kinds of a rule."""
+def _check_fits(statistic: object, kinds: tuple[str, ...], named: str) -> None:
+    """Check that a statistic, which messages call ``named``, exists for all kinds of a rule."""
     if isinstance(statistic, ChannelStatistic | UnitStatistic):
         why, fit = "is of the units of a layer, and {!r} has none", [name for name, kind in KINDS.items() if kind.has_units]
     elif isinstance(statistic, SpectralStatistic):
-        why, fit = "is of matrices or features, and {!r} has none of these", statistic.kinds
+        what = "of the features of a layer" if statistic.is_of_features else "of matrices" if statistic.is_of_matrices else "of either"
+        why, fit = f"is {what}, and {{!r}} has none", statistic.kinds
     elif isinstance(statistic, Statistic) and statistic.compared_with:
         compared_with = statistic.compared_with
         why = f"compares with another tensor ({compared_with}), and {{!r}} has none"
@@ -333,7 +334,7 @@ def _check_fits(name: str, statistic: object, kinds: tuple[str, ...], label: str
     unfit = next((kind for kind in kinds if kind not in fit), None)
     if unfit is not None:
         expected = f"expected kinds {', '.join(fit)}. Give it a rule of its own."
-        raise ConfigError(f"{label}.statistics {name!r} {why.format(unfit)}; {expected}")
+        raise ConfigError(f"{named} {why.format(unfit)}; {expected}")
 
 
 def _parse_per_module(rule: Rule, label: str, kinds: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:

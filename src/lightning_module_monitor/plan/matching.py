@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.distributed.shards import is_flattened, is_sharded
@@ -25,6 +27,8 @@ from lightning_module_monitor.model.names import (
 )
 from lightning_module_monitor.probes import rcc_layers
 from lightning_module_monitor.probes.base import ErrorReporter
+from lightning_module_monitor.probes.parameters import matrices_of
+from lightning_module_monitor.statistics.effective_rank import MOST_FEATURES
 from lightning_module_monitor.statistics.registry import Statistic
 from lightning_module_monitor.statistics.spectral_statistics import SpectralStatistic
 from lightning_module_monitor.suggestions import nearest, unmatched
@@ -177,14 +181,27 @@ def token_statistics(rule: ParsedRule) -> list[str]:
 
 
 def _check_matrices(rule: ParsedRule, index: ModelIndex) -> None:
-    """Refuse statistics of singular values where no rank has the matrix, unless it is to be assembled."""
-    names = [name for name, output in rule.outputs.items() if isinstance(output, SpectralStatistic) and not output.gathers]
-    for site in index.parameters if names else ():
+    """Refuse statistics of singular values of what is too large, or where no rank has the matrix, unless it is to be assembled."""
+    named = {name: output for name, output in rule.outputs.items() if isinstance(output, SpectralStatistic)}
+    kinds = [KINDS[kind] for kind in rule.kinds if KINDS[kind].has_matrices]
+    for site in index.parameters if named and kinds else ():
         tensor = site.tensor()
-        is_here = tensor is None or not (is_sharded(tensor) or is_flattened(tensor))
-        if not is_here and is_picked(site, rule) and any(KINDS[kind].has_matrices for kind in rule.kinds):
-            why = f"{site.name!r} is laid out over ranks (FSDP or tensor parallel), and no rank has the matrix"
-            raise ConfigError(f"{rule.label}.statistics {names[0]!r}: {why}; gather: true assembles it, by one collective for each.")
+        if tensor is None or is_lazy(tensor) or not is_picked(site, rule):
+            continue
+        (name, statistic), *_others = named.items()
+        what = f"{rule.label}: {name!r} of {site.name!r}"
+        if is_sharded(tensor) or is_flattened(tensor):
+            why = "it is laid out over ranks (FSDP or tensor parallel), and no rank has the matrix"
+            if any(kind.of_states for kind in kinds):
+                raise ConfigError(f"{what}: {why}; expected kinds without optimizer_state.")
+            if not statistic.gathers:
+                raise ConfigError(f"{what}: {why}; gather: true assembles it, by one collective for each.")
+        side = min(matrices_of(site, torch.empty(tensor.shape, device="meta")).shape[1:])
+        name_of_all = next((name for name, output in named.items() if output.is_of_all and side > output.max_features), None)
+        if name_of_all is not None:
+            why = f"needs all {side} singular values, and max_features is {named[name_of_all].max_features}"
+            expected = f"exclude: {re.escape(site.name)}, or max_features up to {MOST_FEATURES}, which takes seconds"
+            raise ConfigError(f"{rule.label}: {name_of_all!r} of {site.name!r} {why}; expected {expected}.")
 
 
 def check_tensor_parallel(rule: ParsedRule) -> None:

@@ -37,7 +37,13 @@ class GramSums(NamedTuple):
     num_rows: int
 
     def plus(self, other: GramSums) -> GramSums:
-        """The sums of both together, of other rows of the same features."""
+        """The sums of both together, of other rows of the same features.
+
+        Raises:
+            ValueError: If their numbers of features differ.
+        """
+        if len(other.totals) != len(self.totals):
+            raise ValueError(f"it has {len(other.totals)} features, and another call of the step had {len(self.totals)}; expected as many")
         return GramSums(self.products + other.products, self.totals + other.totals, self.num_rows + other.num_rows)
 
 
@@ -55,7 +61,7 @@ def gram_sums(rows: Tensor, max_features: int = MAX_FEATURES) -> GramSums:
         raise ValueError(f"max_features is {max_features}; expected 1 to {MOST_FEATURES}")
     num_features = rows.shape[-1]
     if num_features > max_features:
-        raise ValueError(f"it has {num_features} features; expected at most {max_features}, as time grows with their third power")
+        raise ValueError(f"it has {num_features} features; expected at most max_features={max_features}: time grows with their third power")
     rows = rows.detach().reshape(rows.shape[:-1].numel(), num_features)
     if widest(rows.device) is not torch.float64:
         rows = rows.cpu()
