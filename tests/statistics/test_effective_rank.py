@@ -175,7 +175,7 @@ def test_too_many_features_are_refused() -> None:
     assert len(gram_sums(normal(4, 1030), 1030).totals) == 1030
     with pytest.raises(ValueError, match="it has 1025 features; expected at most max_features=1024"):
         gram_sums(normal(4, 1025))
-    with pytest.raises(ValueError, match="it has 40 features; expected at most 30"):
+    with pytest.raises(ValueError, match="it has 40 features; expected at most max_features=30"):
         gram_sums_of_matrix(normal(40, 50), 30)
     with pytest.raises(ValueError, match="max_features is 5000; expected 1 to 4096"):
         gram_sums(normal(4, 4), 5000)
