@@ -11,7 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.kinds import CONTEXT_KIND, KINDS, LEARNING_RATE, OWN_FIGURES, OWN_KIND, ROOT_SITE, STAGES, TRAIN
+from lightning_module_monitor.kinds import (
+    CONTEXT_KIND,
+    KINDS,
+    LEARNING_RATE,
+    OWN_FIGURES,
+    OWN_KIND,
+    RESIDUALS,
+    ROOT_SITE,
+    SINGULAR_VALUES,
+    STAGES,
+    TRAIN,
+)
 
 MAX_PREFIX_LENGTH = 40
 MAX_SITE_LENGTH = 128
@@ -165,6 +176,25 @@ def is_total(key: Key, modules: Collection[str] = ()) -> bool:
     kind = KINDS.get(key.kind)
     site = key.site.rpartition(".")[0] if kind is not None and kind.of_states else key.site
     return kind is not None and kind.site == "parameter" and (site == ROOT_SITE or site in modules)
+
+
+def is_of_spectrum(key: Key) -> bool:
+    """Whether a key is of one of a matrix's largest singular values, or of its residual: all of a site are shown together.
+
+    >>> is_of_spectrum(Key.parse("update/fc.weight/residual_2")), is_of_spectrum(Key.parse("activation/fc/residual_2"))
+    (True, False)
+    """
+    kind = KINDS.get(key.kind)
+    return kind is not None and kind.has_matrices and key.statistic in (*SINGULAR_VALUES, *RESIDUALS)
+
+
+def is_residual(key: Key) -> bool:
+    """Whether a key is of the residual of a singular value, mostly a rounding error.
+
+    >>> is_residual(Key.parse("update/fc.weight/residual_2")), is_residual(Key.parse("update/fc.weight/singular_value_2"))
+    (True, False)
+    """
+    return key.statistic in RESIDUALS and is_of_spectrum(key)
 
 
 def is_context(key: str) -> bool:

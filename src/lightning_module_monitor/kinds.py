@@ -33,6 +33,12 @@ RCC_SKIPPED_CALLS = "rcc_skipped_calls"
 DEAD_AFTER = 10
 """Number of monitored steps throughout which a dead unit was zero for every input."""
 
+SINGULAR_VALUES = tuple(f"singular_value_{number + 1}" for number in range(8))
+"""The names of the largest singular values of a matrix, from the largest on."""
+
+RESIDUALS = tuple(f"residual_{number + 1}" for number in range(len(SINGULAR_VALUES)))
+"""The names of how far each of these is from a singular value at most."""
+
 STEPS_SINCE_NONFINITE = "steps_since_nonfinite"
 """The name of the figure that is how many steps ago a loss or gradient was not finite for the first time since the last record; 0: none."""
 

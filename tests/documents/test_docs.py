@@ -99,7 +99,7 @@ def test_python_of_the_page_about_runs(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_python_of_the_page_about_the_store() -> None:
-    """Series, frame, dataset, figures and histograms are of the runs on the page."""
+    """Series, frame, dataset, figures, histograms and singular values are of the runs on the page."""
     names = run_page("docs/how_to/store.md", names_in_a_trainer())
     assert len(names["losses"]) == 5
     assert names["table"].shape == (5, 9)  # a column for each parameter, and for all together
@@ -110,6 +110,8 @@ def test_python_of_the_page_about_the_store() -> None:
     assert names["counts"].sum(1).tolist() == [24, 24, 24]
     assert names["counts"].shape[1] == len(names["edges"]) - 1
     assert names["not_finite"].tolist() == [[0, 0, 0]] * 3
+    assert names["values"].shape == names["residuals"].shape == (3, 3)
+    assert len(names["lines"].get_lines()) == 3
 
 
 def test_python_of_the_page_about_loggers() -> None:

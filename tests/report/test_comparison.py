@@ -79,6 +79,16 @@ def test_noise_of_negligible_sites_is_no_change(tmp_path: Path) -> None:
     assert [(change.key.site, change.before.median, change.after.median) for change in largest_changes(a, b)] == [("grows", 1e-5, 0.5)]
 
 
+def test_residuals_of_singular_values_are_no_change(tmp_path: Path) -> None:
+    """A rounding error may be a billion times another; the values themselves are compared, the one with the largest factor."""
+    names = ("singular_value_1", "residual_1", "singular_value_2", "residual_2")
+    a, b = (
+        run(tmp_path / f"{n}.h5", {f"gradient/w/{name}": [value] for name, value in zip(names, values, strict=True)})
+        for n, values in enumerate(((4.0, 1e-20, 2.0, 1e-3), (5.0, 1e-9, 1.0, 1e-3)))
+    )
+    assert [(change.key.statistic, change.factor) for change in largest_changes(a, b)] == [("singular_value_2", 0.5)]
+
+
 def test_means_near_zero_have_no_factor(tmp_path: Path) -> None:
     """A site of a statistic of both signs counts if it reaches the median magnitude in one of the runs."""
     means = {"a": (0.5, 0.6), "b": (-0.4, -0.5), "c": (0.3, 0.3), "near zero": (0.0001, 0.01), "appears": (0.001, 0.9)}

@@ -111,6 +111,15 @@ def test_a_page_of_many_findings_stays_short(tmp_path: Path, capsys: pytest.Capt
     assert len(page) < 8000
 
 
+def test_residuals_of_singular_values_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their medians say nothing; the values have a row each."""
+    series = {f"gradient/w/{name}_{rank}": [float(rank)] for rank in (1, 2) for name in ("singular_value", "residual")}
+    page = printed(capsys, str(write_store(tmp_path / "monitor.h5", series)), "--markdown", status=0)
+    content = section(page, "What the store has")
+    assert [row[:2] for row in rows(content)] == [["gradient", "singular_value_1"], ["gradient", "singular_value_2"]]
+    assert "has a `residual_1`" in content
+
+
 def test_an_empty_store_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The verdict is unknown, and there is no diagnosis."""
     path = write_store(tmp_path / "monitor.h5", {"monitor/errors": [0.0]})

@@ -25,6 +25,7 @@ from lightning_module_monitor.report.page import distinct_names, write_report
 from lightning_module_monitor.sinks.store import schema
 
 SERIES: dict[str, list[float | None]] = {"activation/fc/rms": [1.0, 2.0, 3.0], "activation/out/rms": [4.0, 5.0, 6.0]}
+SPECTRUM: dict[str, list[float | None]] = {"parameter/fc.weight/singular_value_1": [1.0], "parameter/fc.weight/residual_1": [0.0]}
 
 
 def page_of(path: Path, *stores: Path) -> str:
@@ -106,13 +107,16 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
         "rcc_effective_update/fc/rms": [1.0],
         "attention_entropy/attn.head_0/mean": [1.0],
         "gradient_noise/_root_/scale": [100.0],
+        **SPECTRUM,
     }
     all_of_it = write_store(tmp_path / "all.h5", more, histograms={"gradient/fc.weight/hist": [counts]})
-    every = ["verdict", "glance", "heat", "profiles", "updates", "noise", "rcc", "attention", "histograms", "run"]
+    every = ["verdict", "glance", "heat", "profiles", "updates", "noise", "rcc", "attention", "histograms", "spectra", "run"]
     assert sections_of(page_of(tmp_path / "all.html", all_of_it)) == every
     both = page_of(tmp_path / "both.html", few, all_of_it)
     assert sections_of(both) == ["verdict", "glance", "match", *every[2:]]
     assert [run["name"] for run in payload_of(both)["runs"]] == ["few", "all"]
+    of_spectra = write_store(tmp_path / "spectra.h5", SPECTRUM)
+    assert sections_of(page_of(tmp_path / "spectra.html", of_spectra)) == ["verdict", "glance", "spectra", "run"]
     of_figures = write_store(tmp_path / "figures.h5", {"monitor/errors": [0.0]})
     assert sections_of(page_of(tmp_path / "figures.html", of_figures)) == ["verdict", "glance", "run"]
 
@@ -127,6 +131,17 @@ def test_the_page_shows_no_site_without_values(tmp_path: Path) -> None:
     sites = {table["statistic"]: payload["lists"][table["sites"]] for table in (*run["tables"], *run["histograms"])}
     assert sites == {"rms": ["fc", "out"], "hist": ["fc"]}
     assert [table["kind"] for table in run["histograms"]] == ["activation"]
+
+
+def test_singular_values_are_apart_from_other_tables(tmp_path: Path) -> None:
+    """With their residuals; a function that has the name of one, of activations, is not among them."""
+    series = {**SERIES, **SPECTRUM, "activation/fc/residual_1": [1.0]}
+    [run] = payload_of(page_of(tmp_path / "m.html", write_store(tmp_path / "m.h5", series)))["runs"]
+    names = {part: [(table["kind"], table["statistic"]) for table in run[part]] for part in ("tables", "spectra")}
+    assert names == {
+        "tables": [("activation", "rms"), ("activation", "residual_1")],
+        "spectra": [("parameter", "singular_value_1"), ("parameter", "residual_1")],
+    }
 
 
 def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:

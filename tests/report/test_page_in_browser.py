@@ -51,6 +51,13 @@ def everything() -> dict[str, list[float | None]]:
     for rank, name in enumerate(("p01", "p05", "p25", "median", "p75", "p95", "p99")):
         series[f"gradient/net.fc1.weight/{name}"] = [(rank - 3.0) * (step + 1) for step in range(NUM_STEPS)]
     series["gradient/net.fc2.weight/median"] = [0.5, math.nan, 0.25]
+    for rank in (1, 2, 3):
+        sizes: list[float | None] = [(10.0 - 3 * rank) * (step + 1) for step in range(NUM_STEPS)]
+        sizes[1:3] = [UNDEFINED, math.nan] if rank == 3 else sizes[1:3]
+        series[f"parameter/net.fc2.weight/singular_value_{rank}"] = sizes
+        series[f"parameter/net.fc1.weight/singular_value_{rank}"] = [5.0 if rank == 1 else UNDEFINED] * NUM_STEPS
+        for layer in ("fc1", "fc2"):
+            series[f"parameter/net.{layer}.weight/residual_{rank}"] = [0.25 * rank] * NUM_STEPS
     for loss in ("underflow", "overflow", "scaled_underflow"):
         series[f"gradient/net.fc1.weight/{loss}_float16"] = [0.5 if loss == "underflow" else 0.0]
     series["monitor/errors"] = [0.0] * NUM_STEPS
@@ -127,7 +134,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "both.html"
 
 
-SECTIONS = ("heat", "profiles", "updates", "rcc", "attention", "histograms", "quantiles")
+SECTIONS = ("heat", "profiles", "updates", "rcc", "attention", "histograms", "quantiles", "spectra")
 
 
 def assert_it_draws_alone(visit: Visit, path: Path) -> None:
@@ -301,7 +308,7 @@ def test_printing_draws_every_figure(browser: Browser, page: Path, tmp_path: Pat
     (tmp_path / "page.pdf").write_bytes(visit.page.pdf(format="A4"))
     printed = visit.page.evaluate("window.printed")
     assert set(printed["sections"]) == {"glance", *SECTIONS}
-    assert len(printed["counts"]) == 20
+    assert len(printed["counts"]) == 21
     assert min(printed["counts"]) > 0
     assert all(0 < chart == drawn <= 700 for chart, drawn in printed["widths"])
     assert (printed["ground"], printed["font"]) == ("#ffffff", "#1c2430")
@@ -579,7 +586,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, tmp_path:
 
 def test_each_panel_explains_how_to_read_it(visit: Visit) -> None:
     """In a note, for readers who do not know such charts."""
-    for section in ("heat", "profiles", "updates", "rcc", "attention", "histograms", "quantiles"):
+    for section in ("heat", "profiles", "updates", "rcc", "attention", "histograms", "quantiles", "spectra"):
         assert (visit.page.locator(f"#{section} .note").first.text_content() or "").startswith("How to read it: ")
 
 
@@ -618,6 +625,49 @@ def test_quantiles_are_bands(visit: Visit) -> None:
     lines: list[list[float | None]] = visit.page.evaluate(f"{chart}.map(trace => [...trace.y])")
     assert [line[:3] for line in lines] == [[0.5, None, 0.25], [0.5]]
     assert not visit.complaints
+
+
+def test_singular_values_of_a_site_are_one_chart(visit: Visit) -> None:
+    """A line for each value, with its residual, and a gap where it is not known; first a site that has all values. No other chart has them.
+
+    A press on a site's name, as of a value that differs between runs, shows the chart.
+    """
+    visit.show("spectra")
+    visit.settle()
+    assert visit.page.input_value("#spectra-site") == "net.fc2.weight"
+    chart = "document.querySelector('#spectra-charts .chart').data"
+    drawn: list[Any] = visit.page.evaluate(f"{chart}.map(({{ name, x, y }}) => [name, [...x].slice(0, 4), [...y].slice(0, 4)])")
+    assert drawn[:3] == [
+        ["singular_value_1", [0, 10, 20, 30], [7, 14, 21, 28]],
+        ["singular_value_2", [0, 10, 20, 30], [4, 8, 12, 16]],
+        ["singular_value_3", [0, 10, 20, 30], [1, None, None, 4]],
+    ]
+    assert [marks[1] for marks in drawn[3:]] == [[20]]  # a cross where the matrix was not finite, none where the value was not found
+    assert visit.page.evaluate(f"{chart}[1].text[3]") == "singular_value_2<br>step 30: 16, residual 0.5"
+    visit.page.evaluate("showSeries({ kind: 'parameter', statistic: 'singular_value_1', site: 'net.fc1.weight' })")
+    visit.settle()
+    assert visit.page.input_value("#spectra-site") == "net.fc1.weight"
+    assert visit.page.evaluate(f"{chart}.map(({{ name }}) => name)") == ["singular_value_1"]
+    others: list[str] = visit.page.eval_on_selector_all("#heat-table option", "all => all.map(({ text }) => text)")
+    assert "gradient, norm" in others
+    assert not [name for name in others if "singular_value" in name or "residual" in name]
+    assert not visit.complaints
+
+
+def test_a_singular_value_between_two_gaps_is_a_mark(browser: Browser, tmp_path: Path) -> None:
+    """Also of a long run, whose lines have no marks."""
+    values: list[float | None] = [UNDEFINED] * 70
+    values[35] = 1.0
+    series: dict[str, list[float | None]] = {
+        f"parameter/w/{name}_{rank}": [2.0] * 70 for rank in (1, 2) for name in ("singular_value", "residual")
+    }
+    series["parameter/w/singular_value_2"] = values
+    visit = Visit(browser, write_report(write_store(tmp_path / "m.h5", series)))
+    visit.show("spectra")
+    modes = visit.page.evaluate("document.querySelector('#spectra-charts .chart').data.map(({ mode }) => mode)")
+    assert modes == ["lines", "lines+markers"]
+    assert not visit.complaints
+    visit.page.close()
 
 
 def test_the_theme_follows_the_button(visit: Visit) -> None:

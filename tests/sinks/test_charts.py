@@ -191,6 +191,36 @@ def test_tensorboard_has_a_chart_for_each_kind_and_statistic(max_logged_keys: in
     }
 
 
+@pytest.mark.parametrize("max_logged_keys", [500, 1])
+def test_singular_values_of_a_site_share_a_chart(max_logged_keys: int, tmp_path: Path) -> None:
+    """Or those of a roll-up, where loggers get no site. The largest of all sites have a chart, residuals none."""
+    rules = [Rule(kinds=["parameter", "update"], sites=".*weight", singular_values=2), Rule(kinds="gradient", singular_values=1)]
+    with_tensorboard(tmp_path, rules=rules, max_logged_keys=max_logged_keys, prefix="a.b")
+    scalars = events_of(tmp_path).Tags()["scalars"]
+    found = {
+        title: sorted(tag.removeprefix("my+run-a.b/") for tag in scalars for pattern in patterns if re.match(pattern, tag))
+        for category, charts in layout_of(tmp_path).items()
+        for title, patterns in charts.items()
+        if category != "at a glance"
+    }
+    rolled, weights = ["_max_", "_median_", "_min_"], ["model.0.weight", "model.2.weight"]
+    sites = rolled if max_logged_keys == 1 else weights
+    every = rolled if max_logged_keys == 1 else sorted([*weights, "model.0.bias", "model.2.bias"])
+    expected = {"a.b/gradient: singular_value_1": [f"gradient/{site}/singular_value_1" for site in every]}
+    for kind in ("parameter", "update"):
+        expected[f"a.b/{kind}: singular_value_1"] = [f"{kind}/{site}/singular_value_1" for site in sites]
+        for site in sites:
+            expected[f"a.b/{kind}: singular values of {site}"] = [f"{kind}/{site}/singular_value_{rank}" for rank in (1, 2)]
+    assert found == expected
+
+
+def test_the_picture_of_a_kind_is_of_its_largest_singular_values() -> None:
+    """Where the others, and residuals, are of as many sites; a function of activations may have the name of a residual."""
+    names = ("residual_1", "singular_value_2", "residual_2", "singular_value_1")
+    keys = [*(f"update/{site}.weight/{name}" for name in names for site in ("a", "b")), "activation/a/residual_1"]
+    assert [tuple(chart) for chart in loggers.drawn_charts(keys)] == [("update", "singular_value_1"), ("activation", "residual_1")]
+
+
 # Heat maps
 
 

@@ -126,6 +126,8 @@ def test_series_are_curves(store: StoreReader) -> None:
     curves = {str(line.get_label()): line.get_xydata() for line in several.get_lines()}
     assert list(curves) == ["activation/a/rms", "activation/b/rms", "not finite", "attention_entropy/one.attn.head_0/mean"]
     assert curves["not finite"][:, 0].tolist() == [20]
+    [gap] = store.plot.series("activation/c/rms").get_lines()  # a value that a finite tensor does not have is no cross
+    np.testing.assert_array_equal(gap.get_ydata(), [0.0, 3.0, math.nan])
 
 
 def test_a_histogram_is_shares_of_bins_over_steps(store: StoreReader) -> None:

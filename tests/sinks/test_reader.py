@@ -13,7 +13,7 @@ import pytest
 
 from lightning_module_monitor.histogram import FINITE, NUM_COUNTS, Histogram
 from lightning_module_monitor.keys import Columns
-from lightning_module_monitor.record import ABSENT, Record
+from lightning_module_monitor.record import ABSENT, UNDEFINED, Record
 from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.reader import load_store
 from lightning_module_monitor.sinks.store.writer import Store
@@ -104,6 +104,25 @@ def test_a_key_is_preferred_to_the_pattern_that_it_is(tmp_path: Path) -> None:
     assert reader.series("gradient/a.b/norm")[1].tolist() == [1.0]
     assert reader.series("gradient/a.b/nor.")[1].tolist() == [[1.0, 2.0]]
     assert [line.get_label() for line in reader.plot.series("gradient/a.b/norm").lines] == ["gradient/a.b/norm"]
+
+
+def test_singular_values_of_a_site_are_one_array(tmp_path: Path) -> None:
+    """A row for each record that has any, a column for each value, the largest first; residuals likewise; NaN where there is none."""
+    columns = [f"{name}_{rank}" for rank in (1, 2, 3) for name in ("singular_value", "residual")]
+    rows = {0: [9.0, 0.1, 4.0, 0.2, UNDEFINED, UNDEFINED], 20: [8.0, 0.3, UNDEFINED, 0.4, UNDEFINED, UNDEFINED]}
+    with closing(Store(tmp_path / "monitor.h5", configuration={})) as store:
+        for step, numbers in rows.items():
+            values = {f"run1/gradient/a.weight/{name}": value for name, value in zip(columns, numbers, strict=True)}
+            store.write(Record.of(step, {**values, "run1/gradient/b.weight/singular_value_1": 1.0, "run1/gradient/a.weight/norm": 7.0}))
+        store.write(Record.of(30, {"run1/gradient/a.weight/norm": 7.0}))
+    reader = load_store(tmp_path)
+    steps, values, residuals = reader.singular_values("run1/gradient/a.weight")
+    assert (steps.tolist(), steps.dtype, values.dtype, residuals.dtype) == ([0, 20], np.int64, np.float64, np.float64)
+    np.testing.assert_array_equal(values, [[9.0, 4.0, math.nan], [8.0, math.nan, math.nan]])
+    np.testing.assert_array_equal(residuals, [[0.1, 0.2, math.nan], [0.3, 0.4, math.nan]])
+    for wrong in ("run1/gradient/a.weigh", "run1/gradient/a.weight/singular_value_1"):
+        with pytest.raises(KeyError, match=rf"no singular values of '{wrong}'; nearest: 'run1/gradient/a\.weight'"):
+            reader.singular_values(wrong)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.keys import Key
+from lightning_module_monitor.keys import Key, is_residual
 from lightning_module_monitor.report.stored_run import StoredRun, median_of_finite
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.suggestions import nearest_pattern
@@ -90,7 +90,8 @@ def largest_changes(before: StoredRun, after: StoredRun, most: int = 20) -> list
 
     Some series are left out. Noise of an idle layer has the largest factors, so a series must not be negligible beside other sites in both
     runs. A statistic of both signs, such as a mean, has any factor near zero, so it must reach the median magnitude in one of the runs. A
-    kind may have the same values as another, as gradients before clipping without clipping; only the first kind counts.
+    kind may have the same values as another, as gradients before clipping without clipping; only the first kind counts. Residuals of
+    singular values are mostly rounding errors.
 
     Returns:
         At most ``most`` series whose medians differ, those first in which one median is zero, those last whose signs differ.
@@ -98,7 +99,7 @@ def largest_changes(before: StoredRun, after: StoredRun, most: int = 20) -> list
     tables = {table.name: table for table in after.tables}
     changes: dict[Key, Change] = {}
     for table in before.tables:
-        other = tables.get(table.name)
+        other = None if is_residual(table.name) else tables.get(table.name)
         for change in _changes(table, other) if other is not None else ():
             known = changes.setdefault(change.key._replace(statistic=""), change)
             if change.distance > known.distance:

@@ -11,6 +11,7 @@ import numpy as np
 from lightning_module_monitor.display import counted
 from lightning_module_monitor.errors import printable
 from lightning_module_monitor.health.judgement import LEVELS, Verdict
+from lightning_module_monitor.keys import is_residual
 from lightning_module_monitor.kinds import LOSS
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.report.stored_run import StoredRun, early, late, median_of_finite
@@ -106,7 +107,10 @@ def as_markdown(run: StoredRun, verdict: Verdict) -> str:
     if run.modules:
         header = ["module", "type", "parameters", "output shape", "output dtype"]
         parts += [f"## Model: {counted(len(run.modules), 'module')}", _table(header, _module_rows(run.modules))]
-    parts += ["## What the store has", "Keys are `[prefix/][stage/]kind/site/statistic`, without a stage those of training.", _kinds(run)]
+    parts += ["## What the store has", "Keys are `[prefix/][stage/]kind/site/statistic`, without a stage those of training."]
+    if any(is_residual(table.name) for table in run.tables):
+        parts += ["Each `singular_value_1`, ... has a `residual_1`, ...: how far it is from a singular value at most."]
+    parts += [_kinds(run)]
     if run.tables:
         first = run.tables[0]
         parts += [QUERIES.format(path=run.path, key=first.key(0), kind=first.kind, statistic=first.statistic)]
@@ -139,7 +143,7 @@ def _module_rows(modules: Sequence[ModuleInfo]) -> Iterator[Sequence[str]]:
 
 def _kinds(run: StoredRun) -> str:
     rows, totals = [], {id(table) for table in run.totals}
-    for table in (*run.tables, *run.figures):
+    for table in (*(table for table in run.tables if not is_residual(table.name)), *run.figures):
         medians = (f"{median_of_finite(median_of_finite(part(table.values))):.4g}" for part in (early, late))
         kind = f"{table.kind}/{table.sites[0]}" if id(table) in totals else table.kind
         rows.append((kind, table.statistic, str(len(table.sites)), str(len(table.steps)), *medians))

@@ -18,7 +18,7 @@ import numpy as np
 from lightning_module_monitor.errors import in_bytes, package_version, require
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.judgement import WITHOUT_FINDING, Verdict
-from lightning_module_monitor.keys import Key
+from lightning_module_monitor.keys import Key, is_of_spectrum
 from lightning_module_monitor.kinds import OVERHEAD_FRACTION, OWN_KIND, TRAIN
 from lightning_module_monitor.record import Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match_sites
@@ -33,7 +33,7 @@ from lightning_module_monitor.statistics.registry import QUANTILES
 
 SCRIPTS = (
     *("data.js", "charts.js", "controls.js", "heat.js", "profiles.js", "heads.js"),
-    *("histograms.js", "quantiles.js", "glance.js", "noise.js", "page.js"),
+    *("histograms.js", "quantiles.js", "spectra.js", "glance.js", "noise.js", "page.js"),
 )
 """In this order: each uses the scripts before it."""
 SECTIONS = {
@@ -48,6 +48,7 @@ SECTIONS = {
     "attention": "Attention",
     "histograms": "Histograms",
     "quantiles": "Quantiles",
+    "spectra": "Singular values",
     "formats": "Formats",
     "modules": "Modules",
     "run": "Run",
@@ -121,7 +122,8 @@ def _payload(stores: Sequence[StoreReader], runs: Sequence[StoredRun]) -> dict[s
     content = [
         {
             "name": name,
-            "tables": [payload.table(table) for table in run.tables],
+            "tables": [payload.table(table) for table in run.tables if not is_of_spectrum(table.name)],
+            "spectra": [payload.table(table) for table in run.tables if is_of_spectrum(table.name)],
             "context": [payload.table(table) for table in run.context],
             "norms": [payload.table(table) for table in norms_of(run)],
             "noise": [payload.table(table) for table in noise_scales_of(run)],
@@ -194,7 +196,7 @@ def _filled_sections(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> s
     sizes = {"rms", "norm", "abs_max", "abs_mean"}
     filled = {
         "glance": any(run.steps for run in runs),
-        "heat": any(run.tables for run in runs),
+        "heat": any(run["tables"] for run in payload["runs"]),
         "profiles": any(statistic in sizes for _kind, statistic in in_training) or ("gradient_flow", "gain") in in_training,
         "updates": ("update", "ratio") in in_training,
         "noise": any(noise_scales_of(run) for run in runs),
@@ -202,6 +204,7 @@ def _filled_sections(runs: Sequence[StoredRun], payload: Mapping[str, Any]) -> s
         "attention": any(table.name.kind.startswith("attention_") for run in runs for table in run.tables),
         "histograms": any(run["histograms"] for run in payload["runs"]),
         "quantiles": any(statistic in QUANTILES for statistic in {table.statistic for run in runs for table in run.tables}),
+        "spectra": any(run["spectra"] for run in payload["runs"]),
         "formats": any(map(format_fits, runs)),
         "modules": any(run.modules for run in runs),
     }

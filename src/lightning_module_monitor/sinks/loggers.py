@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.errors import Log, require
 from lightning_module_monitor.histogram import Histogram
-from lightning_module_monitor.keys import Columns, Key, is_context, is_rate, is_total
-from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, OWN_KIND, ROOT_SITE, SUMMARY_SITE, TRAIN
+from lightning_module_monitor.keys import Columns, Key, is_context, is_of_spectrum, is_rate, is_total
+from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS, OWN_KIND, ROOT_SITE, SINGULAR_VALUES, SUMMARY_SITE, TRAIN
 from lightning_module_monitor.lightning_packages import LightningModule, Logger, is_a, is_overridden
 from lightning_module_monitor.record import Finding, Record
-from lightning_module_monitor.sinks.roll_ups import NONFINITE_COUNT, LoggedValues, summed
+from lightning_module_monitor.sinks.roll_ups import NONFINITE_COUNT, SITES, LoggedValues, summed
 from lightning_module_monitor.sinks.store.reader import StoreReader, load_store
 
 FINDINGS, DIAGNOSES = f"{OWN_KIND}/findings", f"{OWN_KIND}/diagnoses"
@@ -89,7 +89,7 @@ class LoggerSink:
         self._without_histograms = [type(logger).__name__ for logger in loggers if not takes_media(logger)]
         for logger in loggers:
             with self._failures.reported(logger):
-                lay_out(logger, keys, self._modules)
+                lay_out(logger, keys, self._modules, rolls_up=roll_up)
 
     def write(self, record: Record, findings: Sequence[Finding] = ()) -> None:
         """Log a record, and what was found with it. The failure of a logger is reported once; the next record is logged again."""
@@ -196,8 +196,19 @@ class Chart(NamedTuple):
 
 
 def charts_of(keys: Iterable[str], modules: Collection[str] = ()) -> Counter[Chart]:
-    """Number of sites by chart. Totals are not counted; counts of non-finite elements are rarely logged and have no chart."""
-    return Counter(Chart(key.full_kind, key.statistic) for key in _drawn(keys) if not is_total(key, modules))
+    """Number of sites by chart. Totals are not counted; counts of non-finite elements are rarely logged and have no chart.
+
+    Of singular values the largest has a chart. Several are in charts of :func:`spectra_of`; their residuals are in none.
+    """
+    shown = (key for key in _drawn(keys) if key.statistic == SINGULAR_VALUES[0] or not is_of_spectrum(key))
+    return Counter(Chart(key.full_kind, key.statistic) for key in shown if not is_total(key, modules))
+
+
+def spectra_of(keys: Iterable[str], *, rolls_up: bool) -> list[Key]:
+    """The sites, or the roll-ups, whose singular values have a chart because there are several, as keys without a statistic."""
+    several = (key for key in _drawn(keys) if key.statistic == SINGULAR_VALUES[1] and is_of_spectrum(key))
+    sites = (key._replace(site=site, statistic="") for key in several for site in (SITES if rolls_up else [key.site]))
+    return [*dict.fromkeys(sites)]
 
 
 def _drawn(keys: Iterable[str]) -> list[Key]:
@@ -205,8 +216,8 @@ def _drawn(keys: Iterable[str]) -> list[Key]:
     return [key for key in parsed if key.site not in ("", SUMMARY_SITE) and key.kind != OWN_KIND and key.statistic != NONFINITE_COUNT]
 
 
-def lay_out(logger: object, keys: Collection[str], modules: Collection[str] = ()) -> None:
-    """Add charts to TensorBoard's tab CUSTOM SCALARS: those to look at first, then one for each kind and statistic."""
+def lay_out(logger: object, keys: Collection[str], modules: Collection[str] = (), *, rolls_up: bool) -> None:
+    """Add charts to TensorBoard's tab CUSTOM SCALARS: those to look at first, then one for each kind and statistic, and spectra."""
     if not _is_tensorboard(logger) or not keys:
         return
     prefix = _key_prefix(logger)
@@ -221,6 +232,9 @@ def lay_out(logger: object, keys: Collection[str], modules: Collection[str] = ()
     for chart in charts_of(keys, modules):
         without = dict.fromkeys(key.site for key in totals if (key.full_kind, key.statistic) == chart)
         layout[chart.kind][f"{chart.kind}: {chart.statistic}"] = ["Multiline", [chart.pattern(prefix, without)]]
+    for site in spectra_of(keys, rolls_up=rolls_up):
+        pattern = f"^{re.escape(prefix + site.format())}/{SINGULAR_VALUES[0].replace('1', '[0-9]')}$"
+        layout[site.full_kind][f"{site.full_kind}: singular values of {site.site}"] = ["Multiline", [pattern]]
     # The tab shows the last layout of a run, and those of all runs below its folder: a second one gets a run of its own.
     own = Path("monitor_charts", Key.parse(next(iter(keys))).prefix)
     if _has_layout(logger):

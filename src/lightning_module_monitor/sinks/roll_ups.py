@@ -16,7 +16,7 @@ from lightning_module_monitor.keys import Columns, Key, is_context, is_rate, is_
 from lightning_module_monitor.kinds import LOSS, OWN_KIND, ROLL_UP_SITES, SUMMARY_SITE
 from lightning_module_monitor.record import ABSENT, Record, is_absent, is_undefined
 
-*_SITES, ALL = ROLL_UP_SITES
+*SITES, ALL = ROLL_UP_SITES
 """The sites of roll-ups: minimum, median and maximum; and the sum of all histograms."""
 
 NONFINITE_COUNT = "nonfinite_count"
@@ -114,7 +114,7 @@ class LoggedValues:
             if self._roll_up and not is_of_all:
                 groups[key._replace(site="")].append(column)
         texts = [columns.texts[column] for column in kept]
-        texts += [group._replace(site=site).format() for group in groups for site in _SITES]
+        texts += [group._replace(site=site).format() for group in groups for site in SITES]
         shown = set() if before is None else {text for text, is_shown in zip(before.texts, before.is_shown, strict=True) if is_shown}
         is_count = np.array([text.endswith(_COUNTS) for text in texts], bool)
         is_shown = np.array([text in shown or self._is_always(text) for text in texts], bool)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_module_monitor.kernels.moments import Array
-from lightning_module_monitor.kinds import KINDS
+from lightning_module_monitor.kinds import KINDS, RESIDUALS, SINGULAR_VALUES
 from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.statistics import effective_rank as ranks
 from lightning_module_monitor.statistics.effective_rank import MAX_FEATURES, singular_values
 from lightning_module_monitor.statistics.functions import Value
 from lightning_module_monitor.statistics.spectra import NUM_STEPS, Spectra, spectra
 
-MAX_VALUES = 8
+MAX_VALUES = len(SINGULAR_VALUES)
 """Limit of the singular values that are recorded."""
 
 
@@ -176,8 +176,8 @@ SPECTRAL_STATISTICS: Mapping[str, SpectralStatistic] = {
 
 
 LARGEST_VALUES: Mapping[str, SpectralStatistic] = {
-    f"{name}_{number + 1}": SpectralStatistic(finish=functools.partial(finish, number=number), is_of_matrices=True)
-    for number in range(MAX_VALUES)
-    for name, finish in (("singular_value", _value), ("residual", _residual))
+    name: SpectralStatistic(finish=functools.partial(finish, number=number), is_of_matrices=True)
+    for number, names in enumerate(zip(SINGULAR_VALUES, RESIDUALS, strict=True))
+    for name, finish in zip(names, (_value, _residual), strict=True)
 }
 """The largest singular values, each followed by its residual, by the name in the key."""

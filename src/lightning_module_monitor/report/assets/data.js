@@ -53,16 +53,16 @@ function moduleLine(run, site) {
   return "";
 }
 
-/** The loaded tables of a kind and statistic, by run; undefined for a run without. `list`: the run's tables or histograms. */
+/** The loaded tables of a kind and statistic, by run; undefined for a run without. `list`: the run's tables, spectra or histograms. */
 function loadAll(kind, statistic, list = "tables") {
   return page.runs.map((run) => run[list].find((table) => table.kind === kind && table.statistic === statistic)).map((table) => table && load(table));
 }
 
-/** Every pair of kind and statistic of any run, in the order of the runs. */
-function tableNames(accept) {
+/** Every pair of kind and statistic of any run, in the order of the runs. `list`: the run's tables or spectra. */
+function tableNames(accept, list = "tables") {
   const names = new Map();
   for (const run of page.runs) {
-    for (const table of run.tables) {
+    for (const table of run[list]) {
       if (accept(table)) names.set(`${table.kind}/${table.statistic}`, { kind: table.kind, statistic: table.statistic, base: table.base });
     }
   }

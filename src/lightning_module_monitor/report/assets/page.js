@@ -1,7 +1,7 @@
 // The page: draws the sections in view, and all of them for printing; handles the search, the controls and the theme.
 "use strict";
 
-const sections = { glance, heat, profiles, updates, noise, rcc, attention, histograms, quantiles };
+const sections = { glance, heat, profiles, updates, noise, rcc, attention, histograms, quantiles, spectra };
 const visible = new Set();
 
 function draw(name) {
@@ -51,21 +51,22 @@ function changeSearch() {
     }
   }
   Object.assign(search, { text, accepts });
-  const all = [...new Set(page.runs.flatMap((run) => run.tables.flatMap((table) => page.lists[table.sites])))];
+  const all = [...new Set(page.runs.flatMap((run) => [...run.tables, ...run.spectra].flatMap((table) => page.lists[table.sites])))];
   const count = all.filter(accepts).length;
   byId("search-count").textContent = text ? `${count} of ${all.length} sites` : `${all.length} sites`;
   for (const row of document.querySelectorAll("[data-site]")) row.hidden = !accepts(row.dataset.site);
   drawVisible();
 }
 
-/** Show a series: its kind and statistic in the heat map, its curve below. */
+/** Show a series: its kind and statistic in the heat map, its curve below; a singular value among those of its site. */
 function showSeries({ kind, statistic, site }) {
   byId("search").value = "";
   changeSearch();
-  byId("heat-table").value = JSON.stringify({ kind, statistic });
-  fill(byId("heat-site"), [[site]], site);
-  draw("heat");
-  byId("heat").scrollIntoView();
+  const section = loadAll(kind, statistic, "spectra").some(Boolean) ? "spectra" : "heat";
+  byId(`${section}-table`).value = section === "spectra" ? kind : JSON.stringify({ kind, statistic });
+  fill(byId(`${section}-site`), [[site]], site);
+  draw(section);
+  byId(section).scrollIntoView();
 }
 
 function isDark() {

@@ -15,6 +15,7 @@ from lightning_module_monitor.errors import ConfigError, require
 from lightning_module_monitor.histogram import FINITE, LABELS, NUM_BINS
 from lightning_module_monitor.keys import Key, is_total
 from lightning_module_monitor.kinds import CONTEXT_KIND, KINDS, LOSS, OWN_KIND
+from lightning_module_monitor.record import is_undefined
 from lightning_module_monitor.sinks.store.matrices import Table
 from lightning_module_monitor.sinks.store.read_access import AbsentKeyError
 from lightning_module_monitor.sinks.store.series import StoredSeries
@@ -129,7 +130,7 @@ class StorePlots(Described):
         return ax
 
     def series(self, key: str, *more: str, ax: Axes | None = None) -> Axes:
-        """The values of keys over the steps; red crosses at the upper edge are non-finite values.
+        """The values of keys over the steps; red crosses at the upper edge are non-finite values, gaps undefined ones.
 
         Args:
             key: One of the store's ``keys()``; or a pattern (``re.fullmatch``).
@@ -144,8 +145,8 @@ class StorePlots(Described):
         for name, (steps, values) in zip(keys, curves, strict=True):
             is_finite = np.isfinite(values)
             ax.plot(steps, np.where(is_finite, values, np.nan), marker="." if len(steps) <= MAX_MARKERS else "", label=name)
-            if not is_finite.all():
-                mark_not_finite(ax, steps[~is_finite])
+            if (is_bad := ~is_finite & ~is_undefined(values)).any():
+                mark_not_finite(ax, steps[is_bad])
         if spans_decades(np.concatenate([values for _steps, values in curves])):
             ax.set_yscale("log")
         ax.set_xlabel("optimizer step")

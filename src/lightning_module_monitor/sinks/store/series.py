@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.display import Modules
 from lightning_module_monitor.histogram import EDGES, FINITE, NOT_FINITE
+from lightning_module_monitor.kinds import RESIDUALS, SINGULAR_VALUES
 from lightning_module_monitor.record import ModuleInfo
 from lightning_module_monitor.sinks.store import schema
 from lightning_module_monitor.sinks.store.content import Content
@@ -114,6 +115,26 @@ class StoredSeries:
             steps_of_key, numbers = by_key[key]
             values[np.searchsorted(steps, steps_of_key), column] = numbers
         return steps, values
+
+    def singular_values(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        """The largest singular values of a matrix, as a rule with ``singular_values`` records them.
+
+        Args:
+            name: The beginning of their keys, kind and site: ``parameter/encoder.weight``.
+
+        Returns:
+            Steps (int64, shape ``(rows,)``) of its records; the values from the largest on, and their residuals, how far each is from a
+            singular value at most (both float64, shape ``(rows, values)``). A value that has not converged, or that a small matrix does
+            not have, is NaN.
+        """
+        keys = self.keys()
+        count = sum(f"{name}/{value}" in keys for value in SINGULAR_VALUES)
+        if not count:
+            first = f"/{SINGULAR_VALUES[0]}"
+            near = nearest(name, [key.removesuffix(first) for key in keys if key.endswith(first)])
+            raise AbsentKeyError(f"{str(self.path)!r} has no singular values of {name!r}{near}")
+        steps, numbers = self._joined([f"{name}/{part}" for part in (*SINGULAR_VALUES[:count], *RESIDUALS[:count])])
+        return steps, numbers[:, :count], numbers[:, count:]
 
     def histogram(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
         """The histograms of a key.
