@@ -35,7 +35,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{command.name} {command.help}" in words
 
 
-@pytest.mark.parametrize("arguments", [[], ["sumary", "x.h5"], ["summary"], ["summary", "x.h5", "--no"]])
+@pytest.mark.parametrize("arguments", [[], ["reportt", "x.h5"], ["summary"], ["summary", "x.h5", "--no"]])
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Status 2 and a line on stderr."""
     with pytest.raises(SystemExit) as stop:

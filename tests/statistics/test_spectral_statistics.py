@@ -163,7 +163,7 @@ def test_a_run(tmp_path: Path) -> None:
             for statistic, tolerance in TOLERANCES.items():
                 found = at(0, f"{kind}/{site}/{statistic}")
                 assert found == pytest.approx(expected[statistic], rel=tolerance, nan_ok=True), (kind, name, statistic)
-            assert at(0, f"{kind}/{site}/residual_1") <= 2e-5 * expected["spectral_norm"]
+            assert at(0, f"{kind}/{site}/residual_1") <= 1.5e-4 * expected["spectral_norm"]  # some gradients have few directions
     for name, outputs in kept.of_step.items():
         assert len(outputs) == 3
         for statistic, right in of_features(torch.cat(outputs)).items():
@@ -199,7 +199,8 @@ def test_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """The channels of images and volumes, else the last dimension; a large mean counts unless they are centred."""
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 5).to(dtype)
     parts = [x, 3 * x.flip(0)] if x.dim() > 1 else [x]
-    rows = [part.double().movedim(1, -1).reshape(-1, 8) if x.dim() > 3 else part.double().reshape(-1, part.shape[-1]) for part in parts]
+    num_features = {1: 1, 2: shape[-1], 3: shape[-1]}.get(x.dim(), 8)
+    rows = [(part.movedim(1, -1) if x.dim() > 3 else part).double().reshape(-1, num_features) for part in parts]
     expected = of_features(torch.cat(rows))
     for name, found in recorded("activation", parts, FEATURES).items():
         assert found == pytest.approx(expected[name], rel=1e-4, nan_ok=True), name
@@ -277,6 +278,14 @@ def test_rows_of_ranks() -> None:
         ),
         ({"kinds": "activation", "statistics": "spectral_norm"}, "'spectral_norm' is of matrices, and 'activation' has none"),
         ({"kinds": "activation", "singular_values": 2}, r"rules\[0\]\.singular_values 2 is of matrices, and 'activation' has none"),
+        (
+            {"kinds": "parameter", "statistics": "singular_value_3"},
+            "'singular_value_3' is recorded by an option; expected sing",
+        ),
+        (
+            {"kinds": "attention_entropy", "statistics": "stable_rank"},
+            "'stable_rank' is of matrices or features, and 'attention_ent",
+        ),
         ({"kinds": "parameter", "singular_values": 9}, "singular_values is 9; expected a whole number from 0 to 8"),
         ({"kinds": "parameter", "singular_values": True}, "singular_values is True; expected a whole number"),
         (
@@ -336,6 +345,57 @@ def test_a_dry_run_has_the_cost(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert f"  singular values of 2 tensors: {number:.2g} multiplications, {forward}\n" in text
     assert "  all singular values of the features of grouped, norm, head: for each sample or token" in text
+
+
+def of_matrix(matrix: Tensor, num_values: int = 8) -> dict[str, float]:
+    """The largest singular values of a parameter, their residuals, and its spectral norm, as they are recorded."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(matrix)
+    with ModuleMonitor(rules=[Rule(kinds="parameter", statistics=["spectral_norm", "norm"], singular_values=num_values)]) as monitor:
+        monitor.set_module(layer)
+        monitor.begin_step(0)
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    assert record is not None
+    return {key.rpartition("/")[2]: value for key, value in record.values.items() if key.startswith("parameter/weight/")}
+
+
+def test_a_residual_has_what_was_taken_for_rounding() -> None:
+    """Small values of a matrix of low rank are further from the true ones than the bidiagonal matrix tells: they are not known."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(40, 40, generator=generator))[0] for _side in range(2))
+    true = torch.tensor([1.0, 0.5, 9e-5, 8e-5, 7e-5, *[0.0] * 35])
+    found = of_matrix((left * true) @ right, 5)
+    for number, value in enumerate(true[:5].tolist(), start=1):
+        residual = found[f"residual_{number}"]
+        assert math.isnan(found[f"singular_value_{number}"]) == (number > 2)
+        assert residual >= 1e-4
+        assert number > 2 or found[f"singular_value_{number}"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(200_000,), (1, 200_000), (20_000, 8), (8, 20_000)], ids=str)
+def test_long_sums(shape: tuple[int, ...]) -> None:
+    """The spectral norm of what has one direction is its norm, whatever float32 makes of a long sum."""
+    found = of_matrix(torch.full(shape, 0.3), 1)
+    assert found["spectral_norm"] == pytest.approx(0.3 * math.sqrt(math.prod(shape)), rel=2e-6)
+    assert found["spectral_norm"] <= found["norm"] * (1 + 1e-7)
+
+
+def test_sparse_gradients() -> None:
+    """They are made dense, as for other statistics."""
+    model = nn.Embedding(50, 4, sparse=True)
+    with ModuleMonitor(rules=[Rule(kinds="gradient", statistics=[*OF_MATRICES, "norm"])]) as monitor:
+        monitor.set_module(model)
+        monitor.begin_step(0)
+        model(torch.arange(9)).square().sum().backward()
+        monitor.monitor_gradients()
+        record = monitor.end_step()
+    assert record is not None
+    assert model.weight.grad is not None
+    expected = truth([model.weight.grad.to_dense().double()])
+    assert record.values["monitor/errors"] == 0
+    for name in OF_MATRICES:
+        assert record.values[f"gradient/weight/{name}"] == pytest.approx(expected[name], rel=1e-4)
 
 
 def test_names_of_values() -> None:

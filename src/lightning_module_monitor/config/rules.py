@@ -288,6 +288,8 @@ def _parse_outputs(rule: Rule, label: str, kinds: tuple[str, ...]) -> dict[str, 
     # The first statistics alone: a message has to stay within two lines.
     in_short = f"{', '.join([*STATISTICS][:16])}, ... ({len(STATISTICS)} in STATISTICS)"
     for name in as_tuple(rule.statistics):
+        if isinstance(name, str) and name in LARGEST_VALUES:
+            raise ConfigError(f"{label}.statistics {name!r} is recorded by an option; expected singular_values: {name.rpartition('_')[2]}.")
         check_choice(name, STATISTICS, f"{label}.statistics {name!r} is not a statistic", in_short)
         _check_name(name, f"{label}.statistics")
         statistic = STATISTICS[name]
@@ -321,7 +323,8 @@ def _check_fits(statistic: object, kinds: tuple[str, ...], named: str) -> None:
     if isinstance(statistic, ChannelStatistic | UnitStatistic):
         why, fit = "is of the units of a layer, and {!r} has none", [name for name, kind in KINDS.items() if kind.has_units]
     elif isinstance(statistic, SpectralStatistic):
-        what = "of the features of a layer" if statistic.is_of_features else "of matrices" if statistic.is_of_matrices else "of either"
+        what = "of matrices" if statistic.is_of_matrices else "of matrices or features"
+        what = "of the features of a layer" if statistic.is_of_features else what
         why, fit = f"is {what}, and {{!r}} has none", statistic.kinds
     elif isinstance(statistic, Statistic) and statistic.compared_with:
         compared_with = statistic.compared_with

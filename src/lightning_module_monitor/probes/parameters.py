@@ -22,7 +22,7 @@ from lightning_module_monitor.distributed.shards import (
     whole,
     whole_of_flat,
 )
-from lightning_module_monitor.kernels.elements import WIDE, in_memory, own_elements, widened
+from lightning_module_monitor.kernels.elements import WIDE, in_memory, own_elements, strided, widened
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.names import ParameterSite
@@ -316,8 +316,8 @@ class ParameterTap(Probe):
                 continue
             is_laid_out = is_sharded(tensor) or target.site.name in self.flat
             if stream is not None and stream.sources and tensor.is_floating_point() and not is_laid_out:
-                with self._failing({kind}, target, tensor):
-                    matrices[stream] = Difference(matrices_of(target.site, divided_by_scale(tensor, scale)))
+                with failing_alone(functools.partial(self._accumulator.fail_spectra, stream)):
+                    matrices[stream] = Difference(matrices_of(target.site, divided_by_scale(strided(tensor), scale)))
             if is_captured or is_laid_out or (stream is not None and stream.functions):
                 name = name_of(kind, target.site.name)
                 use = functools.partial(self._use_whole, kind, target, is_laid_out=is_laid_out)
@@ -383,7 +383,7 @@ class ParameterTap(Probe):
                         what = "functions" if stream.functions else "statistics of singular values"
                         raise ValueError(f"it is laid out over ranks, and {what} get whole tensors; expected a rule without {what}")
                     if stream.sources:
-                        matrices[stream] = Difference(matrices_of(target.site, tensor))
+                        matrices[stream] = Difference(matrices_of(target.site, strided(tensor)))
                     if stream.functions:
                         call = functools.partial(self._accumulator.call_functions, stream)
                         self.whole_tensors.give(name_of(STATE, stream.site), [tensor], call)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import to_device, widened
 from lightning_module_monitor.kernels.moments import Array
+from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.model.unchanged import float32_products, full_precision
 from lightning_module_monitor.record import UNDEFINED
 from lightning_module_monitor.statistics.precision import Difference
@@ -36,11 +37,15 @@ made to miss the tolerance exist: the largest value is up to 0.5 % above a dense
 nothing of its direction. Measured for such spectra of 300 to 4096 values: up to 18 % of random start vectors miss 1e-3, none 7e-3."""
 
 CONVERGED = 1e-2
-"""A singular value has converged if its residual, and that of every larger one, is at most this fraction of the largest one."""
+"""A singular value has converged if its residual, and that of every larger one, is at most this fraction of the largest one, and not larger
+than the value."""
 
 ROUNDING = 1 << 10
 """A vector without the known directions is a rounding error if its norm is below so many units of rounding of the norm of the matrix. A sum
 of thousands of elements in float32 reaches a hundred units."""
+
+CUT = ROUNDING * float(torch.finfo(torch.float32).eps)
+"""This limit as a fraction, in float32: by so much a residual is larger where it was reached."""
 
 MAX_ELEMENTS = 1 << 24
 """Limit of elements of the matrices that are computed at once: 64 MiB of float32, which outweigh the overhead of a launch."""
@@ -150,6 +155,11 @@ def _bidiagonal(matrices: Tensor) -> Tensor:
     steps = min(columns, NUM_STEPS)
     largest = torch.maximum(matrices.amax((1, 2), keepdim=True), matrices.amin((1, 2), keepdim=True).neg())
     # Squares of elements could overflow or underflow.
+    if columns == 1:
+        # Of vectors the norm, in float64 if the device has it: sums of many thousand squares in float32 lose digits.
+        vectors = (matrices / largest.masked_fill(largest == 0, 1.0)).to(widest(matrices.device))
+        norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+        return torch.cat([largest, norms, norms, torch.zeros_like(norms)], dim=2)[:, 0]
     scaled = torch.div(matrices, largest.masked_fill(largest == 0, 1.0), out=matrices.new_empty(matrices.shape))
     transposed = scaled.transpose(1, 2)
     generator = torch.Generator("cpu").manual_seed(_SEED)  # leaves the program's random state unchanged
@@ -168,8 +178,9 @@ def _bidiagonal(matrices: Tensor) -> Tensor:
             norms = torch.hypot(torch.linalg.vector_norm(product, dim=2, keepdim=True), alphas[0])
             least = norms * (ROUNDING * torch.finfo(scaled.dtype).eps)
         betas.append(right.extend(product, least))
-    # Row by row: a sum of millions of squares in float32 would lose digits.
-    frobenius = torch.linalg.vector_norm(torch.linalg.vector_norm(scaled, dim=2, keepdim=True), dim=1, keepdim=True)
+    # Row by row, and these in float64 if the device has it: a sum of millions of squares in float32 would lose digits.
+    of_rows = torch.linalg.vector_norm(scaled, dim=2, keepdim=True).to(widest(scaled.device))
+    frobenius = torch.linalg.vector_norm(of_rows, dim=1, keepdim=True)
     return torch.cat([largest, frobenius, *alphas, *betas], dim=2)[:, 0]
 
 
@@ -248,10 +259,14 @@ def spectra(numbers: Array, num_values: int = 5) -> Spectra:
     small, scales, frobenius = _small(numbers)
     directions, values, _right = np.linalg.svd(small)
     with np.errstate(all="ignore"):
+        values = np.fmin(values, frobenius[:, np.newaxis])
         residuals = numbers[:, -1:] * np.abs(directions[:, -1]) if values.size else values
         norms = values.max(1, initial=0.0)
+        # Where a vector was taken for a rounding error, what it had is missing in the bidiagonal matrix.
+        residuals = residuals + np.where(_was_cut(numbers), CUT * norms, 0.0)[:, np.newaxis]
         stable_ranks = np.where(norms == 0, UNDEFINED, np.maximum(frobenius / norms, 1.0) ** 2)
-        has_converged = np.logical_and.accumulate(residuals <= CONVERGED * norms[:, np.newaxis], axis=1)
+        is_known = (residuals <= CONVERGED * norms[:, np.newaxis]) & (residuals <= values)
+        has_converged = np.logical_and.accumulate(is_known, axis=1)
         found = np.where(has_converged, values * scales[:, np.newaxis], UNDEFINED)
     is_bad = np.isnan(scales)
     found[is_bad], residuals[is_bad], stable_ranks[is_bad] = np.nan, np.nan, np.nan
@@ -265,9 +280,16 @@ def _padded(values: Array, num_values: int) -> Array:
 
 def spectral_norms(numbers: Array) -> Array:
     """The spectral norms alone, shape ``(matrices,)``, from the same numbers as :func:`spectra`."""
-    small, scales, _frobenius = _small(numbers)
-    norms: Array = np.linalg.svd(small, compute_uv=False).max(1, initial=0.0) * scales
+    small, scales, frobenius = _small(numbers)
+    norms: Array = np.fmin(np.linalg.svd(small, compute_uv=False).max(1, initial=0.0), frobenius) * scales
     return norms
+
+
+def _was_cut(numbers: Array) -> Array:
+    """Whether a direction of each matrix was a random one, in place of a rounding error; the last residual may be one."""
+    num_steps = (numbers.shape[1] - _FIRST_ALPHA) // 2
+    alphas, betas = np.split(numbers[:, _FIRST_ALPHA:], 2, axis=1)
+    return np.asarray((alphas == 0).any(1) | (betas[:, : num_steps - 1] == 0).any(1))
 
 
 def _small(numbers: Array) -> tuple[Array, Array, Array]:

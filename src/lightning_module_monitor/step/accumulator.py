@@ -355,6 +355,11 @@ class StepAccumulator:
         self._give_up(stream)
         self._on_error(stream, "sending to other ranks", "what was observed on this one alone", error)
 
+    def fail_spectra(self, stream: Stream, error: Exception) -> None:
+        """Record NaN for the statistics of singular values of a stream."""
+        for source in stream.sources:
+            self._fail_spectra(stream, source, error)
+
     def _fail_spectra(self, stream: Stream, source: Source, error: Exception) -> None:
         """Record NaN for the statistics of a stream that are computed from a source."""
         names = [name for name, statistic in stream.spectral.items() if statistic.source(stream.kind) is source]

@@ -41,10 +41,10 @@ class ObservedSpectra:
 
         Args:
             stream: The stream of an activation or of its gradient.
-            tensor: Any shape, with at least one element, detached. Its channels are the features.
+            tensor: Any shape, with at least one element, detached. Its channels are the features; one, if it has no dimension or one.
         """
         try:
-            tensor, others = with_channels(tensor)
+            tensor, others = with_channels(tensor if tensor.dim() > 1 else tensor.reshape(-1, 1))
             rows = tensor.permute(*others, *({*range(tensor.dim())} - {*others}))
             sums = gram_sums(rows, _max_features(stream))
             self._sums[stream] = [self._sums[stream][0].plus(sums)] if stream in self._sums else [sums]
