@@ -61,10 +61,10 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
         ("W2", name)
         for name in (
             *("plain", "idle", "ours", "ours, eager", "nonfinite: always", "floor", "histograms"),
-            *("quantiles", "formats", "peak to rms", "outlier channels", "TorchWatcher, one line"),
+            *("quantiles", "formats", "peak to rms", "outlier channels", "singular values", "effective rank", "TorchWatcher, one line"),
         )
     ]
-    plain, idle, ours, eager, nonfinite, floor, histograms, quantiles, formats, peaks, outliers, one_line = rows
+    plain, idle, ours, eager, nonfinite, floor, histograms, quantiles, formats, peaks, outliers, spectra, ranks, one_line = rows
     for engine in (ours, eager):
         assert {name: int(engine[name]) for name in ("transfers", "host reads", "values")} == {
             "transfers": 1,

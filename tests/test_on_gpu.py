@@ -98,7 +98,7 @@ def test_all_of_it_as_a_trial_on_a_cpu(tmp_path: Path, module: Import) -> None:
 
 def test_make_gpu_is_the_command_that_is_tested(module: Import) -> None:
     """It takes less than eight minutes, and a trial does not replace what a GPU has shown."""
-    done = subprocess.run(["make", "--dry-run", "gpu"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(["make", "--no-print-directory", "--dry-run", "gpu"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == ".venv/bin/python benchmarks/on_gpu.py"
     on_gpu = module("on_gpu")
     assert sum(stage.seconds for stage in on_gpu.STAGES) < 480
