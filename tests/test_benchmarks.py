@@ -81,7 +81,8 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     }
     counted = {name: int(histograms[name]) for name in ("transfers", "host reads", "values")}
     assert counted == {"transfers": 1, "host reads": 0, "values": 128 + 128}
-    for row, num_values in ((quantiles, 7 * 385), (formats, 13 * 385), (peaks, 385), (outliers, 129)):
+    of_values = ((quantiles, 7 * 385), (formats, 13 * 385), (peaks, 385), (outliers, 129), (spectra, 2 * 128), (ranks, 129))
+    for row, num_values in of_values:
         assert {name: int(row[name]) for name in ("transfers", "host reads", "values")} == {
             "transfers": 1,
             "host reads": 0,
