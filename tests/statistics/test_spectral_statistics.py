@@ -328,6 +328,20 @@ def test_a_matrix_that_is_too_large() -> None:
     ModuleMonitor(rules=dataclasses.replace(rule, statistics="spectral_norm")).set_module(model)
 
 
+def test_eigenvalues_that_do_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are one value that cannot be computed, and no record that is lost: other statistics of the step are as ever."""
+
+    def fails(_matrix: object) -> object:
+        raise np.linalg.LinAlgError("Eigenvalues did not converge")
+
+    monkeypatch.setattr(np.linalg, "eigvalsh", fails)
+    outputs: dict[str, Any] = {"effective_rank": FEATURES["effective_rank"], "norm": STATISTICS["norm"]}
+    values = recorded("activation", [torch.ones(3, 4)], outputs)
+    assert math.isnan(values["effective_rank"])
+    assert values["norm"] == pytest.approx(math.sqrt(12))
+    assert errors == ["effective_rank: Eigenvalues did not converge"]
+
+
 def test_calls_with_different_features() -> None:
     """Their products have no sum."""
     assert all(map(math.isnan, recorded("activation", [torch.ones(2, 4), torch.ones(2, 5)], FEATURES).values()))

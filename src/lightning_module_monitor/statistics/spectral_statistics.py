@@ -133,7 +133,7 @@ class SpectralStatistic(Value):
     """A statistic of the singular values of a tensor as matrices, or of an activation's features.
 
     Attributes:
-        finish: Takes the :class:`Spectrum`, and returns the statistic. It does not fail.
+        finish: Takes the :class:`Spectrum`, and returns the statistic.
         is_of_all: Whether it needs all singular values.
         is_of_features: Whether it is of activations alone.
         is_of_matrices: Whether it is of parameters, their gradients, updates, states and differences alone.

@@ -275,7 +275,7 @@ class StepAccumulator:
             entry for entry in itertools.compress(layout.values, numbers.called * (1 - numbers.raised)) if not entry[2].is_merged_by_name
         ]
         results = self._results.finished_once(due, observed.final, observed.whole_results, copied, ranks)
-        results |= finished_spectra(due, observed.spectra, ranks)
+        results |= finished_spectra(due, observed.spectra, ranks, self._fail)
         fine = {stream: numbers.counts[where] for stream, where in layout.slices_of(FINE).items()}
         self._state.finisher(numbers.observed).finish(numbers.moments, fine, written, self._fail)
         has_result, merged_results = numbers.results(layout)

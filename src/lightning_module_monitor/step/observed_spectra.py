@@ -91,7 +91,10 @@ class ObservedSpectra:
 
 
 def finished_spectra(
-    due: Iterable[tuple[Stream, str, Value]], rows: Mapping[tuple[Identity, Source], Array], ranks: Ranks | None
+    due: Iterable[tuple[Stream, str, Value]],
+    rows: Mapping[tuple[Identity, Source], Array],
+    ranks: Ranks | None,
+    fail: Callable[[Stream, str, str, Exception], None],
 ) -> dict[Key, float]:
     """The statistics of singular values by key.
 
@@ -99,6 +102,7 @@ def finished_spectra(
         due: Streams, each with the name of a value and the value; the same on every rank.
         rows: The rows of numbers that this rank has observed.
         ranks: The ranks that train together, on each of which this is called; ``None`` for one alone.
+        fail: Receives what cannot be finished, after the collectives, as eigenvalues that do not converge: a stream, the name, the source.
     """
     statistics = [(stream, name, value) for stream, name, value in due if isinstance(value, SpectralStatistic)]
     if not statistics:
@@ -110,9 +114,12 @@ def finished_spectra(
     for stream, name, statistic in statistics:
         of_source = stream.identity, statistic.source(stream.kind)
         if of_source in rows:
-            if of_source not in known:
-                known[of_source] = Spectrum(of_source[1], rows[of_source])
-            values[stream.series[name]] = statistic.finish(known[of_source])
+            try:
+                if of_source not in known:
+                    known[of_source] = Spectrum(of_source[1], rows[of_source])
+                values[stream.series[name]] = statistic.finish(known[of_source])
+            except Exception as error:
+                fail(stream, name, of_source[1].value, error)
     return values
 
 
