@@ -568,8 +568,6 @@ class MeshOfTwo:
         return 2
 
 
-@pytest.mark.refuses("tensor parallel, 2 ranks", "attention")
-@pytest.mark.refuses("tensor parallel and FSDP2, 4 ranks", "attention")
 def test_what_parts_of_tensors_do_not_tell_is_refused() -> None:
     """Norms of tokens, and heads of attention, where a rank has a part of them and nobody knows which."""
     mesh = cast("DeviceMesh", MeshOfTwo())

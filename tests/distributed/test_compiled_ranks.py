@@ -50,7 +50,6 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.shows("compiled: keep, {name}", "gradients", "training unchanged")
 def test_as_many_compilations_and_runs_on_two_ranks(name: str, on_two_ranks: list[dict[str, Any]]) -> None:
     """Compiled before and after the strategy has wrapped the model: in a fit, a second one and a resumed one."""
     has_outputs = "blocks" in name or "FSDP2" in name

@@ -102,17 +102,6 @@ def outlier_channels(tensors: list[Tensor]) -> int:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.shows("DDP, {num_ranks} ranks", "activations", "activation gradients", "parameters", "gradients", "updates", "histograms")
-@pytest.mark.shows("DDP, uneven batches", "activations", "activation gradients", "parameters", "gradients", "updates", "histograms")
-@pytest.mark.shows(
-    "DDP, accumulation without synchronization, clipping",
-    "activations",
-    "activation gradients",
-    "parameters",
-    "gradients",
-    "updates",
-    "histograms",
-)
 def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Uneven micro-batches, accumulation without synchronization, clipping, shared and frozen layers, outputs of all shapes."""
     by_rank = run_scenarios(num_ranks, f"zoo_{model}")
@@ -161,7 +150,6 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows("DDP, {num_ranks} ranks", "store and loggers")
 def test_only_rank_0_writes_and_speaks(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """The store is rank 0's; the others write no file, and say nothing that is no problem of theirs."""
     by_rank = run_scenarios(num_ranks, "zoo_outputs")

@@ -11,21 +11,12 @@ import numpy as np
 import pytest
 import torch
 from distributed import scenarios
-from helpers.equivalence import PARAMETERS, TENSORS
 from torch.nn import functional as F
 
 from lightning_module_monitor import load_store
 from lightning_module_monitor.keys import Key
 
 RunScenarios = Callable[[int, str], list[Any]]
-
-LAID_OUT = (*TENSORS, "differences", "gradient flow", "histograms", "functions")
-"""What is compared where parameters are laid out over ranks; of differences those of parameters."""
-
-LAID_OUT_IN_A_LOOP = tuple(name for name in LAID_OUT if name != "differences")
-
-FLAT = (*TENSORS, "differences", "RCC", "histograms", "functions", "raw tensors")
-"""What is compared under FSDP1."""
 
 OF_MICRO_BATCHES = {f"context/{name}" for name in ("input_variation", "output_variation", "target_min", "target_max")}
 """Keys of what is taken of each micro-batch of a rank by itself, the largest of all, and of labels only if these are enough."""
@@ -59,20 +50,6 @@ def assert_same(whole: dict[str, Any], result: dict[str, Any], num_shares: int) 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows(
-    "DDP, {num_ranks} ranks",
-    "activations",
-    "activation gradients",
-    "parameters",
-    "gradients",
-    "updates",
-    "differences",
-    "RCC",
-    "attention",
-    "gradient flow",
-    "histograms",
-    "functions",
-)
 def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """All kinds, functions, aggregates, histograms, torchmetrics objects, heads and stages, on every rank."""
     whole = scenarios.whole_and_parts(tmp_path)
@@ -91,19 +68,11 @@ def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, ru
 @pytest.mark.parametrize(
     ("scenario", "num_ranks", "num_shares"),
     [
-        pytest.param("fully_sharded", 2, 2, marks=pytest.mark.shows("FSDP2, 2 ranks", "RCC", *LAID_OUT)),
-        pytest.param(
-            "fully_sharded",
-            3,
-            3,
-            marks=[
-                pytest.mark.shows("FSDP2, 3 ranks", "RCC", *LAID_OUT),
-                pytest.mark.shows("FSDP2, uneven and empty shards", "RCC", *LAID_OUT),
-            ],
-        ),
-        pytest.param("tensor_parallel", 2, 1, marks=pytest.mark.shows("tensor parallel, 2 ranks", *LAID_OUT)),
-        pytest.param("laid_out_activations", 2, 1, marks=pytest.mark.shows("tensor parallel, DTensor activations", *LAID_OUT)),
-        pytest.param("both_ways", 4, 2, marks=pytest.mark.shows("tensor parallel and FSDP2, 4 ranks", *LAID_OUT)),
+        ("fully_sharded", 2, 2),
+        ("fully_sharded", 3, 3),
+        ("tensor_parallel", 2, 1),
+        ("laid_out_activations", 2, 1),
+        ("both_ways", 4, 2),
     ],
 )
 def test_parameters_that_are_laid_out_over_ranks(
@@ -125,10 +94,10 @@ def test_parameters_that_are_laid_out_over_ranks(
 @pytest.mark.parametrize(
     ("scenario", "num_ranks"),
     [
-        pytest.param("states_ddp", 2, marks=pytest.mark.shows("DDP, 2 ranks", *PARAMETERS)),
-        pytest.param("states_fully_sharded", 2, marks=pytest.mark.shows("FSDP2, 2 ranks", *PARAMETERS)),
-        pytest.param("states_fully_sharded", 3, marks=pytest.mark.shows("FSDP2, uneven and empty shards", *PARAMETERS)),
-        pytest.param("states_flat", 2, marks=pytest.mark.shows("FSDP1, FULL_SHARD", *PARAMETERS)),
+        ("states_ddp", 2),
+        ("states_fully_sharded", 2),
+        ("states_fully_sharded", 3),
+        ("states_flat", 2),
     ],
 )
 def test_states_of_optimizers_and_cosines(scenario: str, num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
@@ -164,13 +133,13 @@ def test_a_reference_that_computes_in_half_precision(run_scenarios: RunScenarios
 @pytest.mark.parametrize(
     ("scenario", "num_ranks"),
     [
-        pytest.param("flat_full", 2, marks=pytest.mark.shows("FSDP1, FULL_SHARD", *FLAT)),
-        pytest.param("flat_full", 4, marks=pytest.mark.shows("FSDP1, uneven and empty shards, 4 ranks", *FLAT)),
-        pytest.param("flat_grad_op", 2, marks=pytest.mark.shows("FSDP1, SHARD_GRAD_OP", *FLAT)),
-        pytest.param("flat_not", 2, marks=pytest.mark.shows("FSDP1, NO_SHARD", *FLAT)),
-        pytest.param("flat_accumulated", 2, marks=pytest.mark.shows("FSDP1, accumulation, clipping by value", *FLAT)),
-        pytest.param("flat_offloaded", 2, marks=pytest.mark.shows("FSDP1, CPU offload", *FLAT)),
-        pytest.param("flat_hybrid", 4, marks=pytest.mark.shows("FSDP1, HYBRID_SHARD, 4 ranks", *FLAT)),
+        ("flat_full", 2),
+        ("flat_full", 4),
+        ("flat_grad_op", 2),
+        ("flat_not", 2),
+        ("flat_accumulated", 2),
+        ("flat_offloaded", 2),
+        ("flat_hybrid", 4),
     ],
 )
 def test_flat_parameters_that_are_laid_out_over_ranks(scenario: str, num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
@@ -199,7 +168,6 @@ def test_flat_parameters_that_are_laid_out_over_ranks(scenario: str, num_ranks: 
             torch.testing.assert_close(tensor, whole_store.tensor(kind, f"model.{name}", step=1), rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.shows("FSDP1, mixed precision", "differences", "RCC")
 def test_references_that_are_laid_out_by_fsdp1(run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """They go through the steps that the model goes through: nothing differs in step 0, and later all differs as in one process."""
     whole = scenarios.flat_references(tmp_path)
@@ -231,7 +199,6 @@ def test_a_loop_with_flat_parameters(run_scenarios: RunScenarios, tmp_path: Path
         )
 
 
-@pytest.mark.shows("FSDP1, mixed precision", *PARAMETERS)
 def test_flat_parameters_under_mixed_precision(run_scenarios: RunScenarios) -> None:
     """Parameters and their gradients are those that FSDP puts together, in float32; activations are in bfloat16, and are recorded."""
     for result in run_scenarios(2, "flat_mixed"):
@@ -244,7 +211,6 @@ def test_flat_parameters_under_mixed_precision(run_scenarios: RunScenarios) -> N
                 assert record.values[f"{key}/mean"] == pytest.approx(mean, rel=1e-5, abs=1e-8), key
 
 
-@pytest.mark.shows("FSDP1, use_orig_params=False", "activations", "activation gradients")
 def test_flat_parameters_without_names_are_left_out(run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """Activations and their gradients are those of all ranks together; one line names the kinds that are left out, and the way to them."""
     whole = scenarios.FLAT["flat_without_names"](tmp_path)
@@ -265,9 +231,9 @@ def test_flat_parameters_without_names_are_left_out(run_scenarios: RunScenarios,
 @pytest.mark.parametrize(
     "num_ranks",
     [
-        pytest.param(1, marks=pytest.mark.shows("Fabric, one process", *LAID_OUT_IN_A_LOOP)),
-        pytest.param(2, marks=pytest.mark.shows("Fabric, FSDP2, 2 processes", *LAID_OUT_IN_A_LOOP)),
-        pytest.param(3, marks=pytest.mark.shows("Fabric, FSDP2, 3 processes", *LAID_OUT_IN_A_LOOP)),
+        1,
+        2,
+        3,
     ],
 )
 def test_a_loop_with_fabric(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
@@ -286,9 +252,9 @@ def test_a_loop_with_fabric(num_ranks: int, run_scenarios: RunScenarios, tmp_pat
 @pytest.mark.parametrize(
     ("scenario", "num_ranks"),
     [
-        pytest.param("fully_sharded", 2, marks=pytest.mark.shows("FSDP2, 2 ranks", "raw tensors")),
-        pytest.param("tensor_parallel", 2, marks=pytest.mark.shows("tensor parallel, 2 ranks", "raw tensors")),
-        pytest.param("laid_out_activations", 2, marks=pytest.mark.shows("tensor parallel, DTensor activations", "raw tensors")),
+        ("fully_sharded", 2),
+        ("tensor_parallel", 2),
+        ("laid_out_activations", 2),
     ],
 )
 def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
@@ -308,7 +274,6 @@ def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.shows("a subclass of a strategy", *TENSORS, "histograms")
 def test_a_subclass_of_a_strategy_is_what_it_is(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """What a user derives from DDPStrategy or ModelParallelStrategy has the values of these."""
     for result in run_scenarios(num_ranks, "of_a_subclass"):
@@ -319,7 +284,6 @@ def test_a_subclass_of_a_strategy_is_what_it_is(num_ranks: int, run_scenarios: R
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.shows("a strategy that is not known", "activations", "activation gradients")
 def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Activations, their gradients and the loss of the rank's own batches, without a collective; one line names what is left out."""
     for rank, by_health in enumerate(run_scenarios(num_ranks, "of_an_unknown_strategy")):
@@ -350,7 +314,6 @@ def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ran
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows("DDP, an error on one rank", "activations")
 def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """In a step, in a loop within one, in a loop after one: the step is lost on all ranks, no rank waits, and later steps do not mix."""
     torch.manual_seed(0)
@@ -381,7 +344,6 @@ def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.shows("ranks that differ", "parameters", "gradients", "updates", "histograms")
 def test_one_weight_that_differs_on_one_rank_is_named(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Once, with its number; its values are of all ranks' elements together, those of all others still count once: two collectives."""
     by_rank = run_scenarios(num_ranks, "corrupted")
@@ -406,7 +368,6 @@ def test_one_weight_that_differs_on_one_rank_is_named(num_ranks: int, run_scenar
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.shows("ranks that differ", "parameters", "gradients")
 def test_of_ranks_that_train_alone_values_are_of_all_elements_together(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Local steps: gradients differ from the first step on, parameters from the second; a frozen one never does, and counts once."""
     by_rank = run_scenarios(num_ranks, "local_steps")
@@ -425,7 +386,6 @@ def test_of_ranks_that_train_alone_values_are_of_all_elements_together(num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.shows("DDP in torch's Join", "activations", "training unchanged")
 def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Collectives of the monitor meet none of DDP's or of ``Join``'s; steps that all ranks have are recorded, and training is the same."""
     torch.manual_seed(0)
@@ -441,7 +401,6 @@ def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.shows("DDP, an error on one rank", "training unchanged", "nothing left behind")
 def test_a_rank_that_leaves_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Whichever collective it leaves, that of a record or of the search for what is not finite: one sentence, and no hook stays."""
     for result in run_scenarios(num_ranks, "one_rank_leaves"):
@@ -456,7 +415,6 @@ def test_a_rank_that_leaves_ends_the_record_and_not_the_run(num_ranks: int, run_
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.refuses("DDP, rules that differ from rank to rank")
 def test_rules_that_differ_from_rank_to_rank_are_refused(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """On every rank, before the first batch; what is of another rank, or in other steps, would wait for ever, or mix."""
     for result in run_scenarios(num_ranks, "other_rules"):
@@ -475,7 +433,6 @@ def test_rules_that_differ_from_rank_to_rank_are_refused(num_ranks: int, run_sce
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows("DDP, {num_ranks} ranks", "differences")
 def test_all_ranks_compare_with_one_reference(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A reference that every rank has made from a seed of its own is the first rank's, as the model is."""
     torch.manual_seed(0)
@@ -498,7 +455,6 @@ def expected_factor(key: str, num_ranks: int) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows("DDP, {num_ranks} ranks", "training unchanged")
 def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Promise 1 on several ranks: weights, buffers and random states are bit-identical, with reference and coordinate check."""
     for result in run_scenarios(num_ranks, "unchanged"):
@@ -508,8 +464,6 @@ def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunS
         assert all(torch.equal(plain[name], monitored[name]) for name in plain)
 
 
-@pytest.mark.shows("FSDP2, 2 ranks", "training unchanged")
-@pytest.mark.shows("tensor parallel, 2 ranks", "training unchanged")
 def test_monitoring_does_not_change_training_where_parameters_are_laid_out(run_scenarios: RunScenarios) -> None:
     """The same, to the last bit, with whole tensors put together in every step."""
     for result in run_scenarios(2, "unchanged_with_parts"):
@@ -519,7 +473,6 @@ def test_monitoring_does_not_change_training_where_parameters_are_laid_out(run_s
             assert all(torch.equal(plain[name], monitored[name]) for name in plain)
 
 
-@pytest.mark.shows("FSDP1, FULL_SHARD", "training unchanged")
 def test_monitoring_does_not_change_training_by_fsdp1(run_scenarios: RunScenarios) -> None:
     """The same with flat parameters, accumulation, and whole tensors put together in every step."""
     for plain, monitored in run_scenarios(2, "unchanged_flat"):
@@ -529,7 +482,6 @@ def test_monitoring_does_not_change_training_by_fsdp1(run_scenarios: RunScenario
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows("DDP, what one rank alone has", "activations", "activation gradients", "attention", "histograms", "functions")
 def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A module, a second output, and from step 1 on heads of attention: two collectives a step, more only where something is new."""
     by_rank = run_scenarios(num_ranks, "branches")
@@ -568,7 +520,6 @@ def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows("DDP, an error on one rank", "activations", "gradients", "functions")
 def test_an_error_on_one_rank_is_an_error_on_all(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A function that raises on one rank is NaN for all; an error in the monitor on one rank loses the step on all; no rank waits."""
     by_rank = run_scenarios(num_ranks, "one_rank_fails")
@@ -591,9 +542,6 @@ def test_an_error_on_one_rank_is_an_error_on_all(num_ranks: int, run_scenarios: 
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.shows(
-    "FSDP2, an error on one rank", "activations", "parameters", "gradients", "functions", "raw tensors", "training unchanged"
-)
 def test_an_error_on_one_rank_keeps_no_part_from_the_others(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """Whole tensors are gathered only if all ranks have their parts: no rank waits, and training continues."""
     whole = scenarios.one_rank_fails_of_those_with_parts(tmp_path)
@@ -620,7 +568,6 @@ def test_an_error_on_one_rank_keeps_no_part_from_the_others(num_ranks: int, run_
     assert store.tensor("parameter", "network.up.weight", step=4).shape == (12, 5)
 
 
-@pytest.mark.shows("DDP, 2 ranks", "store and loggers")
 def test_the_store_has_what_all_ranks_have(run_scenarios: RunScenarios, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The file that rank 0 writes holds the records that every rank has."""
     by_rank = run_scenarios(2, "whole_and_parts")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from distributed.launched import share
-from helpers.equivalence import PARAMETERS
 from helpers.launch import TESTS
 from helpers.textbook import textbook
 from helpers.training import Classifier, seed
@@ -34,8 +33,8 @@ def launch(folder: Path, way: str, timeout: float = 120) -> subprocess.Completed
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param("script", marks=pytest.mark.shows("ddp from a script", "activations", *PARAMETERS, "histograms", "store and loggers")),
-        pytest.param("spawn", marks=pytest.mark.shows("ddp_spawn", "activations", *PARAMETERS, "histograms", "store and loggers")),
+        "script",
+        "spawn",
     ],
 )
 def test_processes_that_lightning_starts(way: str, tmp_path: Path) -> None:
@@ -59,7 +58,6 @@ def test_processes_that_lightning_starts(way: str, tmp_path: Path) -> None:
             assert store.series(f"update/model.{site}/norm")[1][0] == pytest.approx(0.1 * textbook("norm", whole), rel=1e-5)
 
 
-@pytest.mark.shows("DDP, an error on one rank", "store and loggers")
 def test_an_error_of_the_users_on_one_rank_ends_all_of_them(tmp_path: Path) -> None:
     """No rank waits in a collective of the monitor, and the previous step is in the store."""
     result = launch(tmp_path, "raises")

@@ -534,6 +534,17 @@ def test_links_and_named_tests_exist(document: str) -> None:
         assert not name or f"def {name}(" in (ROOT / path).read_text(), name
 
 
+def test_ways_to_train_name_tests_that_exist() -> None:
+    """Each number in a cell of the matrix is listed below it, and each listed test is in its file."""
+    table, _, listed = (ROOT / "docs" / "equivalence.md").read_text(encoding="utf-8").partition("\n1. ")
+    tests = re.findall(r"^(\d+)\. \[(\S+)\]\(\S+\) `(\w+)`", "1. " + listed, flags=re.MULTILINE)
+    rows = [line.split("|")[2:] for line in table.splitlines() if line.startswith("| ")][1:]
+    shown = {number for row in rows for cell in row for number in re.findall(r"\d+", cell)}
+    assert shown == {number for number, _path, _name in tests}
+    for _number, path, name in tests:
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+
+
 def test_the_readme_is_short() -> None:
     """Limits and details are on the pages."""
     assert len(DOCUMENTS["README.md"].splitlines()) <= 150

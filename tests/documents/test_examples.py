@@ -111,7 +111,6 @@ def test_char_gpt_learns_and_tells_its_update_ratios(tmp_path: Path) -> None:
         assert clipped == pytest.approx(1.0, rel=1e-4)
 
 
-@pytest.mark.shows("plain loop", "gradients")
 def test_plain_loop_prints_what_clipping_did(tmp_path: Path) -> None:
     """One line for each monitored step, with finite values, a falling loss, and gradients that clipping made smaller."""
     printed = run_example("plain_loop.py", "--max_steps 41 --every_n_steps 20", tmp_path)
@@ -156,7 +155,6 @@ def test_without_trainer_looks_at_raw_tensors(tmp_path: Path) -> None:
     assert dead[0] == int((first <= 0).all(dim=0).sum())
 
 
-@pytest.mark.shows("Fabric, FSDP2, 2 processes", "gradients", "store and loggers")
 def test_fabric_loop_logs_through_fabric(tmp_path: Path) -> None:
     """The CSV file has a row for each monitored step, under the names of the module and not of Fabric's wrapper."""
     printed = run_example("fabric_loop.py", "--max_epochs 4 --every_n_steps 10", tmp_path)
@@ -174,7 +172,6 @@ def test_fabric_loop_logs_through_fabric(tmp_path: Path) -> None:
         assert clipped == pytest.approx(min(unclipped, 1.0), rel=1e-4)
 
 
-@pytest.mark.shows("manual optimization, two optimizers", "store and loggers")
 def test_gan_has_one_set_of_keys_with_two_optimizers(tmp_path: Path) -> None:
     """Every parameter of both networks at every monitored step, as is printed; both move, and both get gradients."""
     printed = run_example("gan.py", "--max_epochs 1 --every_n_steps 7", tmp_path)
@@ -193,7 +190,6 @@ def test_gan_has_one_set_of_keys_with_two_optimizers(tmp_path: Path) -> None:
         assert f"{layer}.weight: update ratio {np.median(ratios):.2g}, gradient" in printed
 
 
-@pytest.mark.shows("adapters (LoRA)", "activations", "parameters", "gradients", "updates")
 def test_lora_trains_adapters_and_nothing_else(tmp_path: Path) -> None:
     """Frozen weights have no gradient and updates of 0; adapters have both, and add nothing at first."""
     printed = run_example("lora.py", "--max_epochs 2", tmp_path)

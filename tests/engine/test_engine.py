@@ -53,9 +53,6 @@ def assert_record_equals(record: Record, raw: RawTensors) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize("sizes", [(8,), (3, 5)], ids=str)
-@pytest.mark.shows("plain loop", "activations", "activation gradients", "parameters", "gradients")
-@pytest.mark.shows("accumulation", "activations", "activation gradients", "parameters", "gradients")
-@pytest.mark.shows("in-place layers", "activations", "activation gradients")
 def test_every_statistic_of_every_tensor(name: str, sizes: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
     """All kinds, all sites, all statistics; micro-batches count as their concatenation, in-place layers as they were."""
     model = make(name)
@@ -107,7 +104,6 @@ def test_values_of_a_linear_layer_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.shows("plain loop", "updates")
 def test_update_is_after_minus_before(dtype: torch.dtype) -> None:
     """The parameters themselves are compared; in half precision the difference is not rounded again."""
     model = make("mlp").to(dtype)
@@ -127,7 +123,6 @@ def test_update_is_after_minus_before(dtype: torch.dtype) -> None:
             assert record.values[f"update/{name}/{statistic}"] == pytest.approx(float(value), rel=1e-6)
 
 
-@pytest.mark.shows("clipping", "gradients")
 def test_before_clip_and_after_clip_have_keys_of_their_own() -> None:
     """``gradient`` is what the optimizer uses."""
     model = make("mlp")
@@ -146,7 +141,6 @@ def test_before_clip_and_after_clip_have_keys_of_their_own() -> None:
         assert np.linalg.norm([values[f"{kind}/{name}/norm"] for name in names]) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.shows("shared modules, tied weights", "activations", "parameters")
 def test_a_shared_module_and_a_tied_weight_are_matched_by_either_name_and_counted_once() -> None:
     """The first name is reported."""
     for pattern, site in (("inner", "inner"), ("again", "inner")):
@@ -214,8 +208,6 @@ def test_schedules_of_rules_and_of_the_monitor() -> None:
     ("aggregate", "scalars", "tensors"),
     [("mean", (3 * 3 + 5 * 5) / 8, 36 / 8), ("sum", 8.0, 36.0), ("min", 3.0, 1.0), ("max", 5.0, 8.0)],
 )
-@pytest.mark.shows("plain loop", "functions")
-@pytest.mark.shows("accumulation", "functions")
 def test_results_of_functions_are_aggregated(aggregate: str, scalars: float, tensors: float) -> None:
     """A scalar weighs as many elements as it was computed from, a tensor as many as it has."""
     rules = [
@@ -343,7 +335,6 @@ def test_an_aggregate_of_the_users_sees_all_results_and_may_return_a_dict() -> N
     assert values["activation/_root_/mean"] == pytest.approx(0.2)
 
 
-@pytest.mark.shows("plain loop", "functions")
 def test_torchmetrics_objects_see_every_element_and_start_afresh_each_step() -> None:
     """A Metric is cloned for each site, fed (N, D) float tensors, computed and reset at the end of the step."""
     from torchmetrics import MaxMetric, MeanMetric
@@ -546,7 +537,6 @@ def test_sparse_gradients_are_measured_with_their_zeros() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.shows("checkpointing, use_reentrant={use_reentrant}", "activations", "activation gradients")
 def test_a_checkpointed_activation_and_its_gradient_count_once(use_reentrant: bool) -> None:
     """The recomputation in the backward pass is not a second activation."""
     from torch.utils.checkpoint import checkpoint
@@ -576,7 +566,6 @@ def test_a_checkpointed_activation_and_its_gradient_count_once(use_reentrant: bo
     assert records[1] == pytest.approx(records[0], rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.shows("inner autograd.grad", "activation gradients")
 def test_gradients_of_an_inner_autograd_grad_do_not_count_between_backward_phases() -> None:
     """A gradient penalty differentiates before the backward pass: only what arrives in the pass itself is the loss's."""
     model = nn.Linear(3, 1, bias=False)
@@ -678,7 +667,6 @@ def test_metrics_match_by_the_beginning_of_a_name_and_return_any_shape() -> None
     assert [math.prod(shape) for shape in shapes] == [8 * 3]
 
 
-@pytest.mark.shows("frozen parameters", "gradients")
 def test_a_frozen_parameter_has_no_gradient_and_no_message(caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere that is a warning for each of them at every step."""
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))

@@ -54,8 +54,6 @@ def expected(inputs: Tensor) -> dict[str, float]:
     }
 
 
-@pytest.mark.shows("Trainer, one device", "attention", "store and loggers")
-@pytest.mark.shows("validate, test, predict", "attention")
 def test_attention_true_is_mean_of_each_kind_and_the_largest_logit(tmp_path: Path) -> None:
     """Over all micro-batches of a step; beside other rules; in the store; with other keys in validation."""
     rules = [*default_rules(), Rule(kinds="attention_entropy", statistics="hist")]

@@ -34,9 +34,6 @@ PRECISIONS: dict[str, torch.dtype] = {
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.shows("accumulation", "raw tensors")
-@pytest.mark.shows("clipping", "raw tensors")
-@pytest.mark.shows("Trainer, one device", "raw tensors")
 def test_round_trip_is_bit_exact_in_every_dtype(precision: Any, tmp_path: Path) -> None:
     """Every kind under accumulation and clipping: dtype, shape and bits, each micro-batch a call of its own."""
     capture = Capture(sites=f"{LAYER}(.weight)?", steps=[0, 2, 3], kinds=KINDS)
@@ -85,7 +82,6 @@ def test_capture_alone_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert callback.last_record.tensors == ()  # they may be large, and the callback lives on
 
 
-@pytest.mark.shows("validate, test, predict", "raw tensors")
 def test_validation_is_not_captured_and_module_and_exclude_hold(tmp_path: Path) -> None:
     """Also in the middle of an accumulated step; excluded modules are not captured."""
     capture = Capture(sites=".*", steps=[0, 1], kinds="activation")
@@ -110,7 +106,6 @@ def test_a_dry_run_says_what_would_be_captured(tmp_path: Path, capsys: pytest.Ca
     assert not list(tmp_path.rglob("*.h5"))
 
 
-@pytest.mark.shows("fast_dev_run", "store and loggers", "raw tensors")
 def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
     """Like the store."""
     callback = ModuleMonitorCallback(capture=Capture(sites=".*", steps=0))
@@ -118,7 +113,6 @@ def test_fast_dev_run_writes_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.h5"))
 
 
-@pytest.mark.shows("two fits", "raw tensors")
 def test_a_second_run_has_its_own_files(tmp_path: Path) -> None:
     """The first run's tensors are unchanged."""
     callback = ModuleMonitorCallback(capture=Capture(sites="model", steps=0))
@@ -152,7 +146,6 @@ def fit(folder: Path, max_steps: int, resume: Path | None = None, **capture: Any
     return callback
 
 
-@pytest.mark.shows("resume at a step", "raw tensors")
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     """Repeated steps are superseded; the tensors equal those of an uninterrupted run bit for bit."""
     capture = {"sites": "model.*", "steps": [0, 4, 11, 12, 15], "kinds": KINDS}
@@ -170,7 +163,6 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
-@pytest.mark.shows("kill -9", "raw tensors")
 def test_what_was_captured_survives_kill_9_of_the_training(tmp_path: Path) -> None:
     """A run that kills itself in the middle of step 7 leaves the tensors of the steps before."""
     script = f"""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.equivalence import TENSORS
 from helpers.lightning_package import Callback, LightningModule, Trainer
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
@@ -95,7 +94,6 @@ def _fresh_compiler() -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"module": "model"}], ids=["all", "within the model"])
 @pytest.mark.parametrize("how", ["whole", "part", "in place", "late"])
-@pytest.mark.shows("compiled: uncompiled, {how}", *TENSORS, "differences", "RCC", "training unchanged")
 def test_values_are_those_of_the_model_as_it_was_written(how: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Every key and every value is the same, also of the reference and the coordinate check; the compiler makes no further graph."""
     eager, compiled = run("eager", tmp_path, **options), run(how, tmp_path, **options)
@@ -120,7 +118,6 @@ def test_the_cost_of_a_monitored_step_is_announced(how: str, name: str | None, t
     assert [message.split(" compiled: keep")[0] for message in announced] == ([] if name is None else [expected])
 
 
-@pytest.mark.shows("compiled: uncompiled, in place", *TENSORS)
 def test_within_the_compiler_s_own_rounding(tmp_path: Path) -> None:
     """With a backend that decomposes the graph: monitored steps round like eager steps, other steps like compiled steps."""
     eager, compiled = run("eager", tmp_path), run("in place", tmp_path, backend="aot_eager")
@@ -166,7 +163,6 @@ def test_an_error_in_a_monitored_step_leaves_the_compiler_as_it_was() -> None:
     assert is_compiled()
 
 
-@pytest.mark.shows("compiled: uncompiled, a function around the model", "activations")
 def test_a_function_that_is_compiled_around_the_model_is_observed_inside() -> None:
     """No module holds the function: all compiled code runs uncompiled."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
-from helpers.equivalence import TENSORS
 from helpers.textbook import textbook
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
@@ -30,7 +29,6 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.shows("Trainer, one CUDA device", *TENSORS, "training unchanged")
 def test_values_on_a_cuda_device(tmp_path: Path) -> None:
     """The first step against raw tensors on the CPU; training is bit for bit that without the callback."""
     losses = []

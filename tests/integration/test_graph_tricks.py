@@ -94,15 +94,6 @@ def assert_true(record: Record, kind: str, site: str, truth: Tensor) -> None:
         assert value == pytest.approx(textbook(name, truth), rel=1e-5, abs=near), f"{kind} {site} {name}"
 
 
-@pytest.mark.shows(
-    "torch.func and no_grad inside of a forward",
-    "activations",
-    "activation gradients",
-    "gradients",
-    "gradient flow",
-    "raw tensors",
-    "training unchanged",
-)
 def test_transforms_and_parts_without_a_graph(tmp_path: Path) -> None:
     """All samples of a mapped layer; the output that a call with other weights had; what has no gradient has none recorded."""
     capture = Capture(sites="model.mapped", kinds=["activation", "activation_gradient"], steps=[2])
@@ -180,7 +171,6 @@ class Hooked(nn.Module):
         }
 
 
-@pytest.mark.shows("hooks of other libraries", "activations", "activation gradients", "gradients", "training unchanged")
 def test_hooks_of_others_on_the_same_modules(tmp_path: Path) -> None:
     """What they change is measured as they have changed it; they are called as often as without the monitor, and stay."""
     records, before, module = run(Hooked, tmp_path, store=False)

@@ -37,8 +37,6 @@ def recorded(kept: KeepRecords) -> dict[tuple[str, int], Histogram]:
     return {(key, record.step): one for record in kept.records for key, one in record.histograms.items()}
 
 
-@pytest.mark.shows("Trainer, one device", "histograms")
-@pytest.mark.shows("accumulation", "histograms")
 def test_every_element_of_a_step_is_counted(tmp_path: Path) -> None:
     """Over both micro-batches, and of parameters before the step; equal to numpy's counts."""
     outputs: list[torch.Tensor] = []

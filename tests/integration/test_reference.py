@@ -74,8 +74,6 @@ class WithoutDropout(Classifier):
 
 
 @pytest.mark.parametrize("module", [None, "model"])
-@pytest.mark.shows("Trainer, one device", "differences")
-@pytest.mark.shows("accumulation", "differences")
 def test_drift_from_the_initialization_is_that_of_another_copy(module: str | None, tmp_path: Path) -> None:
     """With accumulation, at every step, for a reference that runs its training_step and for a sibling of a submodule."""
     seed()
@@ -97,7 +95,6 @@ def test_drift_from_the_initialization_is_that_of_another_copy(module: str | Non
 @pytest.mark.parametrize("module", [None, "model"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 @pytest.mark.parametrize("model", ["cnn", "transformer"])
-@pytest.mark.shows("{precision}", "differences", "RCC")
 def test_at_step_0_nothing_differs_and_later_something_does(model: str, precision: Any, module: str | None, tmp_path: Path) -> None:
     """Dropout, BatchNorm, half precision: every difference and every term of the check is exactly zero."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], module=module, rcc=True, on_error="raise")
@@ -253,7 +250,6 @@ def model(random_seed: int, made: str = "in __init__") -> LightningModule:
 
 @pytest.mark.parametrize("module", [None, "model"])
 @pytest.mark.parametrize("made", ["in __init__", "in setup", "in configure_model"])
-@pytest.mark.shows("resume at a step", "differences", "RCC")
 def test_a_resumed_run_compares_with_the_first_runs_initialization(made: str, module: str | None, tmp_path: Path) -> None:
     """Resumed from other weights after step 3: all differences, terms and norms are those of the uninterrupted run."""
     whole = run(tmp_path / "whole", ModuleMonitorCallback(**ALL, module=module), model(0, made))
@@ -269,7 +265,6 @@ def test_a_resumed_run_compares_with_the_first_runs_initialization(made: str, mo
 
 
 @pytest.mark.parametrize("module", [None, "model"])
-@pytest.mark.shows("resume in mid-epoch", "differences", "RCC")
 def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_compares_with_the_same(module: str | None, tmp_path: Path) -> None:
     """With BatchNorm and accumulation. All batches are equal, because Lightning restarts an ordinary loader."""
     x, y = next(iter(loader(3, 3)))

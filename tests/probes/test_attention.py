@@ -132,7 +132,6 @@ SDPA: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_grouped_queries) if "grouped" in name else name for name in SDPA])
-@pytest.mark.shows("plain loop", "attention")
 def test_scaled_dot_product_attention(name: str) -> None:
     """All masks and shapes, self and cross attention, as torch's function takes them."""
     (query, key), options, of_truth = SDPA[name]
@@ -203,7 +202,6 @@ def of_weights(weights: Tensor) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", MHA)
 @pytest.mark.parametrize("mode", ["weights", "no weights", "eval", "function", "unbatched"])
-@pytest.mark.shows("plain loop", "attention")
 def test_multihead_attention_against_its_own_weights(name: str, mode: str) -> None:
     """Every option of the module and of its call, whichever path it takes; and of the function that it calls."""
     options, of_call = MHA[name]
@@ -309,7 +307,6 @@ def test_a_call_belongs_to_the_innermost_recorded_module() -> None:
     assert_values(result, of_root | expected_values("parts.0", truth(query, key), truth(4 * query, key)))
 
 
-@pytest.mark.shows("accumulation", "attention")
 def test_micro_batches_count_as_their_concatenation() -> None:
     """Three samples and five, of which one has padded tokens."""
     q3, k3, q5, k5 = heads(3, 2, 5, 4), heads(3, 2, 7, 4, seed=1), heads(5, 2, 5, 4, seed=2), heads(5, 2, 7, 4, seed=3)
@@ -325,7 +322,6 @@ def test_micro_batches_count_as_their_concatenation() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.shows("checkpointing, use_reentrant={use_reentrant}", "attention")
 def test_recomputed_attention_counts_once(use_reentrant: bool) -> None:
     """Under activation checkpointing the forward runs again within the backward pass."""
     query, key = heads(2, 3, 5, 4).requires_grad_(), heads(2, 3, 7, 4, seed=1)

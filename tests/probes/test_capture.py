@@ -51,7 +51,6 @@ def by_name(record: Record) -> dict[tuple[str, str, int], Tensor]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "frozen", "outputs"])
-@pytest.mark.shows("plain loop", "raw tensors")
 def test_captured_tensors_are_those_of_plain_hooks(name: str) -> None:
     """Every output, the gradient that arrives at it, every parameter and its gradient, of micro-batches of 3 and 5, bit for bit."""
     micro_batches = batches(3, 5)
@@ -174,7 +173,6 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.shows("checkpointing, use_reentrant={reentrant}", "raw tensors")
 def test_what_checkpointing_computes_again_is_no_further_call(reentrant: bool) -> None:
     """Outputs and gradients have the numbers and values that they have without checkpointing."""
     kept = []
@@ -188,7 +186,6 @@ def test_what_checkpointing_computes_again_is_no_further_call(reentrant: bool) -
         torch.testing.assert_close(again[key], value, msg=str(key))
 
 
-@pytest.mark.shows("inner autograd.grad", "raw tensors")
 def test_an_inner_gradient_of_the_users_is_not_captured() -> None:
     """Between forward and backward of the loss, an ``autograd.grad`` counts for nothing."""
     model = nn.Linear(2, 1)

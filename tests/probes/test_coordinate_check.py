@@ -170,7 +170,6 @@ def first_tensor(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.shows("plain loop", "RCC")
 def test_the_two_terms_add_up(name: str) -> None:
     """Effective plus propagating update is W x - W0 x0, and effective is what another run of both modules on x gives."""
     kept, rules = keepers()
@@ -218,7 +217,6 @@ def by_hand(module: Any, reference: Any, x: Tensor, x0: Tensor) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("name", ["linear", "linear without bias", "conv1d", "layer norm without bias", "batch norm", *MUP_READOUTS])
-@pytest.mark.shows("plain loop", "RCC")
 def test_the_terms_of_the_weight_alone(name: str) -> None:
     """At ``fc.weight``: (W - W0) x and W0 (x - x0), written out; their rms is the textbook's."""
     run = Run(name, [Rule(kinds=list(TERMS), statistics=["rms", "token_norm"])])
@@ -444,7 +442,6 @@ def test_token_rms_is_token_norm_over_the_root_of_the_features(name: str) -> Non
         assert run.values[f"{kind}/_root_/token_rms"] == pytest.approx(run.values[f"{kind}/_root_/token_norm"] / size**0.5, rel=1e-12), kind
 
 
-@pytest.mark.shows("accumulation", "RCC")
 def test_the_check_is_the_same_whatever_the_split_into_micro_batches() -> None:
     """8 samples at once, 3 and 5, or one by one: the same values, operator runs and alignments too."""
     runs = []
@@ -487,7 +484,6 @@ def test_terms_without_the_bias_are_those_of_the_forward_pass_although_the_optim
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.shows("checkpointing, use_reentrant={use_reentrant}", "RCC")
 def test_what_checkpointing_computes_again_counts_once(use_reentrant: bool) -> None:
     """The recomputation within the backward pass is not a call of the module."""
 
@@ -918,7 +914,6 @@ def test_operator_norms_follow_a_weight_that_trains(optimizer: type[torch.optim.
 
 
 @pytest.mark.parametrize("name", ["linear", "linear without bias"])
-@pytest.mark.shows("plain loop", "histograms")
 def test_histograms_of_terms_count_every_element(name: str) -> None:
     """At both sites, even if both are the same tensor."""
     run = Run(name, [Rule(kinds=list(TERMS), statistics=["rms", "hist"]), Rule(kinds="rcc_alignment")])

@@ -80,7 +80,6 @@ def ratios(norms: list[float | None]) -> list[float]:
 
 @pytest.mark.parametrize("norm", NORM_FORMULAS)
 @pytest.mark.parametrize("sizes", [(8,), (3, 5)], ids=str)
-@pytest.mark.shows("plain loop", "gradient flow")
 def test_callback_merges_micro_batches_instead_of_raising(norm: str, sizes: tuple[int, ...]) -> None:
     """They count as their concatenation, in each norm; a module with two indices has a norm at each."""
     model = Deep()
@@ -152,7 +151,6 @@ def test_one_module_under_two_names() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.shows("checkpointing, use_reentrant={use_reentrant}", "gradient flow")
 def test_checkpointed_blocks_count_once(use_reentrant: bool) -> None:
     """In both modes, with a shared block, and with micro-batches."""
     model = Deep()
@@ -193,7 +191,6 @@ def test_blocks_in_torchs_checkpoint_wrapper(implementation: str) -> None:
     )
 
 
-@pytest.mark.shows("frozen parameters", "gradient flow")
 def test_frozen_blocks_and_blocks_without_a_gradient_have_no_gain() -> None:
     """Their keys are absent, and they are counted; a frozen block in the middle passes the gradient on."""
     blocks = chain(5)
@@ -232,7 +229,6 @@ def test_thresholds_move_the_counts() -> None:
     assert (wide.values["gradient_flow/_summary_/num_healthy"], narrow.values["gradient_flow/_summary_/num_amplifying"]) == (3, 3)
 
 
-@pytest.mark.shows("inner autograd.grad", "gradient flow")
 def test_only_the_gradient_of_the_loss_counts() -> None:
     """A user's inner ``autograd.grad`` and calls under ``no_monitor`` do not count, also as calls of a shared block."""
     model = Deep()
@@ -381,8 +377,6 @@ class Autograd(Callback):
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-10), ("32-true", 1e-5)])
-@pytest.mark.shows("{precision}", "gradient flow")
-@pytest.mark.shows("accumulation", "gradient flow")
 def test_a_trainer_run_with_accumulation_equals_float64_autograd(
     precision: Any, tolerance: float, use_reentrant: bool | None, tmp_path: Path
 ) -> None:

@@ -71,8 +71,6 @@ def expected_statistics(current: list[Tensor], reference: list[Tensor]) -> dict[
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.shows("plain loop", "differences")
-@pytest.mark.shows("in-place layers", "differences")
 def test_every_statistic_of_every_difference(name: str, cpu_offload: bool) -> None:
     """All sites, dropout, in-place layers, shared modules, odd outputs, two micro-batches: equal to two separate runs."""
     reference = make(name)
@@ -115,7 +113,6 @@ def test_differences_of_half_precision_are_not_rounded_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Metric `CosineSimilarity` will save:UserWarning")
-@pytest.mark.shows("plain loop", "functions")
 def test_functions_get_both_tensors_and_torchmetrics_objects_pairs() -> None:
     """(current, reference), in this order; every element of all micro-batches."""
     reference = make("mlp")

@@ -177,7 +177,6 @@ for step in range(100_000):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
-@pytest.mark.shows("kill -9", "histograms")
 def test_read_while_written_and_after_kill_9_and_resumed(tmp_path: Path) -> None:
     """At any moment the file has each reported histogram; a repair makes it plain; a resumed run continues it."""
     path = tmp_path / "m.h5"

@@ -121,7 +121,6 @@ def train(root: Path, loggers: list[Logger], **options: Any) -> KeepRecords:
 
 
 @pytest.mark.parametrize("name", MAKE)
-@pytest.mark.shows("Trainer, one device", "store and loggers")
 def test_a_real_logger_holds_every_record(name: str, tmp_path: Path) -> None:
     """Every key arrives unchanged in each of the four loggers, with the record's values at the record's steps."""
     expected = train(tmp_path, [MAKE[name](tmp_path)], gradient_flow=GradientFlow(blocks="model")).logged()
@@ -185,7 +184,6 @@ def test_a_tensorboard_logger_of_the_users_keeps_its_own_log_metrics(tmp_path: P
 
 
 @pytest.mark.parametrize("name", MAKE)
-@pytest.mark.shows("accumulation", "store and loggers")
 def test_values_stand_on_lightnings_own_x_axis(name: str, tmp_path: Path) -> None:
     """With two micro-batches in a step, values of step k have the step at which Lightning logs the model's values."""
     train(tmp_path, [MAKE[name](tmp_path)])

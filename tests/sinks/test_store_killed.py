@@ -60,7 +60,6 @@ def assert_written(path: Path, last_step: int) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
 @pytest.mark.parametrize("mode", ["append", "widen"])
-@pytest.mark.shows("kill -9", "store and loggers")
 def test_what_was_written_survives_kill_9(tmp_path: Path, mode: str) -> None:
     """Killed at any moment, also while columns are added or the file is replaced: read all the time, and plain HDF5 after a repair."""
     rng = np.random.default_rng()
@@ -76,7 +75,6 @@ def test_what_was_written_survives_kill_9(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 on this system")
-@pytest.mark.shows("kill -9", "store and loggers")
 def test_a_killed_run_is_resumed_in_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The kill releases the lock; the resumed run supersedes repeated steps, and closes a plain file with both configurations."""
     path = tmp_path / "m.h5"

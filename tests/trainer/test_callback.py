@@ -24,9 +24,6 @@ NAMES = ["mean", "std", "norm", "abs_max", "skewness", "kurtosis"]
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.shows("{precision}", "activations", "activation gradients", "parameters", "gradients", "updates")
-@pytest.mark.shows("accumulation", "activations", "activation gradients", "parameters", "gradients", "updates")
-@pytest.mark.shows("clipping", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_values_are_those_of_raw_tensors_under_accumulation_and_clipping(
     precision: Any, optimizer: type[torch.optim.Optimizer], tmp_path: Path
 ) -> None:
@@ -75,7 +72,6 @@ def test_the_default_is_useful_and_announced(tmp_path: Path, caplog: pytest.LogC
     assert [m for m in caplog.messages if "Watching" in m] == [line]
 
 
-@pytest.mark.shows("accumulation", "store and loggers")
 def test_which_steps_are_monitored_is_counted_in_optimizer_steps(tmp_path: Path) -> None:
     """Steps 0, 3, 6, ... under accumulation, over epochs; ``max_steps`` ends in between."""
     callback = ModuleMonitorCallback(every_n_steps=3, rules=[Rule(kinds="parameter", statistics="norm")])
@@ -86,8 +82,6 @@ def test_which_steps_are_monitored_is_counted_in_optimizer_steps(tmp_path: Path)
     assert [record.step for record in records.records] == [0, 3, 6, 9]
 
 
-@pytest.mark.shows("validate, test, predict", "activations")
-@pytest.mark.shows("accumulation", "activations")
 def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tmp_path: Path) -> None:
     """Sanity check and validation in the middle of an accumulated step: no record, or, with ``stages``, a record for each loop."""
 
@@ -126,7 +120,6 @@ def test_validation_does_not_enter_training_values_and_has_its_own_on_request(tm
 
 
 @pytest.mark.parametrize("stage", ["test", "predict", "validate"])
-@pytest.mark.shows("validate, test, predict", "activations")
 def test_loops_outside_of_fit(stage: str, tmp_path: Path) -> None:
     """``trainer.test``, ``predict`` and ``validate`` give a record only if ``stages`` has them."""
     name = {"test": "test", "predict": "predict", "validate": "validation"}[stage]
@@ -162,7 +155,6 @@ def test_dry_run_prints_the_plan_and_records_nothing(tmp_path: Path, capsys: pyt
     ]
 
 
-@pytest.mark.shows("Trainer, one device", "store and loggers")
 def test_the_store_holds_every_record(tmp_path: Path) -> None:
     """The file returns what the callback recorded, with the configuration."""
     callback = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics=NAMES)], store=str(tmp_path / "new" / "run.h5"))
@@ -180,7 +172,6 @@ def test_the_store_holds_every_record(tmp_path: Path) -> None:
     json.dumps(configuration)
 
 
-@pytest.mark.shows("resume at a step", "activations", "parameters", "gradients", "store and loggers")
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     """Repeated steps are removed; the file equals that of an uninterrupted run, to the last bit."""
     rules = [Rule(kinds=["parameter", "gradient", "activation"], statistics=["norm", "std"])]
@@ -209,7 +200,6 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert [configuration["first_step"] for configuration in resumed.attributes["configurations"]] == [0, 10]
 
 
-@pytest.mark.shows("validate, test, predict", "store and loggers")
 def test_a_test_after_the_fit_goes_on_in_the_same_file(tmp_path: Path) -> None:
     """A run has one file: training's rows stay, and the test loop's record has another group."""
     rule = Rule(kinds="activation", sites="model", statistics="rms")
@@ -224,7 +214,6 @@ def test_a_test_after_the_fit_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert list(store.series("test/activation/model/rms")[0]) == [4]
 
 
-@pytest.mark.shows("validate, test, predict", "store and loggers")
 def test_a_validation_before_the_fit_keeps_its_rows(tmp_path: Path) -> None:
     """Step 0 of the fit is not a repeated step."""
     callback = ModuleMonitorCallback(1, rules=[Rule(kinds="activation", sites="model", statistics="rms")], stages=["train", "validate"])
@@ -238,7 +227,6 @@ def test_a_validation_before_the_fit_keeps_its_rows(tmp_path: Path) -> None:
     assert list(store.series("activation/model/rms")[0]) == [0, 1, 2]
 
 
-@pytest.mark.shows("validate, test, predict", "store and loggers")
 def test_validating_a_checkpoint_does_not_write_into_the_file_of_its_run(tmp_path: Path) -> None:
     """It is another run, and resumes nothing."""
     rule = Rule(kinds="activation", sites="model", statistics="rms")
@@ -252,7 +240,6 @@ def test_validating_a_checkpoint_does_not_write_into_the_file_of_its_run(tmp_pat
     assert callback.store_path == str(tmp_path / "monitor-2.h5")
 
 
-@pytest.mark.shows("several callbacks", "activations", "activation gradients", "parameters", "gradients", "updates", "store and loggers")
 def test_two_callbacks_in_one_trainer_work_side_by_side(tmp_path: Path) -> None:
     """Each has its keys, its cadence, its store and its entry in the checkpoint."""
     first = ModuleMonitorCallback(every_n_steps=2, rules=[Rule(kinds=KINDS, statistics="norm")], prefix="a")

@@ -43,7 +43,6 @@ def recorded(root: Path, key: str, epochs: int, **options: Any) -> dict[int, flo
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.shows("ModelCheckpoint, EarlyStopping", "parameters")
 def test_early_stopping_stops_on_a_monitored_key(is_first: bool, tmp_path: Path) -> None:
     """Training ends after the epoch in which the value crossed the threshold, at any position of EarlyStopping in the list."""
     values = recorded(tmp_path, KEY, 2)
@@ -76,7 +75,6 @@ def test_validation_alone_gives_its_keys(tmp_path: Path) -> None:
         fit(tmp_path, [monitor([KEY], stages=["validate"])])
 
 
-@pytest.mark.shows("ModelCheckpoint, EarlyStopping", "parameters")
 def test_model_checkpoint_picks_the_best_epoch(tmp_path: Path) -> None:
     """The kept checkpoint is that of the epoch with the smallest last value."""
     checkpoint = ModelCheckpoint(tmp_path / "checkpoints", monitor=KEY, mode="min", save_top_k=1, save_on_train_epoch_end=True)
@@ -91,7 +89,6 @@ def test_model_checkpoint_picks_the_best_epoch(tmp_path: Path) -> None:
     assert (saved["epoch"], saved["global_step"]) == (1, 2 * BATCHES)
 
 
-@pytest.mark.shows("ModelCheckpoint, EarlyStopping", "parameters")
 def test_model_checkpoint_picks_the_best_step(tmp_path: Path) -> None:
     """A checkpoint of every step is judged by the value of that step, not of the step before."""
     checkpoint = ModelCheckpoint(tmp_path / "checkpoints", monitor=KEY, mode="min", save_top_k=1, every_n_train_steps=1)

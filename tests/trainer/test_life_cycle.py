@@ -15,7 +15,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from helpers.equivalence import PARAMETERS, TENSORS
 from helpers.lightning_package import (
     BatchSizeFinder,
     Callback,
@@ -167,7 +166,6 @@ def series(path: str | None) -> dict[str, dict[int, float]]:
     return series
 
 
-@pytest.mark.shows("resume in mid-epoch", *TENSORS, "differences", "RCC", "histograms", "store and loggers")
 def test_a_run_resumed_in_the_middle_of_an_epoch_is_as_if_never_interrupted(tmp_path: Path) -> None:
     """Every value of every step is the same, also in the store, which holds repeated steps once."""
     whole = run_steady(tmp_path / "whole", 99)
@@ -186,7 +184,6 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_is_as_if_never_interrupted(tmp_
             np.testing.assert_equal(resumed[key], expected[key], err_msg=key)
 
 
-@pytest.mark.shows("resume in mid-accumulation", "activations", "activation gradients", "parameters", "gradients", "store and loggers")
 def test_a_run_resumed_in_the_middle_of_an_accumulated_step_records_what_it_does(tmp_path: Path) -> None:
     """Lightning does not keep accumulated gradients: the step's values are those of the micro-batches that the resumed run has."""
     options: dict[str, Any] = {"accumulate_grad_batches": 3}
@@ -203,7 +200,6 @@ def test_a_run_resumed_in_the_middle_of_an_accumulated_step_records_what_it_does
     assert stored == expected
 
 
-@pytest.mark.shows("resume with another configuration", "activations", "parameters", "functions", "store and loggers")
 def test_another_configuration_at_resume_is_logged_and_not_mixed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The store has both configurations, each with its first step; a key of one configuration has rows of its steps only."""
 
@@ -257,7 +253,6 @@ def with_and_without(folder: Path, more: Callable[[], list[Callback]], model: st
 
 
 @pytest.mark.skipif(IS_OLD, reason="Lightning before 2.6 has no EMAWeightAveraging")
-@pytest.mark.shows("EMA (WeightAveraging)", *TENSORS, "differences", "RCC", "histograms", "training unchanged")
 def test_an_average_of_weights_beside_the_monitor(tmp_path: Path) -> None:
     """Values of training equal those of a run without averaging; validation runs, and is recorded, with the averaged weights."""
     averaged = with_and_without(tmp_path / "ema", lambda: [callbacks.EMAWeightAveraging(decay=0.5)])
@@ -269,7 +264,6 @@ def test_an_average_of_weights_beside_the_monitor(tmp_path: Path) -> None:
     assert all(in_validation[0][step] != in_validation[1][step] for step in in_validation[0])
 
 
-@pytest.mark.shows("SWA", "gradients", "updates", "training unchanged")
 def test_stochastic_weight_averaging_beside_the_monitor(tmp_path: Path) -> None:
     """Its last pass, which updates the statistics of BatchNorm, is a further step without gradients and without an update."""
     rates: list[float] = []
@@ -291,7 +285,6 @@ def test_stochastic_weight_averaging_beside_the_monitor(tmp_path: Path) -> None:
     assert (gradients[-1], updates[-1]) == (None, 0.0)
 
 
-@pytest.mark.shows("ModelPruning", *PARAMETERS, "training unchanged")
 @pytest.mark.parametrize("is_permanent", [False, True])
 def test_pruning_beside_the_monitor(is_permanent: bool, tmp_path: Path) -> None:
     """From its first epoch on the parameter has another name in its module: it is recorded by the name that it had."""
@@ -318,7 +311,6 @@ def test_pruning_beside_the_monitor(is_permanent: bool, tmp_path: Path) -> None:
     assert set(series["monitor/errors"].values()) == {0.0}
 
 
-@pytest.mark.shows("ModelCheckpoint, EarlyStopping", "training unchanged")
 def test_checkpoints_hold_what_they_would_hold_without_the_monitor(tmp_path: Path) -> None:
     """Checkpoints differ only by the monitor's state, and load without executing anything."""
     with_and_without(
@@ -356,7 +348,6 @@ SHORT = {"fast_dev_run": ({"fast_dev_run": 2}, [0, 1]), "overfit_batches": ({"ov
 
 
 @pytest.mark.parametrize("way", SHORT)
-@pytest.mark.shows("{way}", "training unchanged")
 def test_short_runs_of_the_trainer(way: str, tmp_path: Path) -> None:
     """Training is the same as without the monitor, and every step is recorded."""
     options, steps = SHORT[way]
@@ -366,7 +357,6 @@ def test_short_runs_of_the_trainer(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
-@pytest.mark.shows("overfit_batches", "activations", "activation gradients", "parameters", "gradients", "store and loggers")
 def test_overfitted_batches_are_recorded_as_they_come_again(tmp_path: Path) -> None:
     """Values of the same two batches in every epoch equal those of raw tensors."""
     callback, steps = everything(), KeepSteps()
@@ -420,7 +410,6 @@ TUNERS: dict[str, tuple[Callable[[Trainer, LightningModule], None], Callable[[],
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-@pytest.mark.shows("Tuner", "activations", "activation gradients", "parameters", "gradients", "store and loggers", "training unchanged")
 @pytest.mark.parametrize("how", ["lr_find", *(pytest.param(tuner, marks=needs_sound_tuners) for tuner in TUNERS if tuner != "lr_find")])
 def test_what_the_tuner_tries_is_not_recorded(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The run after the trials is the same as without the monitor; its records begin at step 0, and no hook or file is left."""
@@ -458,7 +447,6 @@ def fit_three_steps(callback: ModuleMonitorCallback, folder: Path) -> list[Recor
     return [record for record in records.records if record is not before]
 
 
-@pytest.mark.shows("two fits", *TENSORS, "differences", "RCC", "attention", "histograms", "store and loggers")
 def test_a_second_fit_has_the_values_of_a_first(tmp_path: Path) -> None:
     """No value of the first run is in the second."""
     callback = everything()
@@ -466,7 +454,6 @@ def test_a_second_fit_has_the_values_of_a_first(tmp_path: Path) -> None:
     assert_same_records(fit_three_steps(callback, tmp_path / "second"), fit_three_steps(everything(), tmp_path / "other"))
 
 
-@pytest.mark.shows("pickled callback", *TENSORS, "differences", "RCC", "attention", "histograms", "store and loggers")
 def test_a_callback_that_was_pickled_works_before_and_after_a_run(tmp_path: Path) -> None:
     """Launchers that start processes pickle it."""
     plain = fit_three_steps(everything(), tmp_path / "plain")
@@ -475,7 +462,6 @@ def test_a_callback_that_was_pickled_works_before_and_after_a_run(tmp_path: Path
     assert_same_records(fit_three_steps(pickle.loads(pickle.dumps(once)), tmp_path / "twice"), plain)  # as above
 
 
-@pytest.mark.shows("Ctrl-C", "activations", "gradients", "store and loggers")
 def test_what_was_recorded_before_ctrl_c_is_in_the_store(tmp_path: Path) -> None:
     """The rows of an uninterrupted run before the interrupted step, in a file that any program opens."""
 
@@ -506,7 +492,6 @@ def test_what_was_recorded_before_ctrl_c_is_in_the_store(tmp_path: Path) -> None
     np.testing.assert_equal(part, {key: {step: value for step, value in of_key.items() if step < 3} for key, of_key in whole.items()})
 
 
-@pytest.mark.refuses("{row}", "RCC")
 @pytest.mark.parametrize("row", ["tensor parallel, 2 ranks", "tensor parallel and FSDP2, 4 ranks"])
 def test_a_reference_that_runs_is_refused_where_the_model_is_laid_out_over_ranks(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

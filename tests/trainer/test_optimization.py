@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.equivalence import PARAMETERS, TENSORS
 from helpers.lightning_package import BaseFinetuning, Callback, LightningModule, MixedPrecision, Trainer
 from helpers.textbook import slack, textbook
 from helpers.tiny import KeepRecords, measured
@@ -24,8 +23,6 @@ from lightning_module_monitor import Capture, ModuleMonitor, ModuleMonitorCallba
 KINDS = ["activation", "activation_gradient", "parameter", "gradient", "update"]
 NAMES = ["mean", "std", "norm", "abs_max", "zero_fraction", "skewness", "kurtosis"]
 RawTensors = dict[tuple[str, str], list[Tensor]]
-OF_EACH_OPTIMIZER = (*TENSORS, "store and loggers", "raw tensors", "training unchanged")
-"""Columns of the matrix."""
 
 
 def assert_true(values: Any, truth: RawTensors) -> None:
@@ -178,13 +175,12 @@ def run_pair(way: Any, folder: Path, options: dict[str, Any] | None = None, **mo
     [
         in_turn,
         toggled,
-        pytest.param(several_steps, marks=pytest.mark.shows("manual optimization, several steps in a batch", *OF_EACH_OPTIMIZER)),
-        pytest.param(one_backward, marks=pytest.mark.shows("manual optimization, clipping by hand", *OF_EACH_OPTIMIZER)),
+        several_steps,
+        one_backward,
         past_lightning,
         closures,
     ],
 )
-@pytest.mark.shows("manual optimization, two optimizers", *OF_EACH_OPTIMIZER)
 def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) -> None:
     """Every step (a batch) has the same keys, from the first step of each optimizer and all backward passes. Training is the same."""
     rules = [Rule(kinds=KINDS, sites=r"encoder.*|decoder.*", statistics=NAMES), Rule(kinds="parameter", sites="free", statistics=NAMES)]
@@ -208,7 +204,6 @@ def test_each_parameter_at_its_own_optimizers_event(way: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.shows("manual optimization with a GradScaler", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_a_scaler_under_manual_optimization(fused: bool, tmp_path: Path) -> None:
     """Gradients of the loss without its scale, which changes between the optimizers of a batch; also if an optimizer unscales."""
 
@@ -231,7 +226,6 @@ def test_a_scaler_under_manual_optimization(fused: bool, tmp_path: Path) -> None
     assert plugin.scaler.get_scale() == 300.0 * 2**6
 
 
-@pytest.mark.shows("manual optimization with a GradScaler", "gradients", "updates")
 def test_one_of_two_optimizers_skips(tmp_path: Path) -> None:
     """The decoder's gradient overflows: its update is 0, the encoder's is not, and the step counts as skipped."""
 
@@ -254,7 +248,6 @@ def test_one_of_two_optimizers_skips(tmp_path: Path) -> None:
         assert record.values["gradient/encoder.weight/nonfinite_count"] == 0
 
 
-@pytest.mark.shows("manual optimization with a GradScaler", "gradients", "updates")
 def test_the_first_of_two_steps_is_skipped(tmp_path: Path) -> None:
     """The first step counts: its gradients, and an update of 0, though the second step moves the weights."""
 
@@ -275,7 +268,6 @@ def test_the_first_of_two_steps_is_skipped(tmp_path: Path) -> None:
             assert record.values[f"gradient/{name}.weight/nonfinite_count"] == size
 
 
-@pytest.mark.shows("manual optimization, accumulation by hand", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_accumulation_by_hand(tmp_path: Path) -> None:
     """A batch without a step of an optimizer has its parameters, updates of 0 and no gradients, which are not complete."""
 
@@ -300,7 +292,6 @@ def test_accumulation_by_hand(tmp_path: Path) -> None:
     assert [len(truth) for truth in module.truth] == [10, 16, 10, 16, 10]
 
 
-@pytest.mark.shows("manual optimization, accumulation by hand", "parameters", "gradients", "updates")
 def test_one_optimizer_by_hand_that_does_not_always_step(tmp_path: Path) -> None:
     """As with two optimizers; its parameters are those of the whole model."""
 
@@ -346,7 +337,6 @@ def test_a_step_around_that_of_a_base_class_is_one_step(tmp_path: Path) -> None:
         assert callback.last_record.values[f"update/{name}/norm"] == pytest.approx(norm / 2, rel=1e-6)
 
 
-@pytest.mark.shows("manual optimization, two optimizers", "differences", "RCC")
 def test_a_reference_under_manual_optimization_is_that_of_a_submodule(tmp_path: Path) -> None:
     """At step 0 nothing differs before the first optimizer has stepped; later it does. The coordinate check adds up."""
 
@@ -367,7 +357,6 @@ def test_a_reference_under_manual_optimization_is_that_of_a_submodule(tmp_path: 
     assert first["monitor/errors"] == later["monitor/errors"] == 0
 
 
-@pytest.mark.shows("LBFGS", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_of_many_calls_of_a_closure_the_first_counts(tmp_path: Path) -> None:
     """LBFGS under automatic optimization: values of all kinds are those of the first call, whose loss differs here."""
 
@@ -423,8 +412,8 @@ class ByHand(Classifier):
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param("by hand", marks=pytest.mark.shows("manual optimization, two optimizers", "training unchanged")),
-        pytest.param("LBFGS", marks=pytest.mark.shows("LBFGS", "training unchanged")),
+        "by hand",
+        "LBFGS",
     ],
 )
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
@@ -462,8 +451,6 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.get_submodule("model.layers.0"), optimizer, lr=0.01)
 
 
-@pytest.mark.shows("parameters frozen and unfrozen", *PARAMETERS, "store and loggers", "training unchanged")
-@pytest.mark.shows("parameter groups added later", *PARAMETERS, "store and loggers", "training unchanged")
 def test_parameters_that_are_frozen_first(tmp_path: Path) -> None:
     """While frozen: no gradient, update 0. Then both, in late columns of the store. Training is the same."""
     runs = []
@@ -563,9 +550,6 @@ def test_a_module_that_has_no_values_may_be_replaced_silently(
 
 
 @pytest.mark.parametrize("way", ["lazy", "configure_model"])
-@pytest.mark.shows(
-    "layers built late, {way}", "activations", "activation gradients", "parameters", "gradients", "updates", "training unchanged"
-)
 def test_layers_that_are_built_late(way: str, tmp_path: Path) -> None:
     """A lazy layer gets its shape in the first forward pass; that step is monitored, and has all kinds of the layer."""
 
@@ -598,7 +582,6 @@ def test_layers_that_are_built_late(way: str, tmp_path: Path) -> None:
         assert len(x) == len(y) == 4
 
 
-@pytest.mark.shows("plain loop", "parameters", "gradients", "updates")
 def test_a_plain_loop_with_two_optimizers() -> None:
     """``parameters`` selects the optimizer's parameters; each parameter is recorded once."""
     torch.manual_seed(0)

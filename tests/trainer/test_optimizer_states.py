@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.equivalence import PARAMETERS
 from helpers.lightning_package import Callback, LightningModule, MixedPrecision, ModelCheckpoint, Trainer
 from helpers.tiny import KeepRecords
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
@@ -219,7 +218,6 @@ def test_an_optimizer_that_writes_into_the_gradient(foreach: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}])
-@pytest.mark.shows("Trainer, one device", "training unchanged")
 def test_training_is_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     """Losses, weights, states of the optimizer and random states are bit-identical."""
     runs = []
@@ -281,7 +279,6 @@ def test_options_may_name_keys_of_states(tmp_path: Path) -> None:
     assert used.callback_metrics[key] == pytest.approx(callback.last_record.values[key])
 
 
-@pytest.mark.shows("manual optimization, two optimizers", *PARAMETERS)
 def test_parameters_that_take_turns(tmp_path: Path) -> None:
     """A GAN's two optimizers, of which each freezes the other's parameters."""
 

@@ -90,17 +90,6 @@ def assert_true(record: Record, truth: dict[tuple[str, str], list[Tensor]]) -> N
 
 
 @pytest.mark.parametrize("init_scale", [256.0, 300.0])
-@pytest.mark.shows(
-    "16-mixed with a GradScaler",
-    "activations",
-    "activation gradients",
-    "parameters",
-    "gradients",
-    "updates",
-    "gradient flow",
-    "histograms",
-    "raw tensors",
-)
 def test_values_do_not_depend_on_the_scale_of_the_loss(init_scale: float, tmp_path: Path) -> None:
     """All kinds, histograms, gains and raw tensors, under accumulation and clipping; the scale doubles with every step."""
     rules = [
@@ -140,7 +129,6 @@ def test_values_do_not_depend_on_the_scale_of_the_loss(init_scale: float, tmp_pa
 
 
 @pytest.mark.parametrize("init_scale", [256.0, 300.0])
-@pytest.mark.shows("16-mixed, fused optimizers", "activations", "activation gradients", "parameters", "gradients", "updates")
 def test_optimizers_that_unscale_themselves(init_scale: float, tmp_path: Path) -> None:
     """Fused optimizers get scaled gradients; both gradient kinds are unscaled. Lightning allows no clipping then."""
     callback = ModuleMonitorCallback(every_n_steps=1, rules=[Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES)])
@@ -163,7 +151,6 @@ class Meddles(Callback):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.shows("16-mixed, a skipped step", "gradients", "updates")
 def test_a_skipped_step_is_no_update(fused: bool, tmp_path: Path) -> None:
     """The first step overflows: ``step_skipped`` 1, update 0 even if other code moves weights, gradients unchanged."""
     rules = [Rule(kinds=KINDS, sites=[*LAYERS, WEIGHT], statistics=NAMES), Rule(kinds="update", statistics="ratio")]
@@ -201,7 +188,6 @@ def test_without_a_scaler_there_is_no_key_of_skipped_steps(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
-@pytest.mark.shows("16-mixed with a GradScaler", "training unchanged")
 def test_a_scaler_changes_nothing_of_the_training(model: str, fused: bool, tmp_path: Path) -> None:
     """Promise 1, with skipped steps and a scale that changes."""
     runs = []
