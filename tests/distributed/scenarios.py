@@ -1,6 +1,6 @@
-"""Training runs over several processes, one after the other: each process runs the scenarios of its arguments, and saves the results.
+"""Training runs over several processes: each runs the scenario of its arguments, and saves what it returns.
 
-Run as a script, by every rank: ``scenarios.py FOLDER NAME...``
+Run as a script, by every rank: ``scenarios.py FOLDER NAME``
 """
 
 from __future__ import annotations
@@ -1532,40 +1532,21 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-OF_TWO_AND_FOUR = ["of_a_subclass", "of_an_unknown_strategy", "corrupted", "local_steps", "join", "one_rank_leaves", "flat_full"]
-OF_TWO = [
-    "operations",
-    "other_code",
-    "sick_with_parts",
-    "reference_in_half_precision",
-    "tensor_parallel",
-    "laid_out_activations",
-    "unchanged_with_parts",
-    "unchanged_flat",
-    *(name for name in FLAT if name != "flat_hybrid"),
-]
-OF_FOUR = ["both_ways", "flat_hybrid", *OF_TWO_AND_FOUR]
-OF_ANY_NUMBER = [name for name in SCENARIOS if name not in (*OF_TWO, *OF_FOUR)]
-TOGETHER = {2: [*OF_ANY_NUMBER, *OF_TWO, *OF_TWO_AND_FOUR[:-1]], 3: OF_ANY_NUMBER, 4: OF_FOUR}
-"""What is run by one set of processes, which take seconds to start, by their number."""
-
-
-def main(folder: Path, names: list[str]) -> None:
-    """Run scenarios. After an error, which is saved, the next one runs."""
+def main(folder: Path, name: str) -> None:
+    """Run a scenario, and save what it returns, or its error."""
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for name in names:
-        try:
-            result = SCENARIOS[name](folder / name)
-        except BaseException as error:  # returned to the test
-            traceback.print_exc()
-            result = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        try:
-            torch.save(result, folder / f"{name}.{RANK}.pt")
-        except Exception as error:  # an exception that cannot be pickled
-            torch.save(RuntimeError(f"{result!r}: {error!r}"), folder / f"{name}.{RANK}.pt")
-        distributed.barrier()
+    try:
+        result = SCENARIOS[name](folder / name)
+    except BaseException as error:  # returned to the test
+        traceback.print_exc()
+        result = error if isinstance(error, Exception) else RuntimeError(repr(error))
+    try:
+        torch.save(result, folder / f"{name}.{RANK}.pt")
+    except Exception as error:  # an exception that cannot be pickled
+        torch.save(RuntimeError(f"{result!r}: {error!r}"), folder / f"{name}.{RANK}.pt")
+    distributed.barrier()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from helpers.all_trainings import ALL_HEALTHY, ALL_SICK, TRAININGS, entry, stored_verdict, table, train
 from helpers.lightning_package import LightningModule
-from helpers.silent_faults import SILENT_HEALTHY, SILENT_SICK
 from helpers.small_data import digits
-from helpers.structural_faults import STRUCTURAL_HEALTHY, STRUCTURAL_SICK
 from helpers.training import trainer
-from helpers.trainings import HEALTHY, SICK, Case, run_seed
+from helpers.trainings import SICK, Case, run_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,62 +27,90 @@ from lightning_module_monitor.report.stored_run import read_run
 
 SEEDS = [int(seed) for seed in os.environ.get("HEALTH_SEEDS", "0").split(",")]
 """``make test-health`` has three."""
-ALL_SICK, ALL_HEALTHY = SICK | SILENT_SICK | STRUCTURAL_SICK, HEALTHY | SILENT_HEALTHY | STRUCTURAL_HEALTHY
+LIVE = {
+    "Adam at 1.0", "shuffled labels", "data with a NaN", "dead ReLUs", "float16", "an overflow between records", "one code for all",
+    "an MLP", "a GPT, warmed up", "a GAN", "by hand", "a cosine",
+}  # fmt: skip
+"""What is trained in ``make test``; of all others the stores are judged there, and trainings are slow."""
 LONGEST = 160
 """Characters of a message, besides names."""
 
 
-def verdict_of(case: Case, folder: Path, seed: int, caplog: pytest.LogCaptureFixture) -> Verdict:
+def as_parameters(names: Iterable[str]) -> list[Any]:
+    """Trainings as parameters of a test."""
+    return [pytest.param(name, marks=[] if name in LIVE else pytest.mark.slow) for name in names]
+
+
+def live_verdict(case: Case, folder: Path, seed: int, caplog: pytest.LogCaptureFixture) -> Verdict:
     """The verdict on the store of a training, which is that of the run itself; messages are short."""
-    run_seed(seed)
     caplog.set_level(logging.INFO)
-    callback = ModuleMonitorCallback(case.every)
-    options = {"max_steps": case.steps, "max_epochs": -1, "limit_val_batches": 0} | case.options
-    trainer(folder, [callback], **options).fit(case.make(), case.data())
+    callback = train(case, folder, seed)
     run = read_run(load_store(callback.store_path))
     verdict = run.verdict()
     # Once, at the end, and the same as on the store.
-    lines = [one for one in caplog.messages if one.startswith("[monitor] Verdict: ")]
+    lines = [message for message in caplog.messages if message.startswith("[monitor] Verdict: ")]
     assert lines == [f"[monitor] Verdict: {verdict.sentence}."]
-    live, stored = ([(one.name, one.site, one.step, one.words) for one in found] for found in (callback.findings, verdict.findings))
+    live, stored = (
+        [(finding.name, finding.site, finding.step, finding.words) for finding in found] for found in (callback.findings, verdict.findings)
+    )
     assert sorted(live) == sorted(stored)
-    assert [one.name for one in callback.diagnose()] == [one.name for one in verdict.diagnoses]
+    assert [diagnosis.name for diagnosis in callback.diagnose()] == [diagnosis.name for diagnosis in verdict.diagnoses]
     names = sorted(run.sites, key=len, reverse=True)
-    for line in (*(one.message for one in callback.findings), *lines):
+    for line in (*(finding.message for finding in callback.findings), *lines):
         assert len(re.sub("|".join(map(re.escape, names)), "", line)) <= LONGEST
         assert "Try" not in line
     return verdict
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", ALL_SICK)
-def test_a_sick_training(name: str, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def assert_sick(case: Case, verdict: Verdict) -> None:
     """The first cause is the right one, with its site, its first step and advice; what is not finite stands in the headline."""
-    case = ALL_SICK[name]
-    verdict = verdict_of(case, tmp_path, seed, caplog)
     assert verdict.level in case.levels
-    assert [one.name for one in verdict.diagnoses[:1]] == [one.name for one in verdict.diagnoses[:1] if one.name in case.causes]
-    for first in verdict.diagnoses[:1]:
+    first_of_all = verdict.diagnoses[:1]
+    assert [first.name for first in first_of_all if first.name not in case.causes] == []
+    for first in first_of_all:
         assert case.site in ("", first.site)
         assert case.first_step in (None, first.first_step)
         assert first.advice
         assert f"from step {first.first_step} {'at the latest' if first.key and first.first_step else 'on'}" in str(first)
     # A loss that may fall, between 1 % and 5 %, has no finding.
     assert bool(verdict.diagnoses) == (bool(case.causes) and verdict.level != "unknown")
-    if any(one.name == "nonfinite" for one in verdict.findings):
+    if any(finding.name == "nonfinite" for finding in verdict.findings):
         assert verdict.headline.startswith(("NaN in ", "Infinity in "))
+
+
+def assert_healthy(case: Case, verdict: Verdict) -> None:
+    """No finding; healthy, with what was looked at, unless its loss is of a kind that is not judged."""
+    assert verdict.findings == []
+    assert verdict.level in (case.levels if "unknown" in case.levels else ("healthy",)), verdict.headline
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_stored_training(name: str) -> None:
+    """What is said of the same records is what the table says: any other verdict is a difference to look at."""
+    verdict = stored_verdict(name)
+    (assert_sick if name in ALL_SICK else assert_healthy)(TRAININGS[name], verdict)
+    assert entry(name, verdict) == table()[name], "write tests/health/verdicts.txt with: make verdicts"
+
+
+def test_the_table_has_all_trainings() -> None:
+    """Also those that were added since."""
+    assert list(table()) == list(TRAININGS)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", ALL_HEALTHY)
+@pytest.mark.parametrize("name", as_parameters(ALL_SICK))
+def test_a_sick_training(name: str, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A training of its own."""
+    assert_sick(ALL_SICK[name], live_verdict(ALL_SICK[name], tmp_path, seed, caplog))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", as_parameters(ALL_HEALTHY))
 def test_a_healthy_training(name: str, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No finding; healthy, with what was looked at, unless its loss is of a kind that is not judged."""
-    case = ALL_HEALTHY[name]
-    verdict = verdict_of(case, tmp_path, seed, caplog)
-    assert verdict.findings == []
-    assert verdict.level in (case.levels if "unknown" in case.levels else ("healthy",)), verdict.headline
+    """A training of its own."""
+    assert_healthy(ALL_HEALTHY[name], live_verdict(ALL_HEALTHY[name], tmp_path, seed, caplog))
 
 
 # Advice
