@@ -7,7 +7,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
-CORE := -m pytest -n $(WORKERS) --dist worksteal $(addprefix tests/,statistics kernels model probes trainer integration sinks)
+# Tests of one number of ranks are a group: one worker runs them.
+PYTEST := -m pytest -n $(WORKERS) --dist loadgroup
+CORE := $(PYTEST) $(addprefix tests/,statistics kernels model probes trainer integration sinks)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 # Each version of numba has a cache of its own: it writes the new index before the new code, so a second process may read the old version's code.
@@ -15,7 +17,7 @@ NUMBA_CACHE := NUMBA_CACHE_DIR=$(CURDIR)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-pytorch-lightning test-lowest test-newest test-health test-triton test-deepspeed check docs release bench gpu dev clean
+.PHONY: help demo rcc test test-slow test-all record-trainings verdicts test-pytorch-lightning test-lowest test-newest test-health test-triton test-deepspeed check docs release bench gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -27,11 +29,17 @@ demo: $(VENV)/examples.stamp ## train a small network on the digits data set and
 rcc: $(VENV)/examples.stamp ## check how what a network learns depends on its width: the standard parametrization against muP
 	$(PY) examples/coordinate_check.py
 
-test: $(VENV)/dev.stamp ## run all tests (WORKERS=2 processes)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+test: $(VENV)/dev.stamp ## run the tests that are quick (WORKERS=2 processes): about five minutes on two cores
+	OMP_NUM_THREADS=1 $(PY) $(PYTEST) -m "not slow"
+	@echo "Slow tests were left out, as of tutorials, the site, releases and benchmarks, and most cases of large matrices: make test-all"
+
+test-slow: $(VENV)/dev.stamp ## run the slow tests alone
+	OMP_NUM_THREADS=1 $(PY) $(PYTEST) -m slow
+
+test-all: test test-slow ## run all tests
 
 test-pytorch-lightning: $(VENV)/dev.stamp ## run the tests of whole runs, on one and on two ranks, with the package pytorch_lightning
-	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/integration tests/trainer tests/sinks/test_loggers.py tests/sinks/test_charts.py tests/report/test_report.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
+	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/integration tests/trainer tests/sinks/test_loggers.py tests/sinks/test_charts.py tests/report/test_report.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
 
 test-lowest: $(LOWEST)/core.stamp ## test the core with the lowest versions that pyproject.toml allows; needs Python 3.10, 3.11 or 3.12
 	$(NUMBA_CACHE)/$(LOWEST)/numba OMP_NUM_THREADS=1 $(LOWEST)/bin/python $(CORE)
@@ -43,14 +51,20 @@ test-newest: ## test the core with the newest versions that there are
 	$(NUMBA_CACHE)/$(NEWEST)/numba OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(CORE)
 
 test-health: $(VENV)/dev.stamp ## test the verdict on small trainings, sick and healthy, with three seeds
-	HEALTH_SEEDS=0,1,2 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/health/test_verdicts.py
+	HEALTH_SEEDS=0,1,2 OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/health/test_verdicts.py
+
+record-trainings: $(VENV)/dev.stamp ## record the stores of these trainings for the tests, and write the table of verdicts; after a change of what is recorded
+	OMP_NUM_THREADS=1 $(PY) tests/helpers/all_trainings.py
+
+verdicts: $(VENV)/dev.stamp ## write the table of verdicts on the stores of these trainings; after a change of verdicts
+	OMP_NUM_THREADS=1 $(PY) tests/helpers/all_trainings.py --verdicts
 
 test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: interpreted on the CPU, and compiled for GPUs
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/kernels/test_triton_compile.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py
+	OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/kernels/test_triton_compile.py
 
 test-deepspeed: $(VENV)/deepspeed.stamp ## test DeepSpeed on CPUs, in one to four processes: six minutes, of which its import takes most
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/distributed/test_deepspeed.py
+	OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/distributed/test_deepspeed.py
 
 check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the code in the documents
 	$(PY) -m ruff format --check .

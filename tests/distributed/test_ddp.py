@@ -232,6 +232,7 @@ def test_a_limit_of_the_time_leaves_the_same_steps_out_on_all_ranks(num_ranks: i
     assert [len(messages) for messages in about_limit] == [1, *[0] * (num_ranks - 1)]
 
 
+@pytest.mark.slow
 def test_operations_of_the_check_of_health(run_scenarios: RunScenarios) -> None:
     """Of 385 recorded tensors with 64 ReLUs: a few for each ReLU in a monitored step, and a dozen in another one."""
     for result in run_scenarios(2, "operations"):
@@ -253,6 +254,7 @@ def test_a_monitored_step_has_one_transfer(num_ranks: int, run_scenarios: RunSce
         assert min(num_all_values) > 500
 
 
+@pytest.mark.slow
 def test_other_code_that_runs_the_model(run_scenarios: RunScenarios) -> None:
     """In each event of a callback, or hook of the module, on both ranks: the records are those of the steps alone."""
     for result in run_scenarios(2, "other_code"):

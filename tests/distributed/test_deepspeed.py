@@ -22,7 +22,10 @@ from lightning_module_monitor import load_store
 
 SCRIPT = Path(__file__).with_name("deepspeed_run.py")
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed"),
+]
 
 
 def launch(folder: Path, *arguments: object) -> str:

@@ -18,6 +18,8 @@ from helpers.documents import program
 
 from lightning_module_monitor import load_store
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 200
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from helpers.compiling import (
     plain_state,
 )
 from helpers.lightning_package import Callback
+from helpers.selection import spread
 from helpers.tiny import KeepRecords
 from helpers.training import KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
@@ -88,9 +91,17 @@ def run(how: str, folder: Path, options: dict[str, Any] | None, *, fullgraph: bo
     return Run(counts, losses.losses, losses.random_states, plain_state(module), [] if records is None else records.records, callback)
 
 
-@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
-@pytest.mark.parametrize("which", ["default rules", "parameters only", "everything"])
-@pytest.mark.parametrize("how", WAYS)
+ACCUMULATED: dict[str, Any] = {"accumulate_grad_batches": 2, "limit_train_batches": 6}
+
+
+@functools.cache
+def plain_run(how: str, *, fullgraph: bool, is_accumulated: bool) -> Run:
+    """The same without the callback."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(how, Path(folder), None, fullgraph=fullgraph, **ACCUMULATED if is_accumulated else {})
+
+
+@pytest.mark.parametrize(("how", "which", "fullgraph"), spread(WAYS, ["default rules", "parameters only", "everything"], [False, True]))
 def test_as_many_compilations_and_runs_as_without_the_callback(how: str, which: str, fullgraph: bool, tmp_path: Path) -> None:
     """In every way: over monitored and other steps, loops of validation, a second fit and a resumed one; and training is the same."""
     options: dict[str, dict[str, Any]] = {
@@ -98,8 +109,8 @@ def test_as_many_compilations_and_runs_as_without_the_callback(how: str, which: 
         "parameters only": {"rules": [Rule(kinds=OF_PARAMETERS, statistics="norm")]},
         "everything": everything(how),
     }
-    of_trainer = {"accumulate_grad_batches": 2, "limit_train_batches": 6} if which == "everything" else {}
-    plain = run(how, tmp_path, None, fullgraph=fullgraph, **of_trainer)
+    of_trainer = ACCUMULATED if which == "everything" else {}
+    plain = plain_run(how, fullgraph=fullgraph, is_accumulated=which == "everything")
     monitored = run(how, tmp_path, options[which], fullgraph=fullgraph, **of_trainer)
     assert plain.counts[0][0] >= 1
     assert monitored.counts == plain.counts
@@ -195,6 +206,13 @@ def fit_beside(how: str, folder: Path, options: dict[str, Any] | None, *, induct
     )
 
 
+@functools.cache
+def plain_fit_beside(how: str) -> tuple[Any, ...]:
+    """The same without the callback."""
+    with tempfile.TemporaryDirectory() as folder:
+        return fit_beside(how, Path(folder), None)
+
+
 IN_ONE_MODULE = [Rule(kinds="attention_relative_entropy", sites=r"model\.attention", statistics="mean")]
 
 
@@ -204,7 +222,7 @@ IN_ONE_MODULE = [Rule(kinds="attention_relative_entropy", sites=r"model\.attenti
 @pytest.mark.parametrize("how", BESIDE)
 def test_attention_beside_compiled_code_compiles_nothing_more(how: str, options: dict[str, Any], tmp_path: Path) -> None:
     """In the module that calls attention: of torch's own compiled in place, which torch leaves out, and a function that nothing holds."""
-    plain = fit_beside(how, tmp_path, None)
+    plain = plain_fit_beside(how)
     if how == "a function elsewhere" and "health" not in options:
         with pytest.raises(
             ConfigError, match=r"attention.*compiled: keep observes nothing inside compiled code \(model\.attention\.scaled\(\)\)"
@@ -240,8 +258,12 @@ class SetsStance(Trained):
 
 
 @pytest.mark.parametrize("options", [{"reference": "init"}, {"health": {"nonfinite": "always"}}], ids=["reference", "nonfinite"])
-@pytest.mark.parametrize("stance", ["default", "fail_on_recompile"])
-@pytest.mark.parametrize("how", [how for how in WAYS if how not in ("whole", "whole, in place", "a function around the model")])
+@pytest.mark.parametrize(
+    ("how", "stance"),
+    spread(
+        [how for how in WAYS if how not in ("whole", "whole, in place", "a function around the model")], ["default", "fail_on_recompile"]
+    ),
+)
 def test_no_copy_runs_compiled_under_a_stance_of_the_user(how: str, stance: str, options: dict[str, Any], tmp_path: Path) -> None:
     """A reference, and the copy that searches for a non-finite value, run uncompiled, and none fails the run."""
     counts = []
@@ -389,7 +411,7 @@ def test_one_line_says_what_is_compiled_and_how_many_modules_of_the_rules_that_l
 
 @pytest.mark.parametrize(
     ("value", "how"),
-    [(value, how) for how in WAYS for value in ("uncompiled", "keep")],
+    spread(["uncompiled", "keep"], WAYS),
 )
 def test_values_are_those_of_the_model_that_is_not_compiled(value: str, how: str, tmp_path: Path) -> None:
     """With a backend that rounds nothing: ``uncompiled`` records everything inside, ``keep`` what is outside, the outputs of blocks too."""

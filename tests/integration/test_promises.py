@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.lightning_package import Callback, CSVLogger, LightningModule, Trainer
 from helpers.operations import no_host_reads, operations
+from helpers.selection import spread
 from helpers.training import Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
@@ -65,8 +66,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "gpt", "shared"])
+@pytest.mark.parametrize(("way", "model"), spread(WAYS, ["mlp", "cnn", "transformer", "gpt", "shared"]))
 def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Path) -> None:
     """Promise 1: losses, weights, buffers and random states are bit-identical over 15 steps, with all there is switched on."""
     steps = 15

@@ -24,6 +24,8 @@ from lightning_module_monitor.report.payload import pack
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 LAYERS = ("net.fc1", "net.relu", "net.fc2", "net.head")
 NUM_STEPS = 12

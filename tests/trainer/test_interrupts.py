@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,6 +43,11 @@ EVERY_LINE_OF_MONITOR = (
 EVERY_LINE_OF_CALLBACK = ("/callback.py", "trainer/step.py", "trainer/optimizers.py")
 FILES_OF_STORES = ("store/schema.py", "store/read_access.py", "store/journal.py")
 """Files that close what a step has opened: an interrupt comes before each line that they run, of others before some."""
+
+EVERY_FIFTH = pytest.mark.parametrize(
+    "stride", [pytest.param(1, marks=pytest.mark.slow, id="every line"), pytest.param(5, id="every fifth line")]
+)
+"""Of the lines, from an offset by the date; all of them where slow tests are run."""
 
 RULES = [
     Rule(kinds=["activation", "activation_gradient", "parameter", "gradient", "update"], statistics="norm"),
@@ -195,7 +201,8 @@ class Loop:
         self.keys = {*record.values, *record.histograms}
 
 
-def test_an_interrupt_at_any_line_of_the_end_of_a_step_leaves_nothing() -> None:
+@EVERY_FIFTH
+def test_an_interrupt_at_any_line_of_the_end_of_a_step_leaves_nothing(stride: int) -> None:
     """In a plain loop with every probe on; the step after all interrupts records the same as the first step."""
     loop, whole = Loop(), Interrupted()
     loop.step(lambda end: end())
@@ -203,7 +210,7 @@ def test_an_interrupt_at_any_line_of_the_end_of_a_step_leaves_nothing() -> None:
     keys = loop.keys
     points = moments(whole.lines, EVERY_LINE_OF_MONITOR, num_others=30)
     assert len(points) > 120
-    for point in points:
+    for point in points[date.today().toordinal() % stride :: stride]:
         with pytest.raises(KeyboardInterrupt):
             loop.step(Interrupted(point).run)
     loop.step(lambda end: end())
@@ -253,7 +260,8 @@ def use_a_store(folder: Path, name: str) -> None:
 
 # An interrupt at the end of a "with" block keeps a file of Python's from being closed, until it is collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_at_any_line_of_the_store_reaches_the_user(tmp_path: Path) -> None:
+@EVERY_FIFTH
+def test_an_interrupt_at_any_line_of_the_store_reaches_the_user(stride: int, tmp_path: Path) -> None:
     """Nothing turns it into another exception, and the store does not report it as an error of a file."""
     steps = [Record.of(step, {"activation/fc/rms": 1.0}, tensors=[RawTensor("activation", "fc", 0, torch.ones(2))]) for step in (0, 1)]
     (tmp_path / "before").mkdir()
@@ -274,7 +282,7 @@ def test_an_interrupt_at_any_line_of_the_store_reaches_the_user(tmp_path: Path) 
     inner = [index for (path, _line), index in indices.items() if path.endswith(FILES_OF_STORES)]
     points = inner + [index for index in indices.values() if index not in inner][::20]
     assert len(points) > 80
-    for point in points:
+    for point in points[date.today().toordinal() % stride :: stride]:
         with pytest.raises(KeyboardInterrupt):
             interrupted(point).run(lambda: use_a_store(tmp_path / "now", "m.h5"))
 
@@ -286,10 +294,11 @@ class Attacks(Callback):
 
     Args:
         callback: It monitors every step.
+        stride: It interrupts at each of so many moments.
     """
 
-    def __init__(self, callback: ModuleMonitorCallback) -> None:
-        self.callback = callback
+    def __init__(self, callback: ModuleMonitorCallback, stride: int) -> None:
+        self.callback, self._stride = callback, stride
         self.points: list[int] = []
         self.num_attacks = 0
         self.keys: list[set[str]] = []
@@ -318,6 +327,8 @@ class Attacks(Callback):
             assert self.callback.last_record is not None
             self.keys.append({*self.callback.last_record.values})
             self.points = moments(whole.lines, EVERY_LINE_OF_CALLBACK, num_others=15)
+            assert len(self.points) > 50
+            self.points = self.points[date.today().toordinal() % self._stride :: self._stride]
             trainer.should_stop = len(self.keys) == 3
         else:
             with pytest.raises(KeyboardInterrupt) as interrupt:
@@ -334,7 +345,8 @@ class Attacks(Callback):
         self.callback.on_fit_start(trainer, pl_module)
 
 
-def test_an_interrupt_at_the_end_of_a_step_of_the_callback_leaves_nothing(tmp_path: Path) -> None:
+@EVERY_FIFTH
+def test_an_interrupt_at_the_end_of_a_step_of_the_callback_leaves_nothing(stride: int, tmp_path: Path) -> None:
     """Lightning handles it by ``on_exception``; every option of the callback is on."""
     callback = ModuleMonitorCallback(
         1,
@@ -348,9 +360,9 @@ def test_an_interrupt_at_the_end_of_a_step_of_the_callback_leaves_nothing(tmp_pa
         alerts=[Alert(keys=".*/norm", below=-1.0)],
         on_error="raise",
     )
-    attacks = Attacks(callback)
+    attacks = Attacks(callback, stride)
     seed()
     run = trainer(tmp_path, [attacks, callback], max_epochs=-1, limit_val_batches=0)
     run.fit(Classifier("transformer"), loader(), loader(8))
-    assert attacks.num_attacks > 50
+    assert attacks.num_attacks > 50 // stride
     assert attacks.keys[1] == attacks.keys[2]
