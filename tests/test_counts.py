@@ -58,7 +58,6 @@ def calls_of_steps(folder: Path, callback: ModuleMonitorCallback | None) -> tupl
     return mean(counting.calls[10:39:2]), mean(counting.calls[11:40:2])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "most", "most_elsewhere"),
     [
