@@ -14,9 +14,11 @@ import torch
 import yaml
 from helpers.all_trainings import ALL_HEALTHY, ALL_SICK, TRAININGS, entry, stored_verdict, table, train
 from helpers.lightning_package import LightningModule
+from helpers.silent_faults import SILENT_HEALTHY, SILENT_SICK
 from helpers.small_data import digits
+from helpers.structural_faults import STRUCTURAL_HEALTHY, STRUCTURAL_SICK
 from helpers.training import trainer
-from helpers.trainings import SICK, Case, run_seed
+from helpers.trainings import HEALTHY, SICK, Case, run_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -93,8 +95,9 @@ def test_a_stored_training(name: str) -> None:
 
 
 def test_the_table_has_all_trainings() -> None:
-    """Also those that were added since."""
+    """Also those that were added since; no two have the same name."""
     assert list(table()) == list(TRAININGS)
+    assert len(TRAININGS) == sum(map(len, (SICK, SILENT_SICK, STRUCTURAL_SICK, HEALTHY, SILENT_HEALTHY, STRUCTURAL_HEALTHY)))
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

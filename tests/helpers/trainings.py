@@ -307,7 +307,7 @@ HEALTHY: dict[str, Case] = {
     "contrastive": Case(Contrastive),
     "two tasks": Case(MultiTask),
     "bfloat16": Case(lambda: Module(mlp()), options={"precision": "bf16-mixed"}),
-    "float16": Case(lambda: Module(mlp()), options=float16()),
+    "float16, scaled": Case(lambda: Module(mlp()), options=float16()),
     "a tiny batch": Case(lambda: Module(mlp()), data=lambda: digits(4), steps=300),
     "noisy labels": Case(lambda: Module(mlp()), data=lambda: digits(change=noisy)),
     "clipped": Case(lambda: Module(Recurrent(nn.GRU), adam(5e-3)), options={"gradient_clip_val": 0.1}),
