@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, load_store
 from lightning_module_monitor.keys import Columns, Key
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks import loggers
+from lightning_module_monitor.sinks import heat_maps
+from lightning_module_monitor.sinks.charts import charts_of
 from lightning_module_monitor.sinks.roll_ups import LoggedValues
 
 COUNT = "activation/blink/nonfinite_count"
@@ -218,7 +219,7 @@ def test_the_picture_of_a_kind_is_of_its_largest_singular_values() -> None:
     """Where the others, and residuals, are of as many sites; a function of activations may have the name of a residual."""
     names = ("residual_1", "singular_value_2", "residual_2", "singular_value_1")
     keys = [*(f"update/{site}.weight/{name}" for name in names for site in ("a", "b")), "activation/a/residual_1"]
-    assert [tuple(chart) for chart in loggers.drawn_charts(keys)] == [("update", "singular_value_1"), ("activation", "residual_1")]
+    assert [tuple(chart) for chart in heat_maps.drawn_charts(keys)] == [("update", "singular_value_1"), ("activation", "residual_1")]
 
 
 # Heat maps
@@ -251,7 +252,7 @@ def test_tensorboard_gets_heat_maps_at_the_end(tmp_path: Path) -> None:
 
 def test_heat_maps_are_drawn_ever_more_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 10, 20, 40, ... minutes of a run: here each record takes 9 minutes."""
-    monkeypatch.setattr(loggers, "time", Clock(9.0))
+    monkeypatch.setattr(heat_maps, "time", Clock(9.0))
     with_tensorboard(tmp_path, rules=[Rule(kinds="parameter", statistics="norm")])
     assert [event.step for event in events_of(tmp_path).Images("my+run-heat_maps/parameter/norm")] == [1, 2, 4, 5]
 
@@ -263,7 +264,7 @@ def test_a_run_without_matplotlib_has_no_heat_maps(
     with_tensorboard(tmp_path / "no_store", store=False)
     find = importlib.util.find_spec
     absent = SimpleNamespace(find_spec=lambda name: None if name == "matplotlib" else find(name))
-    monkeypatch.setattr(loggers, "importlib", SimpleNamespace(util=absent, import_module=importlib.import_module))
+    monkeypatch.setattr(heat_maps, "importlib", SimpleNamespace(util=absent, import_module=importlib.import_module))
     with caplog.at_level(logging.WARNING):
         with_tensorboard(tmp_path / "no_matplotlib")
     assert not [message for message in caplog.messages if "Heat maps" in message]
@@ -288,7 +289,7 @@ def test_an_error_of_a_heat_map_is_one_warning(
     place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names the logger. Training continues, numbers are logged, and another logger gets all pictures, in either order."""
-    monkeypatch.setattr(loggers, "time", Clock(9.0))
+    monkeypatch.setattr(heat_maps, "time", Clock(9.0))
     both: list[Logger] = [TensorBoardLogger(tmp_path / "other", name="", version="tensorboard")]
     both.insert(place, Full(tmp_path, name="", version="tensorboard"))
     with caplog.at_level(logging.WARNING):
@@ -365,4 +366,4 @@ def test_the_first_charts_are_those_that_are_looked_at_first(tmp_path: Path) -> 
     assert matched == {f"model.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
     assert re.match(layout["activation"]["activation: rms"][0], "my+run-activation/_root_/rms")
     modules = {"model.0", "model.2"}
-    assert loggers.charts_of(["gradient/_root_/rms", "gradient/model.0/rms", "gradient/model.0.weight/rms"], modules).total() == 1
+    assert charts_of(["gradient/_root_/rms", "gradient/model.0/rms", "gradient/model.0.weight/rms"], modules).total() == 1

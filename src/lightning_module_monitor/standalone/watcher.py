@@ -19,7 +19,8 @@ from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_ba
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.probes.base import ErrorReporter, failing_alone
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.loggers import TakesMetrics, log, takes_media
+from lightning_module_monitor.sinks.logger_types import takes_media
+from lightning_module_monitor.sinks.loggers import TakesMetrics, log
 
 
 class TorchWatcher:

@@ -20,7 +20,7 @@ from lightning_module_monitor.plan.blocks import block_rules, blocks_of
 from lightning_module_monitor.plan.matching import OF_WATCHES
 from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.record import Record
-from lightning_module_monitor.sinks.loggers import names_context
+from lightning_module_monitor.sinks.callback_metrics import names_context
 from lightning_module_monitor.trainer import checks, strategy
 from lightning_module_monitor.trainer.expected_launches import expected_launches
 from lightning_module_monitor.trainer.health_controller import HealthController

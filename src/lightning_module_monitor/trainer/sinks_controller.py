@@ -17,7 +17,9 @@ from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.plan.blocks import blocks_of
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.report.page import write_report
-from lightning_module_monitor.sinks.loggers import CallbackMetrics, HeatMaps, LoggerSink
+from lightning_module_monitor.sinks.callback_metrics import CallbackMetrics
+from lightning_module_monitor.sinks.heat_maps import HeatMaps
+from lightning_module_monitor.sinks.loggers import LoggerSink
 from lightning_module_monitor.sinks.roll_ups import without_context
 from lightning_module_monitor.sinks.store.paths import is_numbered_path_of
 from lightning_module_monitor.sinks.store.remote import RemoteFolder, is_url
