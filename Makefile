@@ -85,7 +85,6 @@ release: $(VENV)/dev.stamp ## build wheel and sdist into dist, and check them
 
 bench: $(VENV)/bench.stamp ## measure the overhead of monitoring
 	$(PY) benchmarks/overhead.py
-	$(PY) benchmarks/scaling.py
 
 gpu: $(VENV)/dev.stamp $(VENV)/bench.stamp ## all that only a GPU can show, in less than eight minutes: its tests, the Triton kernels, what the callback costs
 	$(PY) benchmarks/on_gpu.py

@@ -1,4 +1,4 @@
-"""What observes a step of Lightning's Trainer: our callback, and the peers as their documentation uses them."""
+"""What observes a step of Lightning's Trainer: our callback, the floor, and torch-module-monitor as its README uses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lanes import Parts
 from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.statistics.registry import STATISTICS, Statistic
-from observers import Floor, Observer, TorchModuleMonitor, seven_statistics, wandb_settings
+from observers import Floor, Observer, TorchModuleMonitor, seven_statistics
 
 NEVER = 1_000_000_000
 """A cadence of which a run only reaches step 0, which is before the timed steps."""
@@ -88,8 +88,6 @@ class ObserverCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: torch.Tensor | Mapping[str, Any] | None, batch: object, batch_idx: int
     ) -> None:
         self.observer.end()
-        if trainer.logger is not None and isinstance(self.observer, TorchModuleMonitor):
-            trainer.logger.log_metrics(self.observer.monitor.get_step_metrics(), step=batch_idx)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.observer.close()
@@ -103,33 +101,3 @@ def floor(_folder: Path) -> Parts:
 def peer(_folder: Path) -> Parts:
     """torch-module-monitor, without a logger."""
     return Parts([ObserverCallback(TorchModuleMonitor)])
-
-
-def peer_logged(folder: Path) -> Parts:
-    """torch-module-monitor, and a TensorBoard logger for its values."""
-    return Parts(peer(folder).callbacks, TensorBoardLogger(folder))
-
-
-class WandbWatchCallback(Callback):
-    """``WandbLogger.watch``, and the call of the logger that writes its histograms."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        trainer.logger.watch(pl_module, log="all", log_freq=1)  # type: ignore[union-attr]  # the WandbLogger of wandb_watch
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: torch.Tensor | Mapping[str, Any] | None, batch: object, batch_idx: int
-    ) -> None:
-        assert trainer.logger is not None
-        trainer.logger.log_metrics({"batch": batch_idx}, step=batch_idx)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        run = trainer.logger.experiment  # type: ignore[union-attr]  # as above
-        run.unwatch(pl_module)
-        run.finish()
-
-
-def wandb_watch(folder: Path) -> Parts:
-    """wandb.watch in a run that is offline."""
-    from lightning.pytorch.loggers import WandbLogger
-
-    return Parts([WandbWatchCallback()], WandbLogger(project="overhead", offline=True, save_dir=folder, settings=wandb_settings()))

@@ -106,14 +106,13 @@ class LoopLane(Lane):
         loss.backward()
         self.observer.before_update()
         self.optimizer.step()
-        self.observer.after_update(self.optimizer)
         num_values = self.observer.end()
         self.optimizer.zero_grad()
         return num_values
 
     def own_seconds(self, batch: Batch) -> float:
         """Take one step, and return the CPU time of the observer's own calls."""
-        with own_time(self.observer, ("begin", "before_forward", "before_update", "after_update", "end"), self.model) as own:
+        with own_time(self.observer, ("begin", "before_forward", "before_update", "end"), self.model) as own:
             self.train_step(batch)
         return own.seconds
 

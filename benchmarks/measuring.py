@@ -224,7 +224,7 @@ class Result:
         draw, rounds = random.Random(SEED), range(len(next(iter(self.seconds.values()))))
         for _ in range(NUM_RESAMPLES):
             drawn = draw.choices(rounds, k=len(rounds))
-            again = [{name: [one[i] for i in drawn] for name, one in kind.items()} for kind in (self.seconds, self.own_seconds)]
+            again = [{name: [seconds[i] for i in drawn] for name, seconds in kind.items()} for kind in (self.seconds, self.own_seconds)]
             yield replace(self, seconds=again[0], own_seconds=again[1])
 
     def extra(self, name: str, base: str = PLAIN) -> Counts:

@@ -5,25 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.optim import Optimizer
 
-from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule, TorchWatcher
-from lightning_module_monitor.config.gradient_options import GradientFlow
-from lightning_module_monitor.config.rules import attention_rules
+from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck, Rule
 from lightning_module_monitor.kernels import elements, numba_kernel, triton_kernel
-from lightning_module_monitor.model.names import Namer
-from lightning_module_monitor.model.unchanged import RandomStates
-from lightning_module_monitor.nonfinite.flag import ReadFlag
-
-if TYPE_CHECKING:
-    import wandb
 
 KINDS = ["activation", "parameter", "gradient"]
 STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,9 +38,6 @@ class Observer:
 
     def before_update(self) -> None:
         """After the backward pass, before the optimizer moves the parameters."""
-
-    def after_update(self, optimizer: Optimizer) -> None:
-        """Right after the optimizer has moved the parameters."""
 
     def end(self) -> int:
         """After the update.
@@ -91,17 +77,6 @@ class Engine(Observer):
 
     def close(self) -> None:
         self.monitor.close()
-
-
-class AfterUpdate(Engine):
-    """Our engine with rules about what an optimizer has done."""
-
-    def __init__(self, model: nn.Module, rule: Rule) -> None:
-        self.monitor = ModuleMonitor(1, rules=[rule])
-        self.monitor.set_module(model)
-
-    def after_update(self, optimizer: Optimizer) -> None:
-        self.monitor.monitor_updates(optimizers=optimizer)
 
 
 def _no_loops() -> None:
@@ -192,94 +167,11 @@ class CoordinateCheck(ReferenceForward):
         self.monitor.close()
 
 
-class PeerCheck(ReferenceForward):
-    """A reference and the refined coordinate check by torch-module-monitor."""
-
-    def __init__(self, model: nn.Module) -> None:
-        import torch_module_monitor
-        from torch_module_monitor.refined_coordinate_check import RefinedCoordinateCheck as Check
-
-        super().__init__(model)
-        self.is_mixed = False
-        self.monitor: Any = torch_module_monitor.ModuleMonitor(monitor_step_fn=lambda _step: True)
-        self.monitor.set_module(model)
-        self.monitor.set_reference_module(self.reference)
-        self.check: Any = Check(self.monitor)
-
-    def begin(self, step: int) -> None:
-        self.monitor.begin_step(step)
-
-    def before_forward(self, inputs: Tensor) -> None:
-        super().before_forward(inputs)
-        self.is_mixed = torch.is_autocast_enabled("cpu")
-
-    def before_update(self) -> None:
-        # It runs modules again, which has to be done as it was the first time.
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_mixed):
-            self.check.refined_coordinate_check()
-
-    def end(self) -> int:
-        self.monitor.end_step()
-        return len(self.monitor.get_step_metrics())
-
-    def close(self) -> None:
-        self.monitor.activation_hooks.remove_all_hooks()
-        self.check.rcc_forward_hooks.remove_all_hooks()
-
-
-class UnfusedAttention(Observer):
-    """Every call of attention once more, without a graph and without the fused kernel, and nothing else."""
-
-    def __init__(self, _model: nn.Module) -> None:
-        self.fused = F.scaled_dot_product_attention
-        self.patch = mock.patch.object(F, "scaled_dot_product_attention", self._attend)
-
-    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            self.fused(*args, **kwargs)
-        return self.fused(*args, **kwargs)
-
-    def begin(self, step: int) -> None:
-        self.patch.start()
-
-    def end(self) -> int:
-        self.patch.stop()
-        return 0
-
-
-class WatchedAttention(Engine):
-    """Our engine with the rules of ``attention: true`` alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.monitor = ModuleMonitor(rules=attention_rules())
-        self.monitor.set_module(model)
-
-
-class CountedHistograms(Engine):
-    """Our engine with histograms of what ``wandb.watch`` has histograms of."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.monitor = ModuleMonitor(rules=[Rule(kinds=["parameter", "gradient"], statistics="hist")])
-        self.monitor.set_module(model)
-
-    def end(self) -> int:
-        record = self.monitor.end_step()
-        return 0 if record is None else len(record.histograms)
-
-
 class Statistics(Engine):
     """Our engine with some statistics of some kinds."""
 
     def __init__(self, model: nn.Module, kinds: Sequence[str], statistics: Sequence[str]) -> None:
         self.monitor = ModuleMonitor(rules=[Rule(kinds=kinds, statistics=statistics)])
-        self.monitor.set_module(model)
-
-
-class WatchedFlow(Engine):
-    """Our engine with the gain of the gradient from block to block."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.monitor = ModuleMonitor(gradient_flow=GradientFlow(blocks="blocks"))
         self.monitor.set_module(model)
 
 
@@ -293,53 +185,6 @@ class WatchedNoise(Engine):
     def begin(self, step: int) -> None:
         super().begin(step)
         self.monitor.monitor_context("batch_size", 1, "sum")
-
-
-class NoLogger:
-    """Counts what it is given."""
-
-    num_values = 0
-
-    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
-        """Take the values of a step."""
-        self.num_values = len(metrics)
-
-
-class OneLine(Observer):
-    """TorchWatcher's use: one line in the loop, for the outputs of every layer, their gradients, and the parameters with theirs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.logger = NoLogger()
-        self.watcher = TorchWatcher(model, self.logger, tensor_stats=["mean", "std", "norm", "min", "max"])
-        self.step = 0
-
-    def begin(self, step: int) -> None:
-        self.step = step
-
-    def end(self) -> int:
-        # Where the optimizer's hook has told of the update, this finishes the step.
-        self.watcher.watch(self.step, track_parameters=True)
-        return self.logger.num_values
-
-    def close(self) -> None:
-        self.watcher.close()
-
-
-class Nonfinite(Observer):
-    """What ``health: {nonfinite: always}`` does at every step: random states are kept, and the gradients that tell are looked at."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.finite = ReadFlag(Namer().module_sites(model))
-        self.device = next(model.parameters()).device
-        self.random_states: RandomStates | None = None
-
-    def begin(self, step: int) -> None:
-        self.random_states = RandomStates(self.device)
-
-    def before_update(self) -> None:
-        self.finite.observe_gradients()
-        assert self.finite.first_nonfinite() is None
-        self.finite.forget()
 
 
 class TorchModuleMonitor(Observer):
@@ -368,10 +213,3 @@ class TorchModuleMonitor(Observer):
 
     def close(self) -> None:
         self.monitor.activation_hooks.remove_all_hooks()
-
-
-def wandb_settings() -> wandb.Settings:
-    """No output, and no sampling of the machine, which is no part of watch and would fall into the steps of other variants."""
-    import wandb
-
-    return wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False)

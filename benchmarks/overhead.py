@@ -1,15 +1,14 @@
 """What monitoring costs: the time of full training steps, with and without, interleaved in one run.
 
 Seven statistics (mean, std, norm, min, max, var, abs_mean) of every activation, parameter and gradient, at every step: by the callback in
-Lightning's Trainer, and by the engine in a plain loop, beside the floor and the peers::
+Lightning's Trainer, and by the engine in a plain loop, beside the floor and torch-module-monitor::
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --workloads W2 --steps 200 --skip-peers
     python benchmarks/overhead.py --precision bf16-mixed
     python benchmarks/overhead.py --threads 2
 
-On W1 also the forward pass of a reference, alone and with the refined coordinate check; and attention, head by head, beside one forward
-pass of all attention without the fused kernel.
+Also the forward pass of a reference, alone and with the refined coordinate check, and the statistics that cost more.
 """
 
 from __future__ import annotations

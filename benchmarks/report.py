@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ import torch
 from lightning_module_monitor.kernels import numba_kernel
 from measuring import WARM_UP_STEPS, Result
 from variants import (
-    ATTENTION,
     CALLBACK,
     DEFAULTS,
     DEFAULTS_IDLE,
@@ -24,28 +22,20 @@ from variants import (
     FLOOR,
     IDLE,
     LOGGED,
-    NONFINITE,
     OURS,
     PEER,
-    PEER_IN_TRAINER,
-    PEER_LOGGED,
     PLAIN,
     RCC,
     REFERENCE,
     TRAINER,
-    UNFUSED,
     Variant,
 )
 
 FLOOR_TARGET, PEER_TARGET = 1.6, 1 / 8
 """What the seven statistics may add to a plain step, in what the floor adds, and in what torch-module-monitor adds."""
 IDLE_TARGET = 0.01
-NONFINITE_TARGET = 0.02
-"""The largest share of a plain step that the search for non-finite values may add."""
 RCC_TARGET = 2.0
 """Forward passes that the check may cost beyond that of the reference."""
-ATTENTION_TARGET = 1.0
-"""Forward passes of attention, not fused, that watching it may cost."""
 CALLBACK_TARGET = 1.5
 """What the callback with its store may add to a step of the Trainer, in what the engine alone adds."""
 DEFAULTS_TARGET = 0.005
@@ -114,16 +104,13 @@ def tables(results: Sequence[Result], variants: Sequence[Variant]) -> dict[str, 
 
 
 def logger_rows(result: Result) -> list[Cells]:
-    """What the loggers themselves take: the difference of two variants."""
-    rows = []
-    for whose, name, without in (("the callback", LOGGED, CALLBACK), (PEER, PEER_LOGGED, PEER_IN_TRAINER)):
-        if {name, without} <= result.seconds.keys():
-            seconds = result.differences(name, without)
-            added = [one / plain for one, plain in zip(seconds, result.seconds[TRAINER], strict=True)]
-            share = percent(statistics.median(added))
-            note = f"{name}, less {without}"
-            rows.append([result.workload.name, f"TensorBoard itself, under {whose}", milliseconds(seconds), share, quartiles(added), note])
-    return rows
+    """What the logger itself takes: the difference of two variants."""
+    if not {LOGGED, CALLBACK} <= result.seconds.keys():
+        return []
+    seconds = result.differences(LOGGED, CALLBACK)
+    added = [difference / plain for difference, plain in zip(seconds, result.seconds[TRAINER], strict=True)]
+    share, note = percent(statistics.median(added)), f"{LOGGED}, less {CALLBACK}"
+    return [[result.workload.name, "TensorBoard itself, under the callback", milliseconds(seconds), share, quartiles(added), note]]
 
 
 def accuracy_line(result: Result) -> str:
@@ -168,7 +155,7 @@ def count_checks(result: Result) -> list[str]:
 def time_checks(result: Result) -> list[str]:
     """What our engine should cost in a plain loop, and what it costs."""
     measured, checks = result.seconds, []
-    for name, target in ((OURS, result.workload.target), (IDLE, IDLE_TARGET), (NONFINITE, NONFINITE_TARGET)):
+    for name, target in ((OURS, result.workload.target), (IDLE, IDLE_TARGET)):
         if name in measured and target is not None:
             checks.append(share_at_most(result, name, partial(Result.added, name=name), target))
     for unit, target in ((FLOOR, FLOOR_TARGET), (PEER, PEER_TARGET)):
@@ -179,7 +166,6 @@ def time_checks(result: Result) -> list[str]:
     for name, of, to, target, unit in (
         (EAGER, (EAGER, PLAIN), (PEER, PLAIN), 1.0, f"of {PEER}"),
         (RCC, (RCC, REFERENCE), (REFERENCE, PLAIN), RCC_TARGET, "forward passes beyond the reference's"),
-        (ATTENTION, (ATTENTION, PLAIN), (UNFUSED, PLAIN), ATTENTION_TARGET, "forward passes of it, not fused"),
     ):
         if {*of, *to} <= measured.keys():
             checks.append(at_most(result, name, partial(relation, of=of, to=to), target, unit))
@@ -283,24 +269,9 @@ def read_sections(report: Path) -> dict[str, str]:
 
 
 def print_table(title: str, cells: Sequence[Cells]) -> None:
-    """Print a table, with rich where it is installed, without its notes."""
-    shown = [one[:-1] for one in cells]
-    if importlib.util.find_spec("rich") is not None:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
-        written = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in shown[0]:
-            written.add_column(name, justify="left" if name in ("workload", "variant") else "right")
-        for one in shown[1:]:
-            written.add_row(*one)
-        console = Console()
-        # In a file or a pipe rich assumes 80 columns, and would break the figures.
-        console.width = console.width if console.is_terminal else max(console.width, 130)
-        console.print(written)
-        return
+    """Print a table without its notes."""
+    shown = [row[:-1] for row in cells]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     print(f"\n{title}")
-    for one in shown:
-        print("  ".join(cell.ljust(width) for cell, width in zip(one, widths, strict=True)))
+    for row in shown:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))

@@ -14,21 +14,15 @@ from torch import nn
 import in_trainer
 import observers
 from lanes import Lane, LoopLane, Parts, TrainerLane
-from lightning_module_monitor import Rule
 from lightning_module_monitor.statistics import registry
 from workloads import WORKLOADS, Workload
 
-PLAIN, IDLE, OURS, EAGER, FLOOR, NONFINITE = "plain", "idle", "ours", "ours, eager", "floor", "nonfinite: always"
+PLAIN, IDLE, OURS, EAGER, FLOOR = "plain", "idle", "ours", "ours, eager", "floor"
 REFERENCE, RCC = "reference forward", "reference + RCC"
-UNFUSED, ATTENTION = "attention forward, not fused", "attention"
-FLOW, NOISE, HISTOGRAMS = "gradient flow", "gradient noise", "histograms"
-QUANTILES, FORMATS, PEAKS, OUTLIERS = "quantiles", "formats", "peak to rms", "outlier channels"
+NOISE, QUANTILES, FORMATS, PEAKS, OUTLIERS = "gradient noise", "quantiles", "formats", "peak to rms", "outlier channels"
 SPECTRA, RANKS = "singular values", "effective rank"
-UPDATES, STATES, TO_GRADIENT, TO_PREVIOUS = "updates", "optimizer states", "cosine to gradient", "cosine to previous"
-PEER, PEER_RCC = "torch-module-monitor", "torch-module-monitor, RCC"
 TRAINER, CALLBACK, LOGGED = "Trainer", "callback + store", "callback + store + TensorBoard"
-PEER_IN_TRAINER, PEER_LOGGED = "torch-module-monitor in a Trainer", "torch-module-monitor + TensorBoard"
-WANDB_IN_TRAINER = "wandb.watch in a Trainer"
+PEER, PEER_IN_TRAINER = "torch-module-monitor", "torch-module-monitor in a Trainer"
 DEFAULTS, DEFAULTS_IDLE = "default callback, monitored step", "default callback, other steps"
 
 ALL, FIRST = tuple(WORKLOADS), ("W1",)
@@ -75,42 +69,21 @@ def in_lightning(name: str, note: str, make_parts: Callable[[Path], Parts], pack
     return Variant(name, note, partial(TrainerLane, make_parts), package, workloads, base=TRAINER)
 
 
-AFTER_UPDATE = (
-    (UPDATES, "ratio of every update to its parameter", Rule(kinds="update", statistics="ratio")),
-    (STATES, "norms of what AdamW keeps of every parameter", Rule(kinds="optimizer_state", statistics="norm")),
-    (TO_GRADIENT, "cosines of every update with its gradient", Rule(kinds="update", statistics="cosine_to_gradient")),
-    (TO_PREVIOUS, "cosines of every update with the one before", Rule(kinds="update", statistics="cosine_to_previous")),
-)
-"""Variants that observe what the optimizer has done: name, note and rule."""
-
 VARIANTS = (
     in_lightning(TRAINER, "no monitor, no logger", in_trainer.nothing),
     in_lightning(CALLBACK, "seven statistics at every step, into monitor.h5", in_trainer.callback),
     in_lightning(LOGGED, "the same; the logger gets minimum, median and maximum over the sites", in_trainer.callback_logged),
     in_lightning(PEER_IN_TRAINER, "the same seven statistics, kept nowhere", in_trainer.peer, "torch_module_monitor"),
-    in_lightning(PEER_LOGGED, "the same; the logger gets all values", in_trainer.peer_logged, "torch_module_monitor"),
-    in_lightning(
-        WANDB_IN_TRAINER,
-        "only histograms, of parameters and gradients; its writer process is not counted",
-        in_trainer.wandb_watch,
-        "wandb",
-    ),
     in_lightning(DEFAULTS, "default rules at every step, store, TensorBoard", partial(in_trainer.defaults_logged, every_n_steps=1)),
     in_lightning(DEFAULTS_IDLE, "the same at no step", partial(in_trainer.defaults_logged, every_n_steps=in_trainer.NEVER)),
     in_loop(PLAIN, "no monitor", lambda _model: observers.Observer()),
     in_loop(IDLE, "our engine, at steps that are not monitored", partial(observers.Engine, every_n_steps=in_trainer.NEVER)),
     in_loop(OURS, "our engine, seven statistics, finished on the host", partial(observers.Engine, every_n_steps=1)),
     in_loop(EAGER, "the same with torch's operations alone", observers.EagerEngine),
-    in_loop(NONFINITE, "a search for NaN and infinity at every step", observers.Nonfinite, workloads=("W1", "W2")),
     in_loop(FLOOR, "one norm of each tensor", observers.Floor),
     in_loop(REFERENCE, "the forward pass of a reference, alone", observers.ReferenceForward, workloads=FIRST),
     in_loop(RCC, "reference and refined coordinate check, all terms and norms", observers.CoordinateCheck, workloads=FIRST),
-    in_loop(UNFUSED, "all attention once more, not fused and without a graph", observers.UnfusedAttention, workloads=FIRST),
-    in_loop(ATTENTION, "attention: true, four figures of every head", observers.WatchedAttention, workloads=FIRST),
-    in_loop(FLOW, "gain of the gradient from block to block", observers.WatchedFlow, workloads=FIRST),
-    *(in_loop(name, note, partial(observers.AfterUpdate, rule=rule), workloads=FIRST) for name, note, rule in AFTER_UPDATE),
     in_loop(NOISE, "gradient noise of the whole model; one micro-batch a step", observers.WatchedNoise, workloads=FIRST),
-    in_loop(HISTOGRAMS, "histograms of all parameters and gradients, in 261 bins, exact", observers.CountedHistograms),
     in_loop(
         QUANTILES,
         "seven quantiles of activations, parameters and gradients",
@@ -151,8 +124,6 @@ VARIANTS = (
         partial(observers.Statistics, kinds=["activation"], statistics=["effective_rank"]),
         workloads=("W2",),
     ),
-    in_loop("TorchWatcher, one line", "five statistics of outputs, their gradients, parameters and theirs", observers.OneLine),
-    in_loop(PEER_RCC, "its refined coordinate check", observers.PeerCheck, package="torch_module_monitor", workloads=FIRST),
     in_loop(PEER, "the same seven statistics", observers.TorchModuleMonitor, package="torch_module_monitor"),
 )
 

@@ -37,7 +37,7 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
         command, cwd=tmp_path, env={**os.environ, "COLUMNS": "160"}, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "wandb.watch in a Trainer is skipped" in done.stdout
+    assert "torch-module-monitor in a Trainer is skipped" in done.stdout
 
     whole = report.read_text(encoding="utf-8")
     assert whole.endswith("\n\n## bf16-mixed, 2 threads\n\n| what was | found before |\n"), "what other configurations have found is gone"
@@ -60,11 +60,11 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
     assert [(row["workload"], row["variant"]) for row in rows] == [
         ("W2", name)
         for name in (
-            *("plain", "idle", "ours", "ours, eager", "nonfinite: always", "floor", "histograms"),
-            *("quantiles", "formats", "peak to rms", "outlier channels", "singular values", "effective rank", "TorchWatcher, one line"),
+            *("plain", "idle", "ours", "ours, eager", "floor"),
+            *("quantiles", "formats", "peak to rms", "outlier channels", "singular values", "effective rank"),
         )
     ]
-    plain, idle, ours, eager, nonfinite, floor, histograms, quantiles, formats, peaks, outliers, spectra, ranks, one_line = rows
+    plain, idle, ours, eager, floor, quantiles, formats, peaks, outliers, spectra, ranks = rows
     for engine in (ours, eager):
         assert {name: int(engine[name]) for name in ("transfers", "host reads", "values")} == {
             "transfers": 1,
@@ -79,8 +79,6 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
         "host reads": 0,
         "values": 129 + 128 + 128,
     }
-    counted = {name: int(histograms[name]) for name in ("transfers", "host reads", "values")}
-    assert counted == {"transfers": 1, "host reads": 0, "values": 128 + 128}
     of_values = ((quantiles, 7 * 385), (formats, 13 * 385), (peaks, 385), (outliers, 129), (spectra, 2 * 128), (ranks, 129))
     for row, num_values in of_values:
         assert {name: int(row[name]) for name in ("transfers", "host reads", "values")} == {
@@ -88,16 +86,6 @@ def test_overhead_counts_one_transfer_and_no_host_read(tmp_path: Path) -> None:
             "host reads": 0,
             "values": num_values,
         }
-    # Of the outputs also the gradients that arrive at them, and the monitor's own figure.
-    watched = {name: int(one_line[name]) for name in ("transfers", "host reads", "values")}
-    assert watched == {"transfers": 1, "host reads": 0, "values": 5 * (129 + 129 + 128 + 128) + 1}
-    # All gradients of biases are put together by one operation, and read where they lie.
-    assert [int(nonfinite[name]) for name in ("transfers", "host reads", "dispatches", "values")] == [
-        0,
-        2,
-        4,
-        0,
-    ]  # the extremes are read where they lie
     for unmonitored in (plain, idle):
         assert [int(unmonitored[name]) for name in ("transfers", "host reads", "dispatches", "values")] == [0, 0, 0, 0]
 
@@ -162,8 +150,8 @@ def test_own_calls_are_timed_and_hooks_are_put_back(module: Import, monkeypatch:
     hooks = [dict(module._forward_hooks) for module in lane.model.modules()]
     result = measuring.Result(workload)
     measuring.time_own_calls({"floor": lane}, module("lanes").make_batches(workload), 3, result)
-    # A tick for each call: of 4 modules and their container, before the forward, before and after the update, at begin and end.
-    assert result.own_seconds == {"floor": [10.0, 10.0, 10.0]}
+    # A tick for each call: of 4 modules and their container, before the forward, before the update, at begin and end.
+    assert result.own_seconds == {"floor": [9.0, 9.0, 9.0]}
     assert [dict(module._forward_hooks) for module in lane.model.modules()] == hooks
     assert type(lane.observer).begin is lane.observer.begin.__func__
     seconds = {"plain": [8.0] * 4, "ours": [10.0, 8.0, 7.0, 12.0], "floor": [9.0] * 4}
@@ -245,18 +233,6 @@ def test_own_calls_of_a_callback_are_timed_and_its_error_arrives(module: Import,
         lane.train_step(batch)
     lane.close()
     assert not lane.thread.is_alive()
-
-
-def test_scaling_measures_every_part_that_it_is_asked_for(tmp_path: Path) -> None:
-    """Those that take a few seconds: what it wrote it has read back, and two processes have found their times."""
-    report = tmp_path / "scaling.md"
-    command = [sys.executable, str(BENCHMARKS / "scaling.py"), "--steps", "1", "--parts", "store", "memory", "--output", str(report)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    text = report.read_text(encoding="utf-8")
-    assert re.search(r"5000 keys x 200 steps, each flushed: [0-9.]+ ms a step", text)
-    assert re.search(r"40 monitored steps after 20, everything on: [+-][0-9.]+ MB, [+-][0-9]+ descriptors", text)
-    assert re.search(r"4 fits of 2 steps after 2, everything on: [+-][0-9.]+ MB, [+-][0-9]+ descriptors", text)
 
 
 def test_what_decides_judges_what_it_has_trained(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from helpers.accelerator import as_accelerator
 from helpers.deep import NUM_TENSORS, fit, operations_of_steps
 from helpers.documents import ROOT
 from helpers.lightning_package import Callback
+from torch import nn
 from torch.profiler import ProfilerActivity
 
-from lightning_module_monitor import Health, ModuleMonitorCallback
+from lightning_module_monitor import Health, ModuleMonitor, ModuleMonitorCallback, Rule, TorchWatcher
 from lightning_module_monitor.health.alerts import AlertRule, matching
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.keys import Columns, Key
@@ -137,6 +138,42 @@ def test_kernels_of_a_step_on_a_cuda_device(configuration: str, tmp_path: Path) 
         found - plain,
         elsewhere - plain_elsewhere,
     )
+
+
+def test_histograms_take_one_transfer() -> None:
+    """Those of all parameters and gradients of a step together."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    monitor = ModuleMonitor(rules=[Rule(kinds=["parameter", "gradient"], statistics="hist")])
+    monitor.set_module(model)
+    with as_accelerator() as transfers:
+        monitor.begin_step(0)
+        model(torch.randn(4, 8)).square().mean().backward()
+        monitor.monitor_gradients()
+        monitor.monitor_parameters()
+        record = monitor.end_step()
+    monitor.close()
+    assert record is not None
+    assert (len(transfers), len(record.histograms)) == (1, 6 + 6)
+
+
+class Values:
+    """A logger that keeps the values of the last step."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.last = metrics
+
+
+def test_the_watcher_takes_one_transfer() -> None:
+    """For five statistics of outputs, their gradients, parameters and theirs; and the monitor's own count of errors."""
+    model, logger = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), Values()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watcher = TorchWatcher(model, logger, tensor_stats=["mean", "std", "norm", "min", "max"])
+    with as_accelerator() as transfers:
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        watcher.watch(0, track_parameters=True)
+    watcher.close()
+    assert (len(transfers), len(logger.last)) == (1, 5 * (4 + 4 + 6 + 6) + 1)
 
 
 def calls_of_judge(num_rules: int, num_keys: int) -> int:
