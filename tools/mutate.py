@@ -144,7 +144,7 @@ def run_tests(copy: Path, arguments: list[str]) -> str | None:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return "it hangs"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
     return failed[1] if failed else None if process.returncode in (0, 5) else "pytest itself"
 
 

@@ -134,7 +134,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._results = RunResults()
         self._shown = _ShownResults(self._results)
         self._shown_by_originals: tuple[_ShownResults, ...] = ()
-        """What the callbacks show that this callback is a deep copy of; a run of this callback replaces it."""
+        """Results shown by the callbacks of which this one is a deep copy. A run of this callback replaces them."""
 
     @property
     def monitor(self) -> ModuleMonitor:

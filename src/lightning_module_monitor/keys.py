@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 def fit_for_loggers(name: str, max_length: int = MAX_SITE_LENGTH) -> str:
     """A name of letters, digits, ``_``, ``-`` and single dots.
 
-    What a logger would refuse or strip becomes ``_``; of a name that is too long the middle gives way to a digest of it.
+    Characters that loggers reject become ``_``. The middle of a long name is replaced by a hash.
 
     >>> fit_for_loggers("experts.a/b [0]")
     'experts.a_b__0_'
@@ -82,9 +82,7 @@ class Key(NamedTuple):
             Its parts.
         """
         *head, statistic = text.split("/")
-        is_figure = statistic in OWN_FIGURES and head[-1:] == [OWN_KIND]
-        is_of_context = head[-1:] == [CONTEXT_KIND] and not KINDS.keys() & head[-2:-1]  # behind a kind it is a module of this name
-        site = head.pop() if len(head) >= 2 and not (is_figure or is_of_context) else ""
+        site = head.pop() if _has_site(head, statistic) else ""
         kind = head.pop() if head else ""
         stage = head.pop() if head and head[-1] in STAGES else TRAIN
         return cls(kind, site, statistic, stage, "/".join(head))
@@ -101,6 +99,16 @@ class Key(NamedTuple):
             fit = "/".join(map(fit_for_loggers, parts[:3])) or "own/value"
             raise ValueError(f"key {text!r} does not fit; expected at most three parts of letters, digits, '_', '-' and '.', e.g. {fit!r}.")
         return cls.parse(text)
+
+
+def _has_site(head: Sequence[str], statistic: str) -> bool:
+    """Whether the last part of a key before its statistic is a site, and not the kind."""
+    if len(head) < 2:
+        return False
+    *_rest, before, last = head
+    if last == CONTEXT_KIND:
+        return before in KINDS  # then it is a module of this name
+    return last != OWN_KIND or statistic not in OWN_FIGURES
 
 
 class Columns:
@@ -160,7 +168,7 @@ class Columns:
 
 
 def is_total(key: Key, modules: Collection[str] = ()) -> bool:
-    """Whether a key is of all parameters inside a module together, as ``per_module`` records them: its site is no parameter.
+    """Whether a key is a total over the parameters of a module, as ``per_module`` records them.
 
     Args:
         key: The key.

@@ -72,12 +72,12 @@ class _ImportsOfPackages(importlib.abc.MetaPathFinder):
 
 def _extend_imported() -> bool:
     """Give ``Callback`` the bases that there are by now; returns whether these are those of all installed packages."""
-    found = [getattr(sys.modules.get(f"{name}.callbacks"), "Callback", None) for name in _INSTALLED]
-    bases = tuple(base for base in found if base is not None)
+    imported = [getattr(sys.modules.get(f"{name}.callbacks"), "Callback", None) for name in _INSTALLED]
+    bases = tuple(base for base in imported if base is not None)
     if bases and bases != Callback.__bases__:
         with suppress(TypeError):  # a user's class extends Lightning's and ours in an order that excludes it; an import never fails here
             Callback.__bases__ = bases
-    return None not in found
+    return None not in imported
 
 
 if not _extend_imported():

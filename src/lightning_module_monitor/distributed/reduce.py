@@ -141,7 +141,7 @@ def _make(description: _StreamDescription, layout: Layout) -> Stream:
     """A stream that only other ranks have observed."""
     kind, site, stage, prefix, names = description.identity
     if description.origin in layout.positions:
-        return layout.streams[layout.positions[description.origin]].known_as(site, names)
+        return layout.streams[layout.positions[description.origin]].derived(site, names)
     outputs: dict[str, Output] = {}
     for name in names:
         aggregate: Aggregate = description.aggregates.get(name) or _unknown_aggregate

@@ -380,7 +380,7 @@ def _terms_of_input(
 
 def _with_features_last(layer: CheckedLayer, difference: Difference, rows: list[tuple[Stream, int]]) -> Iterator[_Observed]:
     """A term that is recorded anywhere, with its features as the last dimension if a stream depends on it."""
-    if any(stream.looks_at_features for stream, _row in rows):
+    if any(stream.depends_on_features for stream, _row in rows):
         tensor = difference.written()
         difference = Difference(tensor.movedim(layer.type.features(layer.module, tensor), -1))
     if rows:

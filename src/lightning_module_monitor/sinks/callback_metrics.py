@@ -39,14 +39,14 @@ class CallbackMetrics:
         if known < version:
             matching = matching + [column for column in range(known, version) if self._is_matching(columns.texts[column])]
             self._matching[columns] = version, matching
-        there = [column for column in matching if record.is_there[column]]
-        for column in there:
+        recorded = [column for column in matching if record.is_there[column]]
+        for column in recorded:
             in_step = columns.keys[column].stage == TRAIN
             value = float(record.numbers[column])
             self._pl_module.log(
                 columns.texts[column], value, prog_bar=self._progress_bar, logger=False, on_step=in_step, on_epoch=not in_step
             )
-        return [columns.texts[column] for column in there]
+        return [columns.texts[column] for column in recorded]
 
     def _is_matching(self, key: str) -> bool:
         return any(pattern.fullmatch(key) and (names_context(pattern) or not is_context(key)) for pattern in self._patterns)

@@ -33,7 +33,7 @@ class Layout:
         positions: The index of each stream, by identity.
         first_rows: The first row of each stream in the table of moments.
         num_rows: Number of rows.
-        summed: Streams whose counts or sums are added over ranks, each with the sort of its row.
+        summed: Streams whose counts or sums are added over ranks, each with what its row sums.
         slices: Where these rows are in ``Numbers.counts``, which has ``num_counts`` elements.
         replicated: Streams whose tensors are expected to be equal on every rank.
         values: Functions and values, each with its stream and name.
@@ -68,10 +68,10 @@ class Layout:
             self.streams.append(stream)
             self.first_rows.append(self.num_rows)
             self.num_rows += stream.num_rows
-            for sort in stream.rows_of_sums:
-                self.summed.append((stream, sort))
-                self.slices[stream.identity, sort] = slice(self.num_counts, self.num_counts + sort.num_counts)
-                self.num_counts += sort.num_counts
+            for sums in stream.rows_of_sums:
+                self.summed.append((stream, sums))
+                self.slices[stream.identity, sums] = slice(self.num_counts, self.num_counts + sums.num_counts)
+                self.num_counts += sums.num_counts
             self.totals += [stream] if stream.members else []
             self.__dict__.pop("merged", None)  # computed again
             self.replicated += [stream] if stream.is_replicated else []
@@ -93,7 +93,7 @@ class Layout:
 
     def slices_of(self, bins: Bins) -> dict[Stream, slice]:
         """Where the counts in a set of bins are in ``Numbers.counts``, by stream."""
-        return {stream: self.slices[stream.identity, bins] for stream, sort in self.summed if sort == bins}
+        return {stream: self.slices[stream.identity, bins] for stream, sums in self.summed if sums == bins}
 
     def columns_of_units(self, num_units: Sequence[tuple[Stream, int]]) -> NDArray[np.intp]:
         """Where the units of some streams are in ``Numbers.counts``, one stream after the other; -1 for a stream that is not known.

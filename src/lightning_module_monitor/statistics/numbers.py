@@ -121,7 +121,7 @@ class Observed:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Torchmetrics objects that received tensors, by key."""
     final: Mapping[Key, float] = field(default_factory=dict)
-    """What they computed, by key, where this is the only rank."""
+    """Results of torchmetrics objects by key; only on a single rank."""
     parts: frozenset[Identity] = frozenset()
     """Streams of which this rank holds its own shard."""
     spectra: Mapping[tuple[Identity, Source], Array] = field(default_factory=dict)

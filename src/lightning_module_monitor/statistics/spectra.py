@@ -267,10 +267,10 @@ def spectra(numbers: Array, num_values: int = 5) -> Spectra:
         stable_ranks = np.where(norms == 0, UNDEFINED, np.maximum(frobenius / norms, 1.0) ** 2)
         is_known = (residuals <= CONVERGED * norms[:, np.newaxis]) & (residuals <= values)
         has_converged = np.logical_and.accumulate(is_known, axis=1)
-        found = np.where(has_converged, values * scales[:, np.newaxis], UNDEFINED)
+        known = np.where(has_converged, values * scales[:, np.newaxis], UNDEFINED)
     is_bad = np.isnan(scales)
-    found[is_bad], residuals[is_bad], stable_ranks[is_bad] = np.nan, np.nan, np.nan
-    return Spectra(norms * scales, stable_ranks, _padded(found, num_values), _padded(residuals * scales[:, np.newaxis], num_values))
+    known[is_bad], residuals[is_bad], stable_ranks[is_bad] = np.nan, np.nan, np.nan
+    return Spectra(norms * scales, stable_ranks, _padded(known, num_values), _padded(residuals * scales[:, np.newaxis], num_values))
 
 
 def _padded(values: Array, num_values: int) -> Array:

@@ -49,13 +49,13 @@ class Spectrum:
     @functools.cached_property
     def leading(self) -> Spectra:
         """The figures of all matrices together, each of shape ``(1, ...)``."""
-        found = spectra(self._numbers / self._times, MAX_VALUES)
+        each = spectra(self._numbers / self._times, MAX_VALUES)
         if len(self._numbers) == 1:
-            return found
-        norm = found.spectral_norm.max(keepdims=True)
-        stable_rank = (found.stable_rank * (found.spectral_norm / norm) ** 2).sum(keepdims=True) if norm else np.array([UNDEFINED])
-        order = np.argsort(-found.values, axis=None)[:MAX_VALUES]  # NaN, of values that are not known, last
-        return Spectra(norm, stable_rank, found.values.reshape(1, -1)[:, order], found.residuals.reshape(1, -1)[:, order])
+            return each
+        norm = each.spectral_norm.max(keepdims=True)
+        stable_rank = (each.stable_rank * (each.spectral_norm / norm) ** 2).sum(keepdims=True) if norm else np.array([UNDEFINED])
+        order = np.argsort(-each.values, axis=None)[:MAX_VALUES]  # NaN, of values that are not known, last
+        return Spectra(norm, stable_rank, each.values.reshape(1, -1)[:, order], each.residuals.reshape(1, -1)[:, order])
 
     @functools.cached_property
     def values(self) -> Array:

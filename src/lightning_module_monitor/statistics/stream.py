@@ -120,7 +120,7 @@ class Stream:
     def needs(self) -> int:
         """The moments and counts that its statistics are computed from, bits of ``Need``."""
         needs = functools.reduce(operator.or_, (output.needs for output in self._finished()), Need.NOTHING)
-        # Parts of a tensor that differ may have equal histograms or results; these moments tell them apart.
+        # Shards that differ can have equal histograms or results. These moments distinguish them.
         compared = Need.MEAN | Need.SQUARES | Need.EXTREMES if self.is_compared else 0
         is_counted = any(isinstance(output, HistogramStatistic) for output in (*self.outputs.values(), *self.shared.values()))
         return needs | (Need.HISTOGRAM if is_counted else 0) | compared | (Need.MEAN | Need.SQUARES if self.is_replicated else 0)
@@ -156,7 +156,7 @@ class Stream:
         return (output for output in (*self.outputs.values(), *self.shared.values()) if isinstance(output, Statistic))
 
     @functools.cached_property
-    def looks_at_features(self) -> bool:
+    def depends_on_features(self) -> bool:
         """Whether an output depends on the dimension of the features: norms of tokens, units, channels, the user's functions."""
         return bool(self.needs & Need.TOKENS or self.functions or self.channel_sums or self.units or self.sources)
 
@@ -206,8 +206,8 @@ class Stream:
         # The functions of a parameter are called on one rank alone: no other rank has to have the value.
         return self.derive(("part", part_name), outputs={part_name: value}, shared={}, origin=self, is_replicated=False), part_name
 
-    def known_as(self, site: str, names: Sequence[str]) -> Stream:
-        """The stream of this site and these outputs that another rank has derived: for a further site, or of a part of an output."""
+    def derived(self, site: str, names: Sequence[str]) -> Stream:
+        """The stream that another rank has derived: for a further site with these outputs, or of a part of an output."""
         if site != self.site:
             return self.at(site, names)
         [part_name] = names

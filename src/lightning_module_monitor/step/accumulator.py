@@ -87,9 +87,9 @@ class StepAccumulator:
                 self._table.add((self._row(stream),), tensor, stream.needs, scale=scale)
             if scale is not None and (stream.channel_sums or stream.units or stream.sources or stream.functions):
                 tensor = divided_by_scale(tensor, scale)
-            for sort in stream.channel_sums if tensor.numel() else ():
-                sums = sort.measure(strided(tensor).detach())
-                self._sums[stream, sort] = merged_sums(self._sums[stream, sort], sums) if (stream, sort) in self._sums else sums
+            for of in stream.channel_sums if tensor.numel() else ():
+                sums = of.measure(strided(tensor).detach())
+                self._sums[stream, of] = merged_sums(self._sums[stream, of], sums) if (stream, of) in self._sums else sums
             if stream.units and tensor.numel():
                 self._units.observe(stream, strided(tensor).detach())
             if stream.sources and tensor.numel():
@@ -294,41 +294,42 @@ class StepAccumulator:
 
     def _observed(self, *, is_alone: bool) -> Observed:
         """What this rank has observed, on the host, by one transfer per device."""
-        counted = {bins: [stream for stream in self._rows if bins in stream.counted_bins] for bins in ALL_BINS}
-        counted_shares = [
+        counted = [
             (bins, streams, share)
-            for bins, streams in counted.items()
+            for bins in ALL_BINS
+            for streams in [[stream for stream in self._rows if bins in stream.counted_bins]]
             for share in self._table.collect_counts(bins, [self._rows[stream] for stream in streams])
         ]
-        alive = self._units.is_alive()
-        measured = [*(share for _bins, _streams, share in counted_shares), *self._sums.values(), *alive]
-        measured += self._spectra.tensors()
-        others = [*measured, *self._results.tensors(is_alone=is_alone)]
-        shares = self._table.collect(self._num_rows)
-        arrived = iter(to_host([*shares, *others]))
-        moments = merged([next(arrived) for _share in shares], self._num_rows)
+        results = [*self._results.tensors(is_alone=is_alone)]
+        shares, counts_of_shares, sums, alive, spectra, results_here = _groups_to_host(
+            self._table.collect(self._num_rows),
+            [share for _bins, _streams, share in counted],
+            [*self._sums.values()],
+            self._units.is_alive(),
+            self._spectra.tensors(),
+            results,
+        )
         counts: dict[tuple[Identity, Sums], Array] = {}
-        for bins, streams, _share in counted_shares:
-            for stream, row in zip(streams, next(arrived), strict=True):
+        for (bins, streams, _share), rows in zip(counted, counts_of_shares, strict=True):
+            for stream, row in zip(streams, rows, strict=True):
                 counts[stream.identity, bins] = counts.get((stream.identity, bins), 0.0) + row
-        counts |= {(stream.identity, sort): sort.row(next(arrived)) for stream, sort in self._sums}
-        is_alive = np.concatenate([np.empty(0), *(next(arrived) for _device in alive)])
+        counts |= {(stream.identity, of): of.row(row) for (stream, of), row in zip(self._sums, sums, strict=True)}
         return Observed(
             streams=[
                 *self._rows,
                 *self._results.streams,
-                *(stream for stream, _sort in self._sums),
+                *(stream for stream, _sums in self._sums),
                 *self._spectra.streams,
                 *self._units.streams,
                 *self.totals,
             ],
             rows=self._rows,
-            moments=np.concatenate([moments, NO_MOMENTS], 1),
+            moments=np.concatenate([merged(shares, self._num_rows), NO_MOMENTS], 1),
             counts=counts,
             num_units=self._units.num_units,
-            is_alive=is_alive,
-            spectra=self._spectra.rows(arrived),
-            **self._results.arrived(arrived),
+            is_alive=np.concatenate([np.empty(0), *alive]),
+            spectra=self._spectra.rows(iter(spectra)),
+            **self._results.arrived(iter(results_here)),
             parts=frozenset(stream.identity for stream in self.parts),
             failed=frozenset(self._failed),
             failed_streams=frozenset(self._failed_streams),
@@ -373,3 +374,9 @@ class StepAccumulator:
         self.num_errors += 1
         self._note_failed([stream.series[name]])
         self._on_error(stream, name, source, error)
+
+
+def _groups_to_host(*groups: Sequence[Tensor]) -> list[list[Array]]:
+    """Each group of tensors on the host, by one transfer per device for all groups."""
+    arrived = iter(to_host([*itertools.chain(*groups)]))
+    return [[*itertools.islice(arrived, len(group))] for group in groups]

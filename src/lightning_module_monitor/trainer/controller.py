@@ -141,7 +141,7 @@ class RunController:
         monitor.distributed, monitor.access = strategy.ranks_of(trainer), strategy.access_of(trainer)
         left_out = run.engine.leave_out(strategy.unavailable_kinds(trainer))
         if trainer.is_global_zero and (left_out or not strategy.has_parameters(trainer)):
-            run.reporter.log_once(strategy.left_out_in_words(trainer, left_out), logging.WARNING)
+            run.reporter.log_once(strategy.describe_left_out(trainer, left_out), logging.WARNING)
         monitor.set_module(run.module)
         # Under manual optimization the module clips, at a time that is not known.
         clips = bool(trainer.gradient_clip_val) and run.module.automatic_optimization

@@ -154,7 +154,7 @@ def _are_swapped(betas: object) -> bool:
 def _in_two(parameters: Iterable[str], run: Run, optimizers: Sequence[Optimizer]) -> Iterable[str]:
     """Names of parameters of an optimizer that another one has, too, among others."""
     held = [parameter_ids([optimizer]) for optimizer in optimizers]
-    twice = frozenset().union(*(one for one, other in itertools.permutations(held, 2) if one < other))
+    twice = frozenset().union(*(some for some, more in itertools.permutations(held, 2) if some < more))
     tensors = {site.name: site.tensor() for site in run.planner.index.parameters} if twice else {}
     return (name for name in parameters if id(tensors.get(name)) in twice)
 

@@ -157,9 +157,9 @@ def _compares_outputs(loss: Any) -> bool:  # noqa: ANN401  # a node of autograd'
         known.add(node)
         name, parts = name_of(node), [function for function, _index in node.next_functions]
         if name in _COMPARISONS and len(parts) > 1 and None not in parts[:2]:
-            one, other = _uses(parts[0]), _uses(parts[1])
-            shared = one.keys() & other.keys()
-            if shared and all(one[parameter].isdisjoint(other[parameter]) for parameter in shared):
+            first, second = _uses(parts[0]), _uses(parts[1])
+            shared = first.keys() & second.keys()
+            if shared and all(first[parameter].isdisjoint(second[parameter]) for parameter in shared):
                 return True
         if name in _ELEMENTWISE | RESHAPING:
             waiting.extend(parts)

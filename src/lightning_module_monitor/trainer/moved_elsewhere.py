@@ -74,20 +74,20 @@ class MovedElsewhere:
             self._ids = frozenset(id(tensor) for tensor in self._tensors if tensor.requires_grad)
         self._versions = [parameter._version for parameter in self._tensors]
 
-    def look(self, among: Sequence[Tensor] | None, optimized: set[int], *, is_over: bool) -> None:
+    def look(self, parameters: Sequence[Tensor] | None, optimized: set[int], *, is_over: bool) -> None:
         """Look for parameters that have moved since the step began, of some or of all, which no optimizer has stepped yet.
 
         Args:
-            among: The parameters; ``None`` for all.
+            parameters: These; ``None`` for all.
             optimized: Of each parameter that an optimizer has, its ``id``.
             is_over: Whether the step is over, and no optimizer will step them; else one is about to.
         """
-        if among is not None and not among:
+        if parameters is not None and not parameters:
             return
         pairs = zip(self._tensors, self._versions, strict=False)
         moved = {id(parameter): parameter for parameter, version in pairs if parameter._version != version and parameter.requires_grad}
-        ids = None if among is None else {*map(id, among)}
-        found = {
+        ids = None if parameters is None else {*map(id, parameters)}
+        elsewhere = {
             identity: parameter
             for identity, parameter in moved.items()
             if (ids is None or identity in ids) and (is_over or parameter.grad is None or identity not in optimized)
@@ -96,8 +96,8 @@ class MovedElsewhere:
             for identity, parameter in self.parameters.items():
                 if identity in optimized and parameter.grad is not None and (ids is None or identity in ids):
                     self._returned.add(identity)
-        new = found.keys() - self.parameters.keys()
-        self.parameters |= found
+        new = elsewhere.keys() - self.parameters.keys()
+        self.parameters |= elsewhere
         step = self._run.engine.open_step
         if new and step is not None:
             step.accumulator.has_totals = False
@@ -112,7 +112,7 @@ class MovedElsewhere:
         return [parameter for parameter in self._tensors if id(parameter) in missing] if missing else []
 
     def without(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of some parameters that no other code moves."""
+        """The parameters that no other code moves."""
         return [parameter for parameter in parameters if id(parameter) not in self.parameters]
 
     def end_step(self) -> None:

@@ -158,7 +158,8 @@ class OptimizerTracker:
             parameters = first.parameters
             if self._unowned:
                 unowned = {*map(id, self._unowned)}
-                parameters = [one for one in (self.module.parameters() if parameters is None else parameters) if id(one) not in unowned]
+                stepped = self.module.parameters() if parameters is None else parameters
+                parameters = [parameter for parameter in stepped if id(parameter) not in unowned]
             self.monitor.monitor_updates(parameters, is_skipped=is_skipped, optimizers=optimizer)
 
     def finish(self) -> None:

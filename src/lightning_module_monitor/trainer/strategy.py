@@ -177,7 +177,7 @@ def check_gradient_noise(trainer: Trainer) -> None:
         raise ConfigError(f"gradient_noise: {why}; expected Trainer(accumulate_grad_batches=2) or more, or DDP on several devices.")
 
 
-def left_out_in_words(trainer: Trainer, kinds: list[str]) -> str:
+def describe_left_out(trainer: Trainer, kinds: list[str]) -> str:
     """A message: the kinds that are not recorded under a strategy, the reason, and the ranks whose values are recorded."""
     name = type(trainer.strategy).__name__
     left_out = f"{', '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} left out" if kinds else "nothing of parameters is recorded"

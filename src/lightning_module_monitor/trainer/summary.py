@@ -52,14 +52,14 @@ def line_of_fit(planner: Planner, schedule: ParsedSchedule, keys: Sequence[str],
     states = ", more for states of optimizers" if plan.states is not None else ""
     raw = "" if captured is None else f" Raw tensors of {_modules_and_parameters(len(captured.modules), captured)}."
     watched_sites = f"{_modules_and_parameters(num_modules, plan)}{blocks}{noise}"
-    return f"Watching {watched_sites}: {_keys_in_words(keys)} a step{heads}{states}, {schedule}.{roll_ups}{raw}"
+    return f"Watching {watched_sites}: {_describe_keys(keys)} a step{heads}{states}, {schedule}.{roll_ups}{raw}"
 
 
 def _modules_and_parameters(num_modules: int, plan: Plan) -> str:
     return f"{counted(num_modules, 'module')}, {counted(len(plan.parameters), 'parameter')}"
 
 
-def _keys_in_words(keys: Sequence[str]) -> str:
+def _describe_keys(keys: Sequence[str]) -> str:
     num_context = sum(map(is_context, keys))
     return f"{counted(len(keys) - num_context, 'key')} and {num_context} context keys"
 
@@ -91,7 +91,7 @@ def dry_run_text(planner: Planner, schedule: ParsedSchedule, max_steps: int, key
         *_memory(plan),
         *_singular_values(plan),
         *_waiting(plan),
-        f"{_keys_in_words([*keys, *histograms])}; a table of {in_bytes(table)} to copy to the host, once",
+        f"{_describe_keys([*keys, *histograms])}; a table of {in_bytes(table)} to copy to the host, once",
         size,
         *([] if captured is None else [_raw_tensors(captured)]),
     ]
@@ -176,8 +176,8 @@ def description_of(options: Options, monitor: ModuleMonitor, results: RunResults
     is_default = options.arguments["rules"] is None
     defaults = [rule for rule in rules if is_default and rule.is_optional and rule.label.startswith("rules")]
     rows = [
-        *(("watched by default" if rule in defaults else "watched", _rule_in_words(rule)) for rule in rules),
-        ("health", _health_in_words(options.health)),
+        *(("watched by default" if rule in defaults else "watched", _describe_rule(rule)) for rule in rules),
+        ("health", _describe_health(options.health)),
         ("last record", last),
         ("store", store or "none"),
         *(("finding", f"step {finding.step}, {finding.name}: {finding.words}") for finding in findings),
@@ -187,13 +187,13 @@ def description_of(options: Options, monitor: ModuleMonitor, results: RunResults
     return Description(title, ("", ""), rows)
 
 
-def _rule_in_words(rule: ParsedRule) -> str:
+def _describe_rule(rule: ParsedRule) -> str:
     sites = shortened([pattern.pattern for pattern in rule.sites])
     where = (f" of {sites}" if sites != ".*" else "") + of_modules(rule)
     return f"{', '.join(rule.kinds)}{where}: {', '.join(rule.outputs)}, {rule.schedule}"
 
 
-def _health_in_words(health: ParsedHealth) -> str:
+def _describe_health(health: ParsedHealth) -> str:
     detectors = "no detectors" if health.is_off else counted(len(BUILT_IN), "detector")
     named = f" ({', '.join(health.named)} named)" if health.named and not health.is_off else ""
     return f"nonfinite: {health.nonfinite}, {detectors}{named}, {counted(len(health.alerts), 'alert')}"

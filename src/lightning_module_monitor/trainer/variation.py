@@ -47,7 +47,7 @@ def variation(tensor: Tensor, dimension: int) -> Tensor:
         tensor, dimension = samples[:, :: -(-samples.numel() // MAX_ELEMENTS)], 0
     tensor = tensor if tensor.is_floating_point() else tensor.float()
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    difference, size = (torch.linalg.vector_norm(one, dtype=wide) for one in (tensor - tensor.narrow(dimension, 0, 1), tensor))
+    difference, size = (torch.linalg.vector_norm(part, dtype=wide) for part in (tensor - tensor.narrow(dimension, 0, 1), tensor))
     relative: Tensor = difference / size.clamp_min(torch.finfo(wide).tiny)
     return relative
 
@@ -138,20 +138,20 @@ class OutputVariation:
         The last is the number of layers whose units all return the same. The one before is the index, in the order of execution, of the
         first module from which on all outputs are constant, while the one before it varies; -1 if there is none.
         """
-        found, self._variations = self._variations, {}
+        variations, self._variations = self._variations, {}
         self._hooks.close()
         is_first, self._is_first = self._is_first, False
-        if is_first and found:
-            self._read_first(found)
-        last = found.get(self.calls.order[-1]) if self.calls.order else None
+        if is_first and variations:
+            self._read_first(variations)
+        last = variations.get(self.calls.order[-1]) if self.calls.order else None
         return self._of_first | ({} if last is None else {"output_variation": last})
 
-    def _read_first(self, found: dict[str, Tensor]) -> None:
+    def _read_first(self, variations: dict[str, Tensor]) -> None:
         """Read what the calls of the first step show."""
-        names = [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
+        names = [name for name in variations if not any(other.startswith(f"{name}.") for other in variations)]
         self._run.results.calls = CallFacts(tuple(names), mixes_samples=tuple(self._mixing), of_two_values=tuple(self._of_two_values))
-        device = found[names[-1]].device
-        values = torch.stack([found[name].to(device) for name in names])
+        device = variations[names[-1]].device
+        values = torch.stack([variations[name].to(device) for name in names])
         positions = torch.arange(1, len(names) + 1, device=device)
         begin = (positions * ~(values < CONSTANT)).amax()
         varies_before = torch.cat([torch.ones_like(values[:1]), values])[begin] > VARYING

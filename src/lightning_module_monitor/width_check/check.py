@@ -111,7 +111,6 @@ def coordinate_check(
 
 
 def _rows(trainings: Trainings, settings: Settings) -> list[Row]:
-    """A row for every measured layer and term."""
     widths, seeds = settings.widths, settings.seeds
     first = trainings[widths[0], seeds[0]]
     layers = {name: over_widths(widths, [trainings[width, seeds[0]].layers[name] for width in widths]) for name in first.layers}

@@ -85,7 +85,6 @@ def record_frame(part: Part, columns: Mapping[str, Sequence[str]], rows: Mapping
 
 
 def _as_number(number: np.generic) -> int | float:
-    """A number of numpy as one of Python."""
     plain: int | float = number.item()
     return plain
 
@@ -165,8 +164,8 @@ def set_aside(path: Path, lineage: str) -> Path | None:
     """Give a journal that is not of this lineage another name, if it has records; returns the name."""
     try:
         with path.open("rb") as file:
-            found = Journal(file).index
-            is_kept = found.head.lineage != lineage and bool(found.tables)
+            index = Journal(file).index
+            is_kept = index.head.lineage != lineage and bool(index.tables)
     except FileNotFoundError:
         return None
     except Exception:  # it is damaged, or something else
@@ -244,7 +243,6 @@ class Index:
             self.is_whole = True
 
     def _take(self, payload: bytes, offset: int) -> None:
-        """Take a record in."""
         (length,) = _LENGTH.unpack_from(payload)
         offset += _LENGTH.size + length
         content = json.loads(payload[_LENGTH.size : _LENGTH.size + length])

@@ -47,16 +47,16 @@ def acquire(path: Path, *, needs_lock: bool = True) -> Lock | None:
         try:
             is_exclusive = _lock(descriptor)
             # The last holder may have removed the file after it was opened here.
-            is_there = not is_exclusive or _has_name(descriptor, file)
+            has_name = not is_exclusive or _has_name(descriptor, file)
         except OSError as error:
             os.close(descriptor)
             if error.errno in _IS_HELD:
                 return None
             raise
-        if is_there and (is_exclusive or not needs_lock):
+        if has_name and (is_exclusive or not needs_lock):
             return Lock(file, descriptor, is_exclusive)
         os.close(descriptor)
-        if is_there:
+        if has_name:
             return None
 
 

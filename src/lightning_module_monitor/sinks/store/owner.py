@@ -46,19 +46,19 @@ def has_ended(path: Path, clock: Path, resumed_run: str) -> bool:
         clock: A file of this process in the same folder: its time is compared, since the hosts' clocks may differ.
         resumed_run: Identifier of the run that is resumed, if its checkpoint has one: that run has ended.
     """
-    found = None
+    index = None
     try:
         with path.open("rb") as file:
             modified = os.fstat(file.fileno()).st_mtime
             with suppress(Exception):  # it is damaged, and only its time tells
-                found = Journal(file).index
+                index = Journal(file).index
     except FileNotFoundError:
         return True
-    if found is not None and (found.has_ended or found.head.run == resumed_run):
+    if index is not None and (index.has_ended or index.head.run == resumed_run):
         return True
-    if found is not None and found.head.host == platform.node() and sys.platform != "win32":
-        start = _start_of(found.head.pid)
-        return start is None or (found.head.process_start > 0 and start != found.head.process_start)
+    if index is not None and index.head.host == platform.node() and sys.platform != "win32":
+        start = _start_of(index.head.pid)
+        return start is None or (index.head.process_start > 0 and start != index.head.process_start)
     os.utime(clock)
     return clock.stat().st_mtime - modified > _DEAD_AFTER_S
 

@@ -114,10 +114,10 @@ def _open(path: Path, stack: ExitStack, known: Journal | None) -> Content:
         file = stack.enter_context(_open_file(path))
         version = schema.read_version(file)
         try:
-            found = None if journal is None else read_head(journal)
-            if journal is None or found is None or found.lineage != version.lineage or found.generation < version.generation:
+            head = None if journal is None else read_head(journal)
+            if journal is None or head is None or head.lineage != version.lineage or head.generation < version.generation:
                 return Content(file)
-            if found.generation == version.generation:
+            if head.generation == version.generation:
                 return Content(file, Journal(journal, known))
         except ConfigError:
             raise

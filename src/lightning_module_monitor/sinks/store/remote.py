@@ -80,9 +80,9 @@ class RemoteFolder:
     def copy_if_due(self, store: Path) -> None:
         """Copy the files if the store's was replaced, or every ten minutes, also after a failure. Never raises."""
         with suppress(OSError):  # a file that was removed is reported by its writer
-            found = _signature(store)
-            if found != self._tried or time.monotonic() - self._tried_at >= _PERIOD_S:
-                self._tried = found
+            signature = _signature(store)
+            if signature != self._tried or time.monotonic() - self._tried_at >= _PERIOD_S:
+                self._tried = signature
                 self.copy()
 
     def copy(self) -> bool:
@@ -108,10 +108,10 @@ class RemoteFolder:
 
     def close(self) -> bool:
         """Copy the files for the last time, and remove the local folder; returns whether all files are at the URL."""
-        is_there = self.copy()
-        if is_there:
+        is_copied = self.copy()
+        if is_copied:
             shutil.rmtree(self.local, ignore_errors=True)
-        return is_there
+        return is_copied
 
     def _report(self, error: Exception) -> None:
         if not self._has_failed:
@@ -168,5 +168,5 @@ def _file_system(url: str) -> Any:  # noqa: ANN401  # fsspec has no types
 
 
 def _signature(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns

@@ -17,13 +17,13 @@ def repair(path: Path) -> bool:
             message = f"{str(path)!r} is being written by a live run. Repair it after the run's end; load_store reads it at any time."
             raise RuntimeError(message)
         with open_store(path, is_checked=False) as content:
-            found, version = content.journal, content.version
-            if found is not None:
+            records, version = content.journal, content.version
+            if records is not None:
                 with successor(path, path) as file:
-                    take_in(file, found)
+                    take_in(file, records)
                     schema.write_version(file, version._replace(generation=version.generation + 1))
         journal.remove(beside, version.lineage)
     finally:
         if held is not None:
             lock.release(held)
-    return found is not None
+    return records is not None

@@ -183,8 +183,8 @@ def fixed(text: str) -> np.bytes_:
 
     Those of variable length are in a heap, and reading a damaged heap never ends.
     """
-    found: np.bytes_ = np.bytes_(text.encode())
-    return found
+    fixed: np.bytes_ = np.bytes_(text.encode())
+    return fixed
 
 
 def text_of(value: object) -> str:

@@ -137,10 +137,10 @@ class Store(Writer):
             with self._journal.opened() as opened, successor(self.path, self.path) as file:
                 if schema.read_version(file) != self._version:  # reported with the next record
                     raise ValueError("another file is in its place")  # noqa: TRY301  # the copy is dropped as after any other error
-                found = Journal(opened)
-                if found.index.damaged_at is not None:
+                journal_of_run = Journal(opened)
+                if journal_of_run.index.damaged_at is not None:
                     self._logger.warning("The journal of %s is damaged: records since its last replacement are lost.", self.path)
-                take_in(file, found)
+                take_in(file, journal_of_run)
                 schema.write_version(file, version)
         except Exception as error:  # HDF5 raises many types of error
             if self._is_closed or not self._has_failed_to_replace:
@@ -192,14 +192,14 @@ class Store(Writer):
             return REMOVED
         try:
             with h5py.File(self.path, "r", locking=False) as file:
-                found = schema.read_version(file)
+                version = schema.read_version(file)
         except Exception:  # see _replace_file
             return REPLACED
-        if (found.lineage, found.run) != (self._version.lineage, self._version.run):
+        if (version.lineage, version.run) != (self._version.lineage, self._version.run):
             return REPLACED
-        if found != self._version:  # an interrupt came right after the file was replaced
+        if version != self._version:  # an interrupt came right after the file was replaced
             self._close_journal()
-        self._version, self._signature = found, signature
+        self._version, self._signature = version, signature
         return ""
 
     def _close_journal(self) -> None:
@@ -312,5 +312,5 @@ class Encoder:
 
 def _signature(path: Path) -> tuple[int, ...]:
     """Tells a file from another at its path; empty for what is no file."""
-    found = path.lstat()
-    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else ()
+    status = path.lstat()
+    return (status.st_ino, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else ()
