@@ -11,10 +11,12 @@ import pytest
 from helpers.documents import generated
 
 from lightning_module_monitor.health.causes import CAUSES
-from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
+from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.diagnoses import MAX_DIAGNOSES, diagnose
 from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts
+from lightning_module_monitor.health.finding_names import NONFINITE
 from lightning_module_monitor.health.kept_columns import KeptColumns
+from lightning_module_monitor.health.losses import Losses
 from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import RANK_DISAGREEMENT
@@ -32,7 +34,7 @@ def add(history: History, step: int, values: Mapping[Key, float]) -> None:
 
 
 RISEN = History()
-RISEN.losses, RISEN.steps = [1.0, 9.0], [0, 10]
+RISEN.losses = Losses([0, 10], [1.0, 9.0])
 
 
 def names(*findings: tuple[str, int] | tuple[str, int, int] | tuple[str, int, int, str]) -> list[tuple[str, int, int]]:
@@ -62,9 +64,9 @@ def test_what_was_there_before_is_a_cause_of_its_own() -> None:
 def test_a_rate_is_not_too_high_while_the_loss_has_not_risen() -> None:
     """Then the diagnosis is that sizes grow."""
     flat = History()
-    flat.losses, flat.steps = [1.0, 0.98, 0.97], [0, 10, 20]
+    flat.losses = Losses([0, 10, 20], [1.0, 0.98, 0.97])
     assert [one.name for one in diagnose([finding("growing_weights", 20)], flat)] == ["growth"]
-    flat.losses[-1] = 1.5
+    flat.losses.values[-1] = 1.5
     assert [one.name for one in diagnose([finding("growing_weights", 20)], flat)] == ["learning_rate"]
 
 
@@ -81,7 +83,7 @@ def test_an_explosion_between_two_records_explains_an_infinity(step: int, cause:
 def test_targets_that_are_too_large_come_before_the_rate() -> None:
     """A first loss of 4e10 with outputs of 0.1, of no cross-entropy."""
     house = History()
-    house.losses, house.steps, house.first = [4e10, 5e10], [0, 10], {"output": 0.1}
+    house.losses, house.first = Losses([0, 10], [4e10, 5e10]), {"output": 0.1}
     [diagnosis] = diagnose([finding("growing_weights", 20)], house)
     assert (diagnosis.name, diagnosis.first_step) == ("unscaled_targets", 0)  # the first record shows it
 
@@ -90,7 +92,7 @@ def test_targets_that_are_too_large_come_before_the_rate() -> None:
 def test_units_that_an_input_of_thousands_kills(first_step: int, expected: str) -> None:
     """Zeros that begin in training are of units that died; a module that is zero before any update is not used."""
     history = History()
-    history.first, history.steps = {"input_abs_max": 1600.0}, [0, 10]
+    history.first, history.losses.steps = {"input_abs_max": 1600.0}, [0, 10]
     [diagnosis] = diagnose([finding("zero_gradients", 100, 100 - first_step)], history)
     assert (diagnosis.name, diagnosis.first_step) == (expected, 0)
 
@@ -98,12 +100,12 @@ def test_units_that_an_input_of_thousands_kills(first_step: int, expected: str) 
 def test_what_the_first_record_shows_is_there_from_its_step_on() -> None:
     """Whenever its findings come, also in a run that does not begin at step 0; without records it is there from its finding on."""
     history = History()
-    history.first, history.steps = {"input_abs_max": 1.0, "output": 1e-9}, [50, 100]
+    history.first, history.losses.steps = {"input_abs_max": 1.0, "output": 1e-9}, [50, 100]
     [diagnosis] = diagnose([Finding(100, "dead_units", "relu", "activation/relu/dead_fraction", "")], history)
     assert diagnosis.title == (
         "Outputs are next to nothing before any update: they shrink from layer to layer, from step 50 at the latest, first at relu"
     )
-    history.steps = []
+    history.losses.steps = []
     assert diagnose([finding("dead_units", 100)], history)[0].first_step == 100
 
 
@@ -116,7 +118,7 @@ def test_what_is_certain_comes_first() -> None:
 def test_units_were_zero_for_ten_records_before_they_count_as_dead() -> None:
     """So zeros of that time follow from it; earlier ones do not."""
     history = History()
-    history.steps = [*range(0, 2000, 50)]
+    history.losses.steps = [*range(0, 2000, 50)]
     for step, expected in ((50, ["dead_units"]), (0, ["dead_units", "zero_gradient"])):
         found = [finding("dead_units", 950, 400), finding("zero_gradients", 500, 500 - step)]
         assert [one.name for one in diagnose(found, history)] == expected

@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import ModuleMonitorCallback, load_store
-from lightning_module_monitor.health.judgement import NOT_RECORDED, Verdict
+from lightning_module_monitor.health.checks import NOT_RECORDED
+from lightning_module_monitor.health.judgement import Verdict
 from lightning_module_monitor.report.stored_run import read_run
 
 SEEDS = [int(seed) for seed in os.environ.get("HEALTH_SEEDS", "0").split(",")]

@@ -12,6 +12,7 @@ from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFa
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import Verdict, verdict_of
 from lightning_module_monitor.health.loss_tests import rank_test
+from lightning_module_monitor.health.losses import Losses
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.record import Finding, ModuleInfo
 from lightning_module_monitor.report.stored_run import early, late, median_of_finite
@@ -110,7 +111,7 @@ def test_a_loss_that_comes_down_from_a_peak_has_not_fallen(num: int) -> None:
     flat, peak = table("activation/mean", {"fc": [0.5] * num}), [7.0, *np.geomspace(1e6, 60.0, num - 1)]
     verdict = verdict_on([flat], [loss(peak)])
     assert (verdict.level, verdict.findings) == ("unknown", [])
-    reason = f"loss 7 to {np.median(verdict.history.ends[1]):.3g}, which is above its start"
+    reason = f"loss 7 to {np.median(verdict.history.losses.ends[1]):.3g}, which is above its start"
     assert verdict.headline.startswith(f"{reason}; ")
     assert status_of(verdict, "not_learning") == ("unclear", reason)
     assert verdict_on([flat], [loss([7.0, *np.geomspace(1e6, 1e-6, num - 1)])]).level == "healthy"
@@ -279,7 +280,7 @@ def test_a_large_eps_makes_adam_s_steps_small(eps: float, name: str) -> None:
     assert [one.name for one in verdict.diagnoses] == [name]
     assert ("eps, which is 1e+03" in str(verdict.diagnoses[0])) == (name == "small_rate")
     # 151 steps of 0.01 * 10 / (1 + 10 eps), the weight's norm is 1 to 1.1.
-    assert verdict.history.reach == pytest.approx(15.1 / (1 + 10 * eps), rel=0.1)
+    assert verdict.history.max_relative_change == pytest.approx(15.1 / (1 + 10 * eps), rel=0.1)
 
 
 def test_a_rate_of_zero_by_schedule_is_no_fault() -> None:
@@ -358,7 +359,7 @@ def test_a_late_nan_keeps_its_cause() -> None:
     grown = [Finding(10, name, "fc", "", f"{name} began.") for name in names]
     nan = Finding(17, "nonfinite", "_root_", "", "Infinity in training_step, forward.", "error", cause="learning_rate")
     risen = Judge([])
-    risen.history.losses, risen.history.steps = [1.0, 9.0], [0, 10]
+    risen.history.losses = Losses([0, 10], [1.0, 9.0])
     verdict = verdict_of(risen, (), [*grown, nan], watched=["nonfinite"], types=())
     assert verdict.headline == "Infinity in training_step at step 17: the learning rate is too high"
 

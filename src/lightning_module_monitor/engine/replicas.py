@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_module_monitor.health.causes import CURE
+from lightning_module_monitor.health.causes_in_setup import CURE
 from lightning_module_monitor.kinds import RANK_DISAGREEMENT
 from lightning_module_monitor.record import Finding
 from lightning_module_monitor.statistics.stream import Stream

@@ -46,9 +46,9 @@ class Figures(NamedTuple):
     values: NDArray[np.float64]
     keys: Sequence[str]
     """The recorded key that shows each figure best."""
-    is_there: NDArray[np.bool_] | None = None
+    is_present: NDArray[np.bool_] | None = None
     """Which figures this record has; ``None``: all of them."""
-    is_idle: NDArray[np.bool_] | None = None
+    lacks_gradient: NDArray[np.bool_] | None = None
     """Parameters without a gradient in this record; ``None``: none."""
 
 
@@ -90,7 +90,7 @@ class AlertRule:
     needs_rate: bool = False
     """Whether parameters whose learning rate is 0 do not count."""
     is_of_facts: bool = False
-    """Whether a record without values of it is well, if the facts of its step are known."""
+    """Whether a record without such values passes, provided that the facts of its step are known."""
     judges_rise: bool = False
     """Whether the rule judges the rise of the training loss (:attr:`History.rise`) in place of the loss."""
     until_step: float = math.inf
@@ -156,7 +156,7 @@ class RuleState:
         self.rule = rule
         self._rows: dict[str, int] = {}
         self.num_records = 0
-        """Number of records with figures, judged or not, and of records that are well without figures (``is_of_facts``)."""
+        """Number of records with figures, judged or not, and of records that pass without figures (``is_of_facts``)."""
         self.num_passed_over = 0
         """Number of records that were not judged, because the loss had fallen."""
         self._newest: tuple[tuple[str, ...], NDArray[np.intp]] = (), np.empty(0, np.intp)
@@ -171,10 +171,10 @@ class RuleState:
         """Number of consecutive records, up to the last, in which the condition was met."""
         self._since = np.empty(0, int)
         """The step of the first of these."""
-        self._num_well = np.empty(0, int)
-        """Number of records without the condition since the rule fired."""
-        self._has_worked = np.empty(0, bool)
-        """Whether the figure was not idle in a record."""
+        self._num_quiet = np.empty(0, int)
+        """Number of records without the condition since the rule fired, at least ``QUIET_RECORDS`` if it has not fired."""
+        self._was_trained = np.empty(0, bool)
+        """Whether the parameter had a gradient, or moved, in an earlier record."""
 
     def count_unjudged(self, *, has_loss_fallen: bool = False) -> None:
         """Count a record whose figures, if it has any, are not judged."""
@@ -191,35 +191,35 @@ class RuleState:
         if False in is_defined:  # a store does not show them either
             bound, values = bound.where(is_defined), values[is_defined]
         figures = self.rule.figures(bound, values)
-        rows, value, is_idle = self._rows_of(figures.names), figures.values, figures.is_idle
+        rows, value, lacks_gradient = self._rows_of(figures.names), figures.values, figures.lacks_gradient
         is_judged = value == value  # noqa: PLR0124  # not NaN
         judged = None
-        if figures.is_there is not None:
-            self._num_met[rows[figures.is_there & ~is_judged]] = 0
-            is_judged = is_judged & figures.is_there
+        if figures.is_present is not None:
+            self._num_met[rows[figures.is_present & ~is_judged]] = 0
+            is_judged = is_judged & figures.is_present
         elif False in is_judged:
             self._num_met[rows[~is_judged]] = 0
         if False in is_judged:
             judged = np.flatnonzero(is_judged)
             rows, value = rows[judged], value[judged]
-            is_idle = None if is_idle is None else is_idle[judged]
+            lacks_gradient = None if lacks_gradient is None else lacks_gradient[judged]
         if not len(rows):
             return []
         self.num_records += 1
         base = self._base(rows)
         is_met = self._is_met(value, rows, base) & can_meet
-        if is_idle is not None:
-            is_met &= ~(is_idle & self._has_worked[rows])
-            # Between two records, too: the norm of what has not worked stays as it is.
-            self._has_worked[rows] |= ~is_idle | ~(is_met | np.isnan(self._recent[rows, -1]))
+        if lacks_gradient is not None:
+            is_met &= ~(lacks_gradient & self._was_trained[rows])
+            # Steps between two records count, too: without a gradient in any of them the norm stays as it is.
+            self._was_trained[rows] |= ~lacks_gradient | ~(is_met | np.isnan(self._recent[rows, -1]))
         self._keep(rows, value)
-        num_met, num_well = self._num_met[rows], self._num_well[rows]
+        num_met, num_quiet = self._num_met[rows], self._num_quiet[rows]
         self._since[rows[is_met & (num_met == 0)]] = step
         num_met = np.where(is_met, num_met + 1, 0)
-        num_well = np.where(is_met & (num_well < QUIET_RECORDS), 0, num_well + ~is_met)
-        fires = (num_met >= self.rule.for_steps) & (num_well >= QUIET_RECORDS)
-        num_well[fires] = 0
-        self._num_met[rows], self._num_well[rows] = num_met, num_well
+        num_quiet = np.where(is_met & (num_quiet < QUIET_RECORDS), 0, num_quiet + ~is_met)
+        fires = (num_met >= self.rule.for_steps) & (num_quiet >= QUIET_RECORDS)
+        num_quiet[fires] = 0
+        self._num_met[rows], self._num_quiet[rows] = num_met, num_quiet
         if True not in fires:
             return []
         fired = np.flatnonzero(fires).tolist()
@@ -234,7 +234,7 @@ class RuleState:
     def state(self) -> tuple[int, int, dict[str, tuple[Any, ...]]]:
         """The state for a checkpoint, in plain numbers: the two numbers of records, and a row for each figure, by its name."""
         padded = [[numbers[~np.isnan(numbers)].tolist() for numbers in array] for array in (self._recent, self._first)]
-        others = [array.tolist() for array in (self._num_met, self._since, self._num_well, self._has_worked)]
+        others = [array.tolist() for array in (self._num_met, self._since, self._num_quiet, self._was_trained)]
         rows = [*zip(*padded, *others, strict=True)]
         return self.num_records, self.num_passed_over, {name: rows[row] for name, row in self._rows.items()}
 
@@ -247,7 +247,7 @@ class RuleState:
             if recent:
                 self._recent[row, -len(recent) :] = recent
             self._first[row, : len(first)] = first
-            self._num_met[row], self._since[row], self._num_well[row], self._has_worked[row] = rest
+            self._num_met[row], self._since[row], self._num_quiet[row], self._was_trained[row] = rest
 
     def _rows_of(self, names: tuple[str, ...]) -> NDArray[np.intp]:
         """Rows of figures; new ones get a row."""
@@ -259,8 +259,8 @@ class RuleState:
             self._recent = np.concatenate([self._recent, np.full((num_new, self._recent.shape[1]), np.nan)])
             self._first = np.concatenate([self._first, np.full((num_new, FIRST_RECORDS), np.nan)])
             self._since = np.concatenate([self._since, np.zeros(num_new, int)])
-            self._num_well = np.concatenate([self._num_well, np.full(num_new, QUIET_RECORDS)])
-            self._has_worked = np.concatenate([self._has_worked, np.zeros(num_new, bool)])
+            self._num_quiet = np.concatenate([self._num_quiet, np.full(num_new, QUIET_RECORDS)])
+            self._was_trained = np.concatenate([self._was_trained, np.zeros(num_new, bool)])
             self._num_met = np.concatenate([self._num_met, np.zeros(num_new, int)])
         rows = np.array([self._rows.setdefault(name, len(self._rows)) for name in names], np.intp)
         self._newest = names, rows

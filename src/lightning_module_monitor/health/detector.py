@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_module_monitor.health.alerts import Action, AlertRule
+from lightning_module_monitor.health.alerts import Action, AlertRule, nothing
 from lightning_module_monitor.health.figures import totals
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import CONTEXT_KIND, FACT_KIND, OWN_KIND, ROOT_SITE, TRAIN
 from lightning_module_monitor.record import Severity
+
+HEURISTIC, ARITHMETIC = "a heuristic", "plain arithmetic"
+"""Sources of limits."""
+NO_LOSS = "no loss was recorded"
+NORMS_OF_PARAMETERS = ((("parameter",), ("norm",)),)
+NORMS_OF_GRADIENTS = ((("gradient",), ("norm",)),)
+NORMS = (*NORMS_OF_PARAMETERS, *NORMS_OF_GRADIENTS)
+
+condition = functools.partial(AlertRule, "", nothing)
+"""The condition of a detector, which :meth:`Detector.alert` gives its name and keys."""
 
 
 @dataclass(frozen=True)

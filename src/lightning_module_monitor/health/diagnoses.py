@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_module_monitor.display import Described, Description, counted
-from lightning_module_monitor.health.causes import CAUSES, Cause
-from lightning_module_monitor.health.detectors import NONFINITE, NOT_LEARNING
+from lightning_module_monitor.health.cause import Cause
+from lightning_module_monitor.health.causes import CAUSES
+from lightning_module_monitor.health.finding_names import NONFINITE, NOT_LEARNING
 from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.kinds import DEAD_AFTER, ROOT_SITE
 from lightning_module_monitor.record import Finding
@@ -98,7 +99,7 @@ def diagnose(findings: Iterable[Finding], history: History | None = None) -> Dia
         shown = sorted(evidence, key=lambda finding: finding.name != NONFINITE)[:MAX_EVIDENCE]
         words = tuple(filter(None, [*(finding.words for finding in shown), cause.remark(history)]))
         names = tuple(finding.name for finding in consequences)
-        first_step = history.steps[0] if cause.is_from_start and history.steps else first.first_step
+        first_step = history.losses.steps[0] if cause.is_from_start and history.losses.steps else first.first_step
         site = first.site or cause.site(history)
         diagnoses.append(Diagnosis(cause.name, cause.headline, first_step, site, words, names, cause.advice, first.key))
         rest = [finding for finding in rest if finding not in evidence and finding not in consequences]
@@ -108,7 +109,7 @@ def diagnose(findings: Iterable[Finding], history: History | None = None) -> Dia
 def _follows(finding: Finding, cause: Cause, first: Finding, history: History) -> bool:
     """Whether a cause, first shown by ``first``, explains another finding."""
     begin = first.first_step
-    earlier = [step for step in history.steps if step < begin]
+    earlier = [step for step in history.losses.steps if step < begin]
     if finding.name == NONFINITE and finding.cause in _UNEXPLAINED:
         # It has its own step, and the condition that a record shows may have begun right after the record before.
         begin = max(earlier, default=-1) + 1

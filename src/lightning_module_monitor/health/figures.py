@@ -40,7 +40,7 @@ def relative_to_largest(bound: Bound, values: NDArray[np.float64]) -> Figures:
     nearby = np.concatenate([np.zeros(NUM_BEFORE), sizes])
     figures = np.zeros(len(values))
     figures[is_size] = np.max([nearby[shift : shift + len(sizes)] for shift in range(NUM_BEFORE + 1)], axis=0) / sizes.max(initial=0.0)
-    return Figures(bound.texts, figures, bound.texts, is_there=is_size)
+    return Figures(bound.texts, figures, bound.texts, is_present=is_size)
 
 
 def totals(bound: Bound, values: NDArray[np.float64]) -> Figures:
@@ -54,7 +54,7 @@ def totals(bound: Bound, values: NDArray[np.float64]) -> Figures:
     largest = [bound.texts[by_kind[kind][values[by_kind[kind]].argmax()] if kind in by_kind else roots[kind]] for kind in kinds]
     # Two names: if rules have schedules of their own, some records have one of the two.
     names = tuple(f"{kind} {ROOT_SITE}" if kind in roots else kind for kind in kinds)
-    return Figures(names, norms, largest, is_there=np.isfinite(norms) & (norms > 0))
+    return Figures(names, norms, largest, is_present=np.isfinite(norms) & (norms > 0))
 
 
 NEGLIGIBLE = 1e-4
@@ -67,8 +67,8 @@ def moved_by_gradients(bound: Bound, values: NDArray[np.float64]) -> Figures:
     norms = values[bound.by_kind.get("gradient", np.empty(0, np.intp))]
     least = NEGLIGIBLE * norms[np.isfinite(norms)].max(initial=0.0)
     # Without gradients, training_step left the batch out.
-    is_there = np.where(gradients < 0, math.inf, values[gradients]) > least if len(norms) else np.zeros(len(parameters), bool)
-    return Figures(bound.parameter_texts, values[parameters], bound.parameter_texts, is_there, is_idle=gradients < 0)
+    is_present = np.where(gradients < 0, math.inf, values[gradients]) > least if len(norms) else np.zeros(len(parameters), bool)
+    return Figures(bound.parameter_texts, values[parameters], bound.parameter_texts, is_present, lacks_gradient=gradients < 0)
 
 
 def over_the_input(bound: Bound, values: NDArray[np.float64]) -> Figures:
@@ -78,7 +78,7 @@ def over_the_input(bound: Bound, values: NDArray[np.float64]) -> Figures:
     """
     is_size = bound.is_first_output & np.isfinite(values) & (values > 0)
     base = max(min([*values[is_size][:1], *values[bound.has_statistic("input_abs_max")]], default=1.0), 1.0)
-    return Figures(bound.texts, values / base, bound.texts, is_there=is_size)
+    return Figures(bound.texts, values / base, bound.texts, is_present=is_size)
 
 
 def not_finite(bound: Bound, values: NDArray[np.float64]) -> Figures:
@@ -91,9 +91,9 @@ def not_finite(bound: Bound, values: NDArray[np.float64]) -> Figures:
 def constant_output(bound: Bound, values: NDArray[np.float64]) -> Figures:
     """The variation of the output between samples, where the input varies; no figure for a batch of one sample."""
     by_name = dict(zip((key.statistic for key in bound.keys), values.tolist(), strict=True))
-    figure, is_there = by_name.get("output_variation", math.nan), by_name.get("input_variation", math.nan) > VARYING
+    figure, is_present = by_name.get("output_variation", math.nan), by_name.get("input_variation", math.nan) > VARYING
     names = bound.texts[: len(by_name) and 1]
-    return Figures(names, np.full(len(names), figure), names, is_there=np.full(len(names), is_there and not math.isnan(figure)))
+    return Figures(names, np.full(len(names), figure), names, is_present=np.full(len(names), is_present and not math.isnan(figure)))
 
 
 def without_gradient(bound: Bound, values: NDArray[np.float64]) -> Figures:
@@ -106,9 +106,9 @@ def without_gradient(bound: Bound, values: NDArray[np.float64]) -> Figures:
 
 def of_outputs(bound: Bound, values: NDArray[np.float64]) -> Figures:
     """The size of every module's first output, at most 1: what begins far larger may become smaller."""
-    return Figures(bound.texts, np.minimum(values, 1.0), bound.texts, is_there=bound.is_first_output)
+    return Figures(bound.texts, np.minimum(values, 1.0), bound.texts, is_present=bound.is_first_output)
 
 
 def zeros_of_weights(bound: Bound, values: NDArray[np.float64]) -> Figures:
     """1 for every weight whose gradient is 0. The gradient of a bias may be 0 in theory, as in the last layer of a Wasserstein critic."""
-    return Figures(bound.texts, (values == 0).astype(float), bound.texts, is_there=bound.is_weight)
+    return Figures(bound.texts, (values == 0).astype(float), bound.texts, is_present=bound.is_weight)

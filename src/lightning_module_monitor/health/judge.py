@@ -54,7 +54,7 @@ class _Judged(NamedTuple):
     step: int
     numbers: NDArray[np.float64]
     """The record's numbers, the values of the facts, and a NaN."""
-    is_there: NDArray[np.bool_]
+    is_recorded: NDArray[np.bool_]
     """Which of them have a value."""
     first_loss: float
     loss: float
@@ -96,19 +96,19 @@ class Judge:
         series = self._series_of(record.columns, len(record.numbers), has_facts=facts is not None)
         # Behind the facts a NaN: the learning rate of what has none.
         numbers = np.concatenate([record.numbers, series.fact_values, _NO_RATE])
-        is_there = ~is_absent(numbers)
-        series.is_recorded[:] |= is_there[:-1]
+        is_recorded = ~is_absent(numbers)
+        series.is_recorded[:] |= is_recorded[:-1]
         series.has_value[:] |= numbers[:-1] == numbers[:-1]
         self.history.add(record.step, numbers, series.kept)
-        judged = _Judged(record.step, numbers, is_there, self.history.first_loss, self.history.loss, has_facts=facts is not None)
+        judged = _Judged(record.step, numbers, is_recorded, self.history.losses.first, self.history.loss, has_facts=facts is not None)
         with np.errstate(invalid="ignore"):
             alarms = [self._judge(state, bound, judged) for state, bound in zip(self.states, series.by_rule, strict=True)]
         return [alarm for alarm in alarms if alarm is not None]
 
     def _judge(self, state: RuleState, bound: Bound, judged: _Judged) -> Alarm | None:
         rule, history, step = state.rule, self.history, judged.step
-        numbers, is_there = judged.numbers, judged.is_there
-        values, is_judged = numbers[bound.columns], is_there[bound.columns]
+        numbers, is_recorded = judged.numbers, judged.is_recorded
+        values, is_judged = numbers[bound.columns], is_recorded[bound.columns]
         if rule.needs_rate:
             is_judged &= numbers[bound.rates] != 0
         if False in is_judged:

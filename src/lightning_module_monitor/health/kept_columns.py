@@ -68,7 +68,7 @@ class KeptColumns:
     def _of(self, kind: str, *, without: str = "") -> NDArray[np.intp]:
         return np.array([column for column, key in self.keys.items() if key.kind == kind and key.site != without], np.intp)
 
-    def movements(self, numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    def relative_steps(self, numbers: NDArray[np.float64]) -> NDArray[np.float64]:
         """The part of its norm by which a step can move each weight, given the numbers of a record.
 
         Infinite if its optimizer is not known, NaN if it has no gradient.
@@ -78,9 +78,9 @@ class KeptColumns:
             rate = numbers[self.rates]
             by_sgd = rate * gradient / self.divisors / norm
             by_adam = rate * self.sizes / norm * gradient / (gradient + self.eps * self.sizes)
-        movement = np.where(self.is_sgd, by_sgd, np.where(self.is_adam, by_adam, math.inf))
-        movement = np.where(np.isfinite(ratio), ratio, movement)
-        return np.where((norm > 0) & (gradient > 0), movement, math.nan)
+        estimate = np.where(self.is_sgd, by_sgd, np.where(self.is_adam, by_adam, math.inf))
+        relative_step = np.where(np.isfinite(ratio), ratio, estimate)
+        return np.where((norm > 0) & (gradient > 0), relative_step, math.nan)
 
 
 def _norms_of(site: str) -> tuple[tuple[str, str, str], ...]:

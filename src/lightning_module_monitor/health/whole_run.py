@@ -8,9 +8,9 @@ import math
 import numpy as np
 
 from lightning_module_monitor.health.alerts import Alarm, Fired, has_fallen
-from lightning_module_monitor.health.detectors import (
+from lightning_module_monitor.health.detectors import DETECTORS
+from lightning_module_monitor.health.finding_names import (
     CONSTANT_TARGET,
-    DETECTORS,
     DROPOUT,
     GROWING_INPUT,
     GROWING_WEIGHTS,
@@ -26,7 +26,8 @@ from lightning_module_monitor.health.detectors import (
     ZERO_RATE,
 )
 from lightning_module_monitor.health.loss_tests import A_LITTLE
-from lightning_module_monitor.health.run_history import MIN_FOR_THIRDS, MIN_LOSSES, MIN_MOVEMENTS, History
+from lightning_module_monitor.health.losses import MIN_LOSSES, num_at_end
+from lightning_module_monitor.health.run_history import MIN_RELATIVE_STEPS, History
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS
 from lightning_module_monitor.record import Finding
@@ -51,7 +52,7 @@ BAD_START, MIN_FOR_START = 5.0, 3
 """A first cross-entropy that is so many times that of guessing shows outputs that are far too large; least number of losses."""
 WITHOUT_BOUND = 100.0
 """A loss below 0 that is so many times as large as the first one, or as 1, has no lower bound."""
-LARGE_REACH = 0.3
+LARGE_CHANGE = 0.3
 """Weights are written over if all steps together can move one by more than this part of its norm, and none moves."""
 FADED, MIN_OF_OPTIMIZERS = 1e-3, 6
 """An optimizer's gradients have faded below this part of their start; number of records below which that is not judged."""
@@ -110,8 +111,7 @@ def has_only_constant_targets(history: History) -> bool:
 
 def sees_its_labels(history: History) -> bool:
     """Whether tokens are predicted from tokens with almost no error, as by a language model that sees its labels."""
-    after = history.ends[1]
-    return history.facts.of_tokens and bool(after) and 0 < float(np.median(after)) < KNOWN * history.first_loss
+    return history.facts.of_tokens and 0 < history.losses.last_median < KNOWN * history.losses.first
 
 
 def is_sorted(history: History) -> bool:
@@ -129,13 +129,13 @@ def is_sorted(history: History) -> bool:
 
 def is_overwritten(history: History) -> bool:
     """Whether no parameter's norm has changed by a thousandth of itself, nor of what the steps can change."""
-    reach = history.reach
-    is_judged = len(history.movements) >= MIN_MOVEMENTS and LARGE_REACH < reach < math.inf
+    expected = history.max_relative_change
+    is_judged = len(history.relative_steps) >= MIN_RELATIVE_STEPS and LARGE_CHANGE < expected < math.inf
     if not is_judged or not history.first_norms or any(group.is_half for group in history.facts.groups):
         return False
     last = ((site, history.norm_of(site)) for site in history.first_norms if _is_trained(history, site))
     changes = [abs(norm - history.first_norms[site]) / history.first_norms[site] for site, norm in last if history.first_norms[site] > 0]
-    return bool(changes) and max(changes) < 1e-3 * min(reach, 1.0)
+    return bool(changes) and max(changes) < 1e-3 * min(expected, 1.0)
 
 
 def _is_trained(history: History, site: str) -> bool:
@@ -157,7 +157,7 @@ def one_sided(history: History) -> tuple[int, float] | None:
 def still_part(history: History) -> str:
     """The name of a logged loss that does not fall, though it differs from record to record; empty if all fall."""
     for name, losses in history.parts.items():
-        num = len(losses) // (2 if len(losses) < MIN_FOR_THIRDS else 3)
+        num = num_at_end(len(losses))
         is_judged = len(losses) >= MIN_LOSSES and len({*losses}) > 0.8 * len(losses) and 0 < min(losses) <= max(losses) < math.inf
         if is_judged and not has_fallen(max(losses[0], float(np.median(losses[:num]))), float(np.median(losses[-num:])), A_LITTLE):
             return name
@@ -166,15 +166,14 @@ def still_part(history: History) -> str:
 
 def is_unbounded(history: History) -> bool:
     """Whether the loss falls below 0 by orders of magnitude: nothing that a model is to learn has such a loss."""
-    after = history.ends[1]
     is_judged = not history.facts.is_manual and len(history.losses) >= MIN_LOSSES
-    return is_judged and bool(after) and float(np.median(after)) < -WITHOUT_BOUND * max(1.0, abs(history.first_loss))
+    return is_judged and history.losses.last_median < -WITHOUT_BOUND * max(1.0, abs(history.losses.first))
 
 
 def has_large_start(history: History) -> bool:
     """Whether the first cross-entropy was many times that of guessing."""
     guessing = math.log(max(history.facts.num_classes, 1))
-    return guessing > 0 and len(history.losses) >= MIN_FOR_START and history.first_loss > BAD_START * guessing
+    return guessing > 0 and len(history.losses) >= MIN_FOR_START and history.losses.first > BAD_START * guessing
 
 
 def _zero_rates(history: History) -> list[Alarm]:
@@ -189,7 +188,7 @@ def _zero_rates(history: History) -> list[Alarm]:
 
 
 def _zero_loss(history: History) -> list[Alarm]:
-    if len(history.losses) < DETECTORS[ZERO_LOSS].min_records or any(loss != 0 for loss in history.losses):
+    if len(history.losses) < DETECTORS[ZERO_LOSS].min_records or any(loss != 0 for loss in history.losses.values):
         return []
     return [_alarm_of_run(history, ZERO_LOSS, "", LOSS, f"The loss is exactly 0 in all {len(history.losses)} records.")]
 
@@ -212,13 +211,14 @@ def _growing_input(history: History) -> list[Alarm]:
 
 
 def _not_learning(history: History) -> list[Alarm]:
-    before, after = history.ends
+    before, after = history.losses.ends
     what = _LOSS_PHRASES.get(history.learning)
     if what is None:
         return []
     medians = f"its median is {np.median(before):.4g} in the first {len(before)} records and {np.median(after):.4g} in the last"
     words = f"The loss {what}: {medians} {len(after)}."
-    return [_alarm_of_run(history, NOT_LEARNING, "", LOSS, words, since=history.stalled_since if history.learning == "stopped" else None)]
+    since = history.losses.stalled_since if history.learning == "stopped" else None
+    return [_alarm_of_run(history, NOT_LEARNING, "", LOSS, words, since=since)]
 
 
 def _constant_target(history: History) -> list[Alarm]:
@@ -232,24 +232,24 @@ def _constant_target(history: History) -> list[Alarm]:
 def _overwritten(history: History) -> list[Alarm]:
     if not is_overwritten(history):
         return []
-    words = f"The weights stand still, and all steps together can move one by {history.reach:.2g} of its norm."
+    words = f"The weights stand still, and all steps together can move one by {history.max_relative_change:.2g} of its norm."
     return [_alarm_of_run(history, OVERWRITTEN, "", LOSS, words)]
 
 
 def _large_steps(history: History) -> list[Alarm]:
     if not history.has_large_steps:
         return []
-    words = f"The first step can move a weight by {history.first['median_movement']:.2g} of its norm (median of all weights)."
+    words = f"The first step can move a weight by {history.first['median_relative_step']:.2g} of its norm (median of all weights)."
     return [_alarm_of_run(history, LARGE_STEPS, "", LOSS, words)]
 
 
 def _runaway_weights(history: History) -> list[Alarm]:
     first = math.hypot(*history.first_norms.values())
     last = math.hypot(*filter(math.isfinite, map(history.norm_of, history.first_norms)))
-    if history.facts.is_manual or len(history.steps) < 2 or not 0 < first < last / RUNAWAY:
+    if history.facts.is_manual or len(history.losses.steps) < 2 or not 0 < first < last / RUNAWAY:
         return []
     words = f"The norm of all parameters is {last / first:.3g} times its start, whatever the loss does."
-    return [_alarm_of_run(history, GROWING_WEIGHTS, "", LOSS, words, since=history.steps[1])]
+    return [_alarm_of_run(history, GROWING_WEIGHTS, "", LOSS, words, since=history.losses.steps[1])]
 
 
 def _one_sided(history: History) -> list[Alarm]:
@@ -265,7 +265,7 @@ def _one_sided(history: History) -> list[Alarm]:
 def _unbounded(history: History) -> list[Alarm]:
     if not is_unbounded(history):
         return []
-    words = f"The loss falls below 0 without end: from {history.first_loss:.3g} to {np.median(history.ends[1]):.3g}."
+    words = f"The loss falls below 0 without end: from {history.losses.first:.3g} to {history.losses.last_median:.3g}."
     return [_alarm_of_run(history, UNBOUNDED, "", LOSS, words)]
 
 
@@ -273,7 +273,7 @@ def _large_start(history: History) -> list[Alarm]:
     if not has_large_start(history):
         return []
     guessing = math.log(history.facts.num_classes)
-    words = f"The first loss is {history.first_loss:.3g}, and that of guessing among {history.facts.num_classes} classes {guessing:.3g}."
+    words = f"The first loss is {history.losses.first:.3g}, and that of guessing among {history.facts.num_classes} classes {guessing:.3g}."
     return [_alarm_of_run(history, LARGE_START, "", LOSS, words)]
 
 
@@ -292,7 +292,7 @@ def _dropout(history: History) -> list[Alarm]:
 
 
 def _alarm_of_run(history: History, name: str, site: str, statistic: str, words: str, *, since: int | None = None) -> Alarm:
-    steps = history.steps or [0]
+    steps = history.losses.steps or [0]
     first = steps[0] if since is None else since
     last, key = steps[-1], Key(CONTEXT_KIND, "", statistic).format()
     severity = DETECTORS[name].severity

@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_module_monitor.errors import in_bytes, package_version, require
+from lightning_module_monitor.health.checks import WITHOUT_FINDING
 from lightning_module_monitor.health.detectors import DETECTORS
-from lightning_module_monitor.health.judgement import WITHOUT_FINDING, Verdict
+from lightning_module_monitor.health.judgement import Verdict
 from lightning_module_monitor.keys import Key, is_of_spectrum
 from lightning_module_monitor.kinds import OVERHEAD_FRACTION, OWN_KIND, TRAIN
 from lightning_module_monitor.record import Finding, ModuleInfo

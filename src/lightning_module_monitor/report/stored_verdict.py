@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from lightning_module_monitor.health.detectors import DETECTORS, NONFINITE
+from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.facts import Facts
+from lightning_module_monitor.health.finding_names import NONFINITE
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import Verdict, verdict_of
 from lightning_module_monitor.keys import Columns

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from lightning_module_monitor.errors import printable
-from lightning_module_monitor.health.judgement import NOT_FOUND, WITHOUT_FINDING, Verdict
+from lightning_module_monitor.health.checks import NOT_FOUND, WITHOUT_FINDING
+from lightning_module_monitor.health.judgement import Verdict
 from lightning_module_monitor.report.glance import as_lines
 from lightning_module_monitor.report.stored_run import StoredRun
 

@@ -96,7 +96,7 @@ class HealthController:
                 messages.warning("[monitor] Diagnosis %d: %s", number, diagnosis)
             self._sinks.write_diagnoses()
             history = self._judge.history
-            has_records = bool(history.steps) or history.facts is not NO_FACTS  # a step without a loss has facts
+            has_records = bool(history.losses.steps) or history.facts is not NO_FACTS  # a step without a loss has facts
             if has_records and not self.options.is_off:
                 types = {unwrapped_class(site.module).__name__ for site in self._run.planner.index.modules}
                 verdict = verdict_of(self._judge, (), results.findings, watched=self.options.watched, types=types)

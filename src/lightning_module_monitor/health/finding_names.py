@@ -1,0 +1,20 @@
+"""Names of findings that more than the table of detectors uses."""
+
+from __future__ import annotations
+
+CONSTANT_TARGET = "constant_target"
+DIVERGING = "diverging"
+DROPOUT = "dropout"
+GROWING_INPUT = "growing_input"
+GROWING_WEIGHTS = "growing_weights"
+LARGE_START = "large_start"
+LARGE_STEPS = "large_steps"
+LINEAR = "linear_model"
+NONFINITE = "nonfinite"
+NOT_LEARNING = "not_learning"
+ONE_SIDED = "one_sided"
+OVERWRITTEN = "overwritten"
+SKIPPED = "skipped_batches"
+UNBOUNDED = "unbounded_loss"
+ZERO_LOSS = "zero_loss"
+ZERO_RATE = "zero_rate"
