@@ -33,8 +33,8 @@ from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.kinds import OWN_KIND
 from lightning_module_monitor.model.compiled import COMPILED_CHOICES, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
-from lightning_module_monitor.plan.blocks import OF_BLOCKS
-from lightning_module_monitor.plan.matching import OF_WATCHES
+from lightning_module_monitor.plan.blocks import BLOCK_LABEL
+from lightning_module_monitor.plan.matching import WATCH_LABEL
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.plan.totals import of_modules
@@ -170,7 +170,7 @@ class ModuleMonitor(Described):
     # The module
 
     def _describe(self) -> Description:
-        rules, last = [rule for rule in self.engine.recipe.rules if rule.label not in (OF_WATCHES, OF_BLOCKS)], self.storage.last_step()
+        rules, last = [rule for rule in self.engine.recipe.rules if rule.label not in (WATCH_LABEL, BLOCK_LABEL)], self.storage.last_step()
         module = "no module" if self.module is None else type(self.module).__name__
         title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
         sites = [shortened([site.pattern for site in rule.sites]) + of_modules(rule) for rule in rules]

@@ -402,7 +402,7 @@ def test_one_line_says_what_is_compiled_and_how_many_modules_of_the_rules_that_l
     left_out = {"whole": "9 of the 9", "whole, in place": "9 of the 10", "part": "9 of the 10", "in place": "9 of the 10"}
     of_blocks = "6 of the 9" if how.startswith("a ") else "6 of the 11"
     of_names = names.get(how, r"model\.blocks\.0, model\.blocks\.1")
-    expected = rf"Compiled: {of_names}\. .* {left_out.get(how, of_blocks)} modules .*"
+    expected = rf"Compiled: {of_names}\. Modules inside are not observed: {left_out.get(how, of_blocks)} that the rules match\. .*"
     if how == "a function around the model":
         expected = r"model\.blocks\.0\.norm, model\.blocks\.0\.fc, .* did not run in step 0, or inside a compiled function.*"
     assert len(lines) == 1
@@ -479,7 +479,7 @@ def test_a_check_that_needs_insides_says_so(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO):
         trainer(tmp_path, [callback], max_steps=1).fit(Trained(model), loader(), loader(8))
     [line] = [record.getMessage() for record in caplog.records if "health.watch" in record.getMessage()]
-    assert line.startswith("Compiled: model.0. What is inside is not observed: 2 of the 5 modules that the rules match.")
+    assert line.startswith("Compiled: model.0. Modules inside are not observed: 2 of the 5 that the rules match.")
     assert "health.watch has no dead_fraction to judge. compiled: uncompiled records them" in line
 
 

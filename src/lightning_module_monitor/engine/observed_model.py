@@ -20,7 +20,7 @@ from lightning_module_monitor.kinds import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.model.compiled import compiled_parts, num_compile_attempts
 from lightning_module_monitor.model.names import ROOT, ModelIndex
 from lightning_module_monitor.plan.planner import Planner
-from lightning_module_monitor.plan.recipe import DETAIL, ActiveRules, Recipe
+from lightning_module_monitor.plan.recipe import DETAIL_LABEL, ActiveRules, Recipe
 from lightning_module_monitor.probes.activations import ModuleTable
 from lightning_module_monitor.probes.base import ErrorReporter, Gate
 from lightning_module_monitor.probes.cosines import PreviousUpdates
@@ -123,7 +123,7 @@ class ObservedModel:
 
     def add_detail(self, rule: Rule, capture: Capture) -> None:
         """Record and capture more. The rule and the capture may match nothing."""
-        self.add_rule(self.planner.recipe.parsed(rule, DETAIL, is_optional=True))
+        self.add_rule(self.planner.recipe.parsed(rule, DETAIL_LABEL, is_optional=True))
         parsed, recipe = replace(parse_capture(capture), is_optional=True), self.planner.recipe
         self._use(replace(self.planner, recipe=replace(recipe, captures=(*recipe.captures, parsed))))
 
@@ -169,7 +169,7 @@ class ObservedModel:
             return
         if self.ranks is None:
             self.ranks = Ranks(None if self._distributed is True else self._distributed) if num_processes() > 1 else None
-        differences = "" if self.ranks is None else disagreement(self.planner.one_by_one(), self.ranks)
+        differences = "" if self.ranks is None else disagreement(self.planner.recorded_outputs(), self.ranks)
         if differences:
             raise ConfigError(differences)
         self._has_agreed = self.ranks is not None

@@ -35,7 +35,7 @@ from lightning_module_monitor.suggestions import nearest, unmatched
 
 _ANY = (re.compile("(?s).*"),)
 
-OF_WATCHES = "health.watch"
+WATCH_LABEL = "health.watch"
 """The label of rules that record what the built-in detectors judge."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -17,7 +17,7 @@ from lightning_module_monitor.keys import Key, is_context
 from lightning_module_monitor.kinds import CONTEXT_KIND, KINDS, OWN_FIGURES, OWN_KIND, TRAIN
 from lightning_module_monitor.model.compiled import NOT_COMPILED, CompiledParts, compiled_parts
 from lightning_module_monitor.model.names import ModelIndex, ModuleSite, without_wrappers
-from lightning_module_monitor.plan.matching import OF_WATCHES, check_rule, idle_kinds, layer_sites, matching, report_unmatched
+from lightning_module_monitor.plan.matching import WATCH_LABEL, check_rule, idle_kinds, layer_sites, matching, report_unmatched
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.plan.states import StateRules
@@ -26,7 +26,7 @@ from lightning_module_monitor.probes.base import ErrorReporter, SiteT, Watched, 
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.gradient_noise import NoiseSites
 from lightning_module_monitor.probes.optimizer_states import STATE
-from lightning_module_monitor.statistics.stream import Stream
+from lightning_module_monitor.statistics.stream import Output, Stream
 from lightning_module_monitor.statistics.units import NONNEGATIVE
 
 
@@ -103,7 +103,7 @@ class Planner:
             planner.report_compiled()
         return planner
 
-    def one_by_one(self) -> list[str]:
+    def recorded_outputs(self) -> list[str]:
         """Every recorded output and its schedule. All ranks that monitor the model together must have the same."""
         recorded = [f"gradient_flow, gradient_noise {self.recipe.schedule}"]
         for rule in (*self.recipe.rules, *self.recipe.captures):
@@ -153,38 +153,45 @@ class Planner:
             for kind in [kind for kind in rule.kinds if self._is_recorded(kind, stage)]:
                 if rule.per_module:
                     totals.add(rule, kind, index)
-                for site in () if rule.per_module else matching(rule, kind, index):
-                    by_site[site.name][kind].append(rule)
-        shared = totals.shared()
-
-        def watched(site: SiteT) -> Watched[SiteT]:
-            rules, of_totals, is_module = by_site[site.name], shared.get(site.name, {}), isinstance(site, ModuleSite)
-            streams: dict[str, Stream] = {}
-            layers: dict[str, dict[str, Stream]] = {}
-            for kind in {**rules, **of_totals}:
-                stream = Stream(
-                    kind,
-                    site.name,
-                    joined(rules[kind], kind, site.name),
-                    stage,
-                    self.recipe.prefix,
-                    is_compared=self.shares_input and is_module,
-                    is_replicated=self.has_ranks and not is_module,
-                    is_nonnegative=isinstance(site, ModuleSite) and kind == "activation" and type(site.module) in NONNEGATIVE,
-                    shared=of_totals.get(kind, {}),
-                )
-                within = layer_sites(site, kind)
-                if within:
-                    layers[kind] = {name: stream.at(name) for name in within}
                 else:
-                    streams[kind] = stream
-            return Watched(site, streams, layers)
-
-        modules = [watched(site) for site in index.modules if site.name in by_site]
-        parameters = [watched(site) for site in index.parameters if site.name in by_site or site.name in shared]
+                    for site in matching(rule, kind, index):
+                        by_site[site.name][kind].append(rule)
+        members = totals.outputs_of_members()
+        modules = [self._watched(site, by_site[site.name], {}, stage) for site in index.modules if site.name in by_site]
+        parameters = [
+            self._watched(site, by_site.get(site.name, {}), members.get(site.name, {}), stage)
+            for site in index.parameters
+            if site.name in by_site or site.name in members
+        ]
         totals.plan(parameters, stage, self.recipe.prefix)
         states = StateRules.of([rule for rule in rules if self._is_recorded(STATE, stage)], totals, parameters, index, self.reporter)
         return Plan(modules, parameters, [*totals.rules], states)
+
+    def _watched(
+        self, site: SiteT, rules: Mapping[str, Sequence[ParsedRule]], shared: Mapping[str, Mapping[str, Output]], stage: str
+    ) -> Watched[SiteT]:
+        """What is recorded of a site: by the rules about itself, and as a member of totals (``shared``), both by kind."""
+        streams: dict[str, Stream] = {}
+        layers: dict[str, dict[str, Stream]] = {}
+        is_module = isinstance(site, ModuleSite)
+        for kind in {**rules, **shared}:
+            stream = Stream(
+                kind,
+                site.name,
+                joined(rules.get(kind, ()), kind, site.name),
+                stage,
+                self.recipe.prefix,
+                is_compared=self.shares_input and is_module,
+                is_replicated=self.has_ranks and not is_module,
+                is_nonnegative=isinstance(site, ModuleSite) and kind == "activation" and type(site.module) in NONNEGATIVE,
+                shared=shared.get(kind, {}),
+            )
+            maps = layer_sites(site, kind)
+            if maps:
+                layers[kind] = {name: stream.at(name) for name in maps}
+            else:
+                streams[kind] = stream
+        return Watched(site, streams, layers)
 
     def _is_recorded(self, kind: str, stage: str) -> bool:
         return kind not in self.recipe.left_out and (stage == TRAIN or KINDS[kind].in_every_stage)
@@ -221,9 +228,9 @@ class Planner:
 
     def report_compiled(self) -> None:
         """Report, in one line, which modules are compiled, and what is left out for that."""
-        words = compiled_in_words(self.index, self.recipe.rules, len(self.plan_inside().modules), self.plan())
-        if words:
-            self.reporter.log_once(words)
+        message = compiled_message(self.index, self.recipe.rules, len(self.plan_inside().modules), self.plan())
+        if message:
+            self.reporter.log_once(message)
 
     def report_uncompiled_reference(self) -> None:
         """Report that the reference runs uncompiled, if a compiled model is compared with it."""
@@ -274,21 +281,24 @@ def _path(stream: Stream) -> str:
     return "/".join(filter(None, (stream.kind, stream.site, stream.stage, stream.prefix, *stream.outputs)))
 
 
-def compiled_in_words(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, plan: Plan) -> str:
+def compiled_message(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, plan: Plan) -> str:
     """One line: what of the model is compiled, and what that leaves out: modules that rules match, detectors, and attention.
 
     Empty if that leaves nothing out.
     """
-    names = shortened([without_wrappers(name) for name in index.compiled.names])
-    left_out = f"{num_inside} of the {num_inside + len(plan.modules)} modules that the rules match"
-    watch_rules = [rule for rule in rules if rule.label == OF_WATCHES and not any(matching(rule, kind, index) for kind in rule.kinds)]
+    left_out = []
+    if num_inside:
+        left_out.append(f"Modules inside are not observed: {num_inside} of the {num_inside + len(plan.modules)} that the rules match.")
+    watch_rules = [rule for rule in rules if rule.label == WATCH_LABEL and not any(matching(rule, kind, index) for kind in rule.kinds)]
     idle = {name: None for rule in watch_rules for name in rule.outputs if any(matching(rule, kind, index.whole) for kind in rule.kinds)}
-    unjudged = f" {OF_WATCHES} has no {', '.join(idle)} to judge." if idle else ""
-    heads = [rule for rule in rules if any(KINDS[kind].of_heads for kind in rule.kinds) and rule.label != OF_WATCHES]
-    callers = [watched.site.name for watched in plan.modules_with_heads if heads and watched.site.module in index.compiled.callers]
-    attention = (
-        f" {shortened(callers)} call compiled functions: attention is recorded in modules within, not in their own code." if callers else ""
-    )
-    how = "compiled: uncompiled records them, and runs monitored steps uncompiled"
-    inside = f" What is inside is not observed: {left_out}." if num_inside else ""
-    return f"Compiled: {names}.{inside}{unjudged}{attention} {how}." if inside or unjudged or attention else ""
+    if idle:
+        left_out.append(f"{WATCH_LABEL} has no {', '.join(idle)} to judge.")
+    has_attention_rule = any(KINDS[kind].of_heads for rule in rules if rule.label != WATCH_LABEL for kind in rule.kinds)
+    callers = [watched.site.name for watched in plan.modules_with_heads if watched.site.module in index.compiled.callers]
+    if has_attention_rule and callers:
+        left_out.append(f"{shortened(callers)} call compiled functions: attention is recorded in modules within, not in their own code.")
+    if not left_out:
+        return ""
+    names = shortened([without_wrappers(name) for name in index.compiled.names])
+    cure = "compiled: uncompiled records them, and runs monitored steps uncompiled"
+    return f"Compiled: {names}. {' '.join(left_out)} {cure}."

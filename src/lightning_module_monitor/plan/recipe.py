@@ -15,7 +15,7 @@ from lightning_module_monitor.keys import Key, check_prefix
 from lightning_module_monitor.kinds import KINDS, OWN_KIND, STAGES, TRAIN
 from lightning_module_monitor.model.names import NameFormat
 
-DETAIL = "detail"
+DETAIL_LABEL = "detail"
 """The label of rules that last as long as the model."""
 
 
@@ -75,7 +75,7 @@ class Recipe:
         """Whether anything is recorded."""
         return bool(self.rules or self.captures) or self.gradient_flow is not None or self.gradient_noise is not None
 
-    def first_of_reference(self, *, running: bool = False) -> str | None:
+    def first_needing_reference(self, *, running: bool = False) -> str | None:
         """The first rule with a kind that needs a reference, and that kind; ``None`` if no rule has one.
 
         Args:
@@ -89,9 +89,9 @@ class Recipe:
         )
         return next(named, None)
 
-    def first_of_kind(self, kind: str, *, without: str) -> str | None:
-        """The first rule or capture that has a kind and lacks another kind; ``None`` if there is none."""
-        rules = (rule for rule in (*self.rules, *self.captures) if kind in rule.kinds and without not in rule.kinds)
+    def first_with(self, kind: str, *, but_not: str) -> str | None:
+        """The first rule or capture that has a kind, but not another kind; ``None`` if there is none."""
+        rules = (rule for rule in (*self.rules, *self.captures) if kind in rule.kinds and but_not not in rule.kinds)
         return next((f"{rule.label}.kinds {kind!r}" for rule in rules), None)
 
     # Steps
@@ -110,7 +110,7 @@ class Recipe:
 
     def everything(self) -> ActiveRules:
         """All rules except those that are added for a few steps after a finding."""
-        rules = tuple(number for number, rule in enumerate(self.rules) if rule.label != DETAIL)
+        rules = tuple(number for number, rule in enumerate(self.rules) if rule.label != DETAIL_LABEL)
         return ActiveRules(rules, self.gradient_flow is not None, self.gradient_noise is not None)
 
     def is_captured(self, step: int) -> bool:

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from lightning_module_monitor.config.rules import ParsedRule
 from lightning_module_monitor.kinds import KINDS
@@ -18,26 +19,34 @@ from lightning_module_monitor.statistics.stream import Stream
 from lightning_module_monitor.suggestions import unmatched
 
 
+class _StateStreams(NamedTuple):
+    """What is recorded of the states of one name, such as ``exp_avg``."""
+
+    by_parameter: Mapping[str, Stream]
+    """By the name of the parameter; a parameter whose state no rule picks has none."""
+    totals: Sequence[Stream]
+    """The totals over parameters, with sites such as ``_root_.exp_avg``."""
+
+
 @dataclass(eq=False)
 class StateRules:
-    """The rules about states that are due in a step, and the states that optimizers have so far.
+    """Rules for optimizer states that are active in a step, and the states known so far.
 
-    Patterns match a name of a parameter, or of a state: ``head.weight.exp_avg``.
+    A plan has one stream for all states of a parameter, and one for each total of a module. The streams of a state are derived from these
+    when an optimizer is first found to keep a state of its name. Patterns match a name of a parameter, or of a state:
+    ``head.weight.exp_avg``.
     """
 
     rules: Sequence[ParsedRule]
     rules_by_total: Mapping[Stream, ParsedRule]
-    """The totals that are planned of all states of a module's parameters, each with its rule."""
-    watched: Mapping[Stream, WatchedParameter]
-    """Parameters by the stream that is planned of all their states."""
+    """The planned totals of states, each with its rule."""
+    watched: Mapping[str, WatchedParameter]
+    """The parameters whose states are planned, by name."""
     index: ModelIndex
     reporter: ErrorReporter
-    _streams: dict[tuple[str, str], Stream | None] = field(default_factory=dict, init=False)
-    """What is recorded of each state that is known, by the names of its parameter and of the state."""
-    _total_streams: dict[tuple[Stream, str], Stream | None] = field(default_factory=dict, init=False)
-    """The totals of the states of a name, by the total that is planned of all states."""
+    _known: dict[str, _StateStreams] = field(default_factory=dict, init=False)
+    """By the name of the state."""
     _has_reported: bool = field(default=False, init=False)
-    """Whether unmatched patterns have been reported, with the first states."""
 
     @classmethod
     def of(
@@ -49,41 +58,46 @@ class StateRules:
         reporter: ErrorReporter,
     ) -> StateRules | None:
         """The rules about states among some; ``None`` if there are none."""
-        chosen = [rule for rule in rules if any(KINDS[kind].of_states for kind in rule.kinds)]
-        of_states = {total: rule for total, rule in totals.rules.items() if KINDS[total.kind].of_states}
-        planned = {target.streams[STATE]: target for target in watched if STATE in target.streams}
-        return cls(chosen, of_states, planned, index, reporter) if chosen else None
+        of_states = [rule for rule in rules if any(KINDS[kind].of_states for kind in rule.kinds)]
+        rules_by_total = {total: rule for total, rule in totals.rules.items() if KINDS[total.kind].of_states}
+        planned = {target.site.name: target for target in watched if STATE in target.streams}
+        return cls(of_states, rules_by_total, planned, index, reporter) if of_states else None
 
     def stream(self, watched: WatchedParameter, state: str) -> Stream | None:
         """What is recorded of a state of a parameter: always the same object; ``None`` if no rule picks it."""
-        key = watched.site.name, state
-        if key not in self._streams:
-            planned = watched.streams[STATE]
-            rules = [rule for rule in self.rules if self._is_picked(watched, state, rule)]
-            of_itself = {name for rule in rules if not rule.per_module for name in rule.outputs}
-            names = [name for name in planned.outputs if name in of_itself]
-            is_recorded = bool(names) or (bool(planned.shared) and any(rule.per_module for rule in rules))
-            self._streams[key] = planned.at(self.index.part_name(watched.site.name, state), names) if is_recorded else None
-        return self._streams[key]
+        known = self._known.get(state)
+        if known is None:
+            known = self._known[state] = self._streams_of(state)
+        return known.by_parameter.get(watched.site.name)
 
     def known_totals(self) -> list[Stream]:
-        """The streams of the totals, such as ``_root_.exp_avg``, of the states that :meth:`stream` was called with.
+        """The totals over parameters of the states known so far."""
+        return [total for known in self._known.values() for total in known.totals]
 
-        The members of a total are the states of one name that its rule picks, whether or not an optimizer keeps them.
-        """
-        for state in dict.fromkeys(state for _site, state in self._streams) if self.rules_by_total else ():
-            for total, rule in self.rules_by_total.items():
-                if (total, state) not in self._total_streams:
-                    targets = [self.watched[member] for member in total.members]
-                    streams = [self.stream(target, state) for target in targets if self._is_picked(target, state, rule)]
-                    members = tuple(stream for stream in streams if stream is not None)
-                    site = self.index.part_name(total.site, state)
-                    of_state = replace(total, site=site, origin=total, members=members) if members else None
-                    self._total_streams[total, state] = of_state
-        return [total for total in self._total_streams.values() if total is not None]
+    def _streams_of(self, state: str) -> _StateStreams:
+        streams = {name: self._stream(watched, state) for name, watched in self.watched.items()}
+        recorded = {name: stream for name, stream in streams.items() if stream is not None}
+        totals = [self._total(planned, rule, state, recorded) for planned, rule in self.rules_by_total.items()]
+        return _StateStreams(recorded, [total for total in totals if total.members])
+
+    def _stream(self, watched: WatchedParameter, state: str) -> Stream | None:
+        rules = [rule for rule in self.rules if self._is_picked(watched, state, rule)]
+        recorded = {name for rule in rules if not rule.per_module for name in rule.outputs}
+        planned = watched.streams[STATE]
+        is_member = bool(planned.shared) and any(rule.per_module for rule in rules)
+        if not recorded and not is_member:
+            return None
+        return planned.at(self.index.part_name(watched.site.name, state), [name for name in planned.outputs if name in recorded])
+
+    def _total(self, planned: Stream, rule: ParsedRule, state: str, streams: Mapping[str, Stream]) -> Stream:
+        """A total of a state. Its members are the states that its rule picks, whether or not an optimizer keeps them."""
+        picked = [member.site for member in planned.members if self._is_picked(self.watched[member.site], state, rule)]
+        members = tuple(streams[name] for name in picked if name in streams)
+        site = self.index.part_name(planned.site, state)
+        return replace(planned, site=site, origin=planned, members=members)
 
     def _is_picked(self, watched: WatchedParameter, state: str, rule: ParsedRule) -> bool:
-        site = with_state(watched.site, state)
+        site = with_names_of_state(watched.site, state)
         return is_picked(site, rule) and not matches(site.aliases, self.index.exclude)
 
     def unmatched_patterns(self) -> dict[str, list[re.Pattern[str]]]:
@@ -103,8 +117,11 @@ class StateRules:
         Args:
             states: All states that the optimizers keep, at least one, each with its parameter.
         """
-        waiting, self._has_reported = {} if self._has_reported else self.unmatched_patterns(), True
-        names_of_states = {name for site, state in states for name in with_state(site, state).aliases} if waiting else set()
+        if self._has_reported:
+            return
+        self._has_reported = True
+        waiting = self.unmatched_patterns()
+        names_of_states = {name for site, state in states for name in with_names_of_state(site, state).aliases} if waiting else set()
         for label, patterns in waiting.items():
             without_match = [pattern.pattern for pattern in patterns if not any(map(pattern.fullmatch, names_of_states))]
             if without_match:
@@ -113,6 +130,6 @@ class StateRules:
                 self.reporter.log_once(message, logging.WARNING, f"{label} of states")
 
 
-def with_state(site: ParameterSite, state: str) -> ParameterSite:
-    """The site of a parameter with the names that a state has, too."""
+def with_names_of_state(site: ParameterSite, state: str) -> ParameterSite:
+    """The site of a parameter, with the names of a state in addition to its own."""
     return replace(site, aliases=(*site.aliases, *(f"{alias}.{state}" for alias in dict.fromkeys((site.name, *site.aliases)))))

@@ -79,8 +79,8 @@ class Totals:
             patterns = (rule.sites, rule.exclude) if KINDS[kind].of_states else ()
             self._rules[kind, module, tuple(parameters), patterns].append(rule)
 
-    def shared(self) -> dict[str, dict[str, dict[str, Output]]]:
-        """What totals need of each parameter, by its name and by kind."""
+    def outputs_of_members(self) -> dict[str, dict[str, dict[str, Output]]]:
+        """The outputs of the totals of which each parameter is a member, by its name and by kind."""
         shared: defaultdict[str, defaultdict[str, dict[str, Output]]] = defaultdict(lambda: defaultdict(dict))
         for (kind, module, parameters, _patterns), rules in self._rules.items():
             outputs = joined(rules, kind, module)

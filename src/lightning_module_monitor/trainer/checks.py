@@ -54,7 +54,7 @@ def check_manual_optimization(pl_module: LightningModule, recipe: Recipe, refere
         reason = f"{model} uses manual optimization, and a reference cannot run its training_step"
         remedy = f"module, the name of a submodule that training_step calls: a copy of that submodule then runs. Or leave {reference} out"
         raise ConfigError(f"{reference} is given; {reason}. Expected {remedy}.")
-    rule = recipe.first_of_kind("gradient_before_clip", without="gradient")
+    rule = recipe.first_with("gradient_before_clip", but_not="gradient")
     if rule is not None:
         reason = f"{model} uses manual optimization, and when it clips, if it does, is not known"
         raise ConfigError(f"{rule}: {reason}; expected 'gradient', what the optimizer uses.")

@@ -17,7 +17,7 @@ from lightning_module_monitor.kinds import ROOT_SITE, TRAIN
 from lightning_module_monitor.lightning_packages import messages
 from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.blocks import block_rules, blocks_of
-from lightning_module_monitor.plan.matching import OF_WATCHES
+from lightning_module_monitor.plan.matching import WATCH_LABEL
 from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.callback_metrics import names_context
@@ -52,14 +52,14 @@ def prepare(arguments: Mapping[str, Any]) -> Prepared:
         monitor.add_rules(default_rules(), "rules", are_optional=True)
     if options.attention:
         monitor.add_rules(attention_rules(), "rules")
-    needed_by = monitor.engine.recipe.first_of_reference()
+    needed_by = monitor.engine.recipe.first_needing_reference()
     if options.reference is None and needed_by is not None:
         raise ConfigError(f"{needed_by} needs a reference; expected reference: init, or the path of a checkpoint.")
     if options.rcc:
         monitor.add_rules(coordinate_check_rules(), "rcc", are_optional=True)
     if parsed["reference"] is not None and needed_by is None:  # not where rcc alone asks for it
         monitor.add_rules(Rule(kinds=["activation_difference", "parameter_difference"], statistics="ratio"), "reference")
-    monitor.add_rules(watch_rules(options.health.recorded), OF_WATCHES, are_optional=True)
+    monitor.add_rules(watch_rules(options.health.recorded), WATCH_LABEL, are_optional=True)
     return Prepared(options, monitor, ErrorReporter(messages, parsed["on_error"], is_first_process))
 
 

@@ -88,7 +88,7 @@ class ReferenceOrigin:
         self._is_resumed = False
         self._initial = self._present_values() if self._source == INIT else {}
         """The values of the model; empty if it does not exist yet."""
-        runs = self._source == INIT and run.recipe.first_of_reference(running=True) is not None
+        runs = self._source == INIT and run.recipe.first_needing_reference(running=True) is not None
         will_lay_out = is_a(run.trainer.strategy, "FSDPStrategy", "ModelParallelStrategy") and not is_laid_out(run.module)
         self._unconfigured = LaidOutCopy(run.trainer.strategy, run.module) if runs and will_lay_out else None
         """A copy of the model from before it is laid out over ranks."""
@@ -158,7 +158,7 @@ class ReferenceOrigin:
         live, reason = self._run.planner.index.within, "the model is laid out over ranks"
         if self._source != INIT:
             raise ConfigError(f"reference is {self._name!r}, and {reason}; expected reference: init.")
-        needed_by = self._run.recipe.first_of_reference(running=True)
+        needed_by = self._run.recipe.first_needing_reference(running=True)
         if needed_by is None:
             return copies.parameter_copy(live), None
         laid_out = self._unconfigured

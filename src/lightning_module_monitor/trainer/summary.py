@@ -19,7 +19,7 @@ from lightning_module_monitor.kernels.moments import Moments
 from lightning_module_monitor.keys import is_context
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.monitor import ModuleMonitor
-from lightning_module_monitor.plan.matching import OF_WATCHES
+from lightning_module_monitor.plan.matching import WATCH_LABEL
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.totals import of_modules
@@ -170,7 +170,7 @@ def _raw_tensors(captured: Plan) -> str:
 
 def description_of(options: Options, monitor: ModuleMonitor, results: RunResults) -> Description:
     """The rules, the health, the store and the findings of a callback, for the prompt and a notebook."""
-    rules = [rule for rule in monitor.engine.own_recipe.rules if rule.label != OF_WATCHES]
+    rules = [rule for rule in monitor.engine.own_recipe.rules if rule.label != WATCH_LABEL]
     findings, store, record = results.findings, results.store_path, results.last_record
     last = "none" if record is None else f"of step {record.step}: {counted(len(record.values), 'value')}"
     is_default = options.arguments["rules"] is None
