@@ -100,7 +100,7 @@ class AlertRule:
     needs_fall: bool = False
     """Whether only records meet the condition in which the training loss is below the first one; none under manual optimization."""
     of_samples: bool = False
-    """Whether the rule judges modules that return a tensor for each sample alone, where these are known: not those of losses, say."""
+    """Whether the rule judges only modules that return a tensor for each sample, where these are known; no modules of losses."""
     parameters: Training | None = None
     """State of the parameters that the rule judges; ``None``: all."""
     severity: Severity = "warning"
@@ -352,7 +352,6 @@ def words_of(rule: AlertRule, fired: Sequence[Fired], step: int) -> str:
 
 
 def _figure(rule: AlertRule, fired: Fired) -> str:
-    """A figure that met the condition, and its base."""
     if not rule.relative_to:
         return f"{fired.value:.4g}"
     base = f"{abs(fired.value) / fired.base:.3g} times its median" if fired.base else "its median is 0"

@@ -63,7 +63,7 @@ class Check:
 
 
 class Judged(NamedTuple):
-    """What a detector had to judge in a run, and what came of it."""
+    """The series and records that a detector judged in a run, and whether it found something."""
 
     is_found: bool
     num_series: int

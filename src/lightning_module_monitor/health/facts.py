@@ -37,7 +37,7 @@ class GroupFacts(NamedTuple):
     name: str = ""
     """The group's own ``name``; empty without one, and in stores of earlier versions."""
     eps: float = 0.0
-    """What Adam and its relatives add to the root of the second moment; 0 in stores of earlier versions."""
+    """The ``eps`` of Adam and its relatives; 0 in stores of earlier versions."""
     number: int = 0
     """Number of its optimizer."""
     dtype: str = ""
@@ -115,7 +115,7 @@ class Facts:
     has_swapped_betas: bool = False
     """Whether an optimizer averages squares over fewer steps than gradients."""
     in_two_optimizers: Sequence[str] = ()
-    """Parameters of an optimizer that another one has, too, among others."""
+    """Parameters of an optimizer that another optimizer with further parameters has, too."""
     order: Sequence[str] = ()
     """The modules that returned an output for each sample, in the order of execution in the first record; the last one is the output."""
 
@@ -130,7 +130,7 @@ class Facts:
         return self.groups[parameter.group].number if parameter is not None and 0 <= parameter.group < len(self.groups) else -1
 
     def as_values(self) -> dict[Key, float]:
-        """The conditions among them, which are judged as values of a record are."""
+        """The facts that are conditions, as values of a record, by key."""
         of_run = {Key(FACT_KIND, "", name): float(getattr(self, name)) for name in _OF_RUN}
         of_sites = {Key(FACT_KIND, site, name): 1.0 for name in _OF_SITES for site in getattr(self, name)}
         return of_run | of_sites

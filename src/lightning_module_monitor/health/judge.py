@@ -29,8 +29,8 @@ MAX_BOUND = 8
 _NO_RATE = np.array([math.nan])
 
 
-class _Series(NamedTuple):
-    """What is bound to the columns of records, as long as these and the facts are the same."""
+class _Binding(NamedTuple):
+    """Keys and rules bound to the columns of records; valid until the columns or the facts change."""
 
     version: int
     """Number of the columns."""
@@ -49,7 +49,7 @@ class _Series(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """What all rules judge in a record."""
+    """The part of a record that all rules share."""
 
     step: int
     numbers: NDArray[np.float64]
@@ -76,10 +76,10 @@ class Judge:
         self.history = History()
         self._order = {site: rank for rank, site in enumerate(dict.fromkeys(sites))}
         self._modules = frozenset(modules)
-        self._series: dict[tuple[Columns, bool], _Series] = {}
-        """What is bound to the columns of each stage, with facts and without."""
+        self._bindings: dict[tuple[Columns, bool], _Binding] = {}
+        """Keys and rules by the columns of a stage, and by whether there are facts."""
         self._has_value: dict[Key, bool] = {}
-        """Whether any record had a value that is not NaN, by the key of each series that had a value; without those of ``_series``."""
+        """Whether any record had a value that is not NaN, by the key of each series that had a value; without those of ``_bindings``."""
 
     def observe(self, record: Record, facts: Facts | None = None) -> list[Alarm]:
         """The alarms of a record: at most one per rule, about all figures that have met its condition in ``for_steps`` records.
@@ -93,16 +93,16 @@ class Judge:
         if facts is not None and facts is not self.history.facts and facts != self.history.facts:
             self._unbind()
             self.history.facts = facts
-        series = self._series_of(record.columns, len(record.numbers), has_facts=facts is not None)
+        binding = self._binding_of(record.columns, len(record.numbers), has_facts=facts is not None)
         # Behind the facts a NaN: the learning rate of what has none.
-        numbers = np.concatenate([record.numbers, series.fact_values, _NO_RATE])
+        numbers = np.concatenate([record.numbers, binding.fact_values, _NO_RATE])
         is_recorded = ~is_absent(numbers)
-        series.is_recorded[:] |= is_recorded[:-1]
-        series.has_value[:] |= numbers[:-1] == numbers[:-1]
-        self.history.add(record.step, numbers, series.kept)
+        binding.is_recorded[:] |= is_recorded[:-1]
+        binding.has_value[:] |= numbers[:-1] == numbers[:-1]
+        self.history.add(record.step, numbers, binding.kept)
         judged = _Judged(record.step, numbers, is_recorded, self.history.losses.first, self.history.loss, has_facts=facts is not None)
         with np.errstate(invalid="ignore"):
-            alarms = [self._judge(state, bound, judged) for state, bound in zip(self.states, series.by_rule, strict=True)]
+            alarms = [self._judge(state, bound, judged) for state, bound in zip(self.states, binding.by_rule, strict=True)]
         return [alarm for alarm in alarms if alarm is not None]
 
     def _judge(self, state: RuleState, bound: Bound, judged: _Judged) -> Alarm | None:
@@ -146,22 +146,22 @@ class Judge:
         )
         return Alarm(finding, rule.then, fired)
 
-    # What is bound to columns
+    # Binding to columns
 
-    def _series_of(self, columns: Columns, version: int, *, has_facts: bool) -> _Series:
-        """What is bound to the first ``version`` of some columns, which are as many as a record has numbers."""
-        series = self._series.get((columns, has_facts))
-        if series is None or series.version != version:
-            if series is not None or len(self._series) >= MAX_BOUND:
+    def _binding_of(self, columns: Columns, version: int, *, has_facts: bool) -> _Binding:
+        """Keys and rules bound to the first ``version`` columns, as many as the record has numbers."""
+        binding = self._bindings.get((columns, has_facts))
+        if binding is None or binding.version != version:
+            if binding is not None or len(self._bindings) >= MAX_BOUND:
                 self._unbind()
-            series = self._series[columns, has_facts] = self._bind(columns.keys[:version], has_facts=has_facts)
-        return series
+            binding = self._bindings[columns, has_facts] = self._bind(columns.keys[:version], has_facts=has_facts)
+        return binding
 
-    def _bind(self, recorded: Sequence[Key], *, has_facts: bool) -> _Series:
+    def _bind(self, recorded: Sequence[Key], *, has_facts: bool) -> _Binding:
         of_facts = self.history.facts.as_values() if has_facts else {}
         keys = [*recorded, *of_facts]
         is_of_part = [key.site != ROOT_SITE and is_total(key, self._modules) for key in keys]
-        # Of all parameters inside a module together, the history keeps those of the whole model alone.
+        # The history keeps totals of the whole model, and no others.
         kept = {column: key._replace(prefix="") for column, key in enumerate(keys) if is_kept(key) and not is_of_part[column]}
         rates = {key.statistic: column for column, key in kept.items() if key.kind == CONTEXT_KIND and is_rate(key.statistic)}
         columns_by_rule: list[list[int]] = [[] for _state in self.states]
@@ -179,19 +179,19 @@ class Judge:
         ]
         flags = np.zeros((2, len(keys)), bool)
         values = np.array([*of_facts.values()], np.float64)
-        return _Series(len(recorded), values, keys, by_rule, KeptColumns(kept, self.history.facts), *flags)
+        return _Binding(len(recorded), values, keys, by_rule, KeptColumns(kept, self.history.facts), *flags)
 
     def _unbind(self) -> None:
-        """Forget what is bound, but not which series had a value."""
+        """Drop the bound keys and rules, and keep which series had a value."""
         self._has_value = self._had_values()
-        self._series.clear()
+        self._bindings.clear()
 
     def _had_values(self) -> dict[Key, bool]:
         had = dict(self._has_value)
-        for series in self._series.values():
-            for column in np.flatnonzero(series.is_recorded).tolist():
-                key = series.keys[column]
-                had[key] = had.get(key, False) or bool(series.has_value[column])
+        for binding in self._bindings.values():
+            for column in np.flatnonzero(binding.is_recorded).tolist():
+                key = binding.keys[column]
+                had[key] = had.get(key, False) or bool(binding.has_value[column])
         return had
 
     def _without_clamped(self, state: RuleState, fired: Sequence[Fired]) -> list[Fired]:

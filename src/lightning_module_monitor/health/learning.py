@@ -92,7 +92,7 @@ def _result_of_ranks(losses: Losses) -> Learning:
 
 
 def _result_of_fall(losses: Losses) -> Learning:
-    """What a fall by ranks amounts to: none where the loss only came down from a peak, or is lost in the end."""
+    """The result for losses that fall by ranks: no fall if the loss only came down from a peak, or is lost in the end."""
     is_small = losses.last_median > (1 - HARDLY) * max(losses.first, float(np.median(losses.ends[0])))
     return _lost_in_the_end(losses) or ("hardly" if is_small else "falls" if losses.stalled_since is None else "stalled")
 

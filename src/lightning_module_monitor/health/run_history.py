@@ -27,7 +27,7 @@ SMALL_RATE = 0.01
 LARGE_STEP = 3.0
 """Steps that can move most weights by more than so many times of their norms keep nothing of them."""
 _OF_LOSS = re.compile(r"loss|(?<![a-z])(ce|bce|nll|mse)(?![a-z])")
-"""Names of what a module logs as a loss or a part of it."""
+"""Matches names of logged losses."""
 
 NO_FACTS = Facts()
 """The facts of a run of which only numbers are known: none."""
@@ -47,7 +47,7 @@ class History:
     def __init__(self) -> None:
         self.losses = Losses()
         self.parts: dict[str, list[float]] = {}
-        """What a module logs as a loss, by name."""
+        """Further logged losses by name."""
         self.rates: dict[str, Rate] = {}
         """Learning rates by name."""
         self.relative_steps: list[tuple[int, float]] = []
@@ -55,22 +55,22 @@ class History:
         self.num_gradients, self.num_clipped = 0, 0
         """Number of records with gradients, and number of records whose gradients have the largest size that clipping allows."""
         self.first: dict[str, float] = {}
-        """Of the first record ``gradient``, ``output`` (size of the last module's), ``first_output`` (of the first module's),
+        """Sizes in the first record: ``gradient``, ``output`` (of the last module), ``first_output`` (of the first module),
         ``input_abs_max``, ``constant_from``, ``same_units``, and ``median_relative_step`` (of the weights)."""
         self.first_norms: dict[str, float] = {}
         """The norms of parameters in the first record, by site."""
         self.num_without_loss = 0
         """Number of records of training without a loss."""
         self.inputs: list[float] = []
-        """Of each record the largest magnitude of the input, if it is known."""
+        """The largest magnitude of the input in each record that has it."""
         self.targets: list[float] = []
-        """Of each record with labels the label, if they were all the same; else NaN."""
+        """The label in each record with labels, if all are the same; else NaN."""
         self.largest_variation = 0.0
         """The largest variation of the output in records in which the input varied."""
         self.gradients_by_optimizer: list[list[float]] = []
-        """Under manual optimization, of each record the norm of the gradients of each optimizer's parameters; NaN without any."""
+        """Under manual optimization, the norm of the gradients of each optimizer's parameters in each record; NaN without any."""
         self.frozen: dict[int, dict[str, float]] = {}
-        """The norms of parameters that a finding is about because they did not move, by the step of the finding."""
+        """Norms of the parameters in a finding about weights that do not move, by the step of the finding."""
         self.was_skipped = False
         """Whether a ``GradScaler`` skipped the step of the newest record."""
         self._last: Sizes | None = None
@@ -85,7 +85,7 @@ class History:
 
     @property
     def before(self) -> Mapping[Key, float]:
-        """The values of the record before."""
+        """The values of the record with parameters before it."""
         return {} if self._before is None else self._before.values
 
     def add(self, step: int, numbers: NDArray[np.float64], kept: KeptColumns) -> None:

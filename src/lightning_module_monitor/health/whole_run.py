@@ -1,4 +1,4 @@
-"""What the history of a whole run shows, and the alarms that need it."""
+"""Alarms that need the history of a whole run, and the questions about it that causes ask, too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOST = 0.9
 UNLEARNED = ("flat", "still", "chance", "stalled", "at once", "unclear", "above")
 """Results of :attr:`History.learning` of losses that may not fall."""
 UNLEARNED_AT_ALL = ("flat", "chance", "hardly")
-"""Those of losses that do not fall."""
+"""Results of losses that do not fall."""
 
 _LOSS_PHRASES = {
     "flat": "does not fall by more than its noise",

@@ -1,1 +1,1 @@
-"""What is recorded of a model, and where: rules and the model's names become streams and planned keys."""
+"""Planning: rules and the model's names become streams and planned keys."""

@@ -45,8 +45,8 @@ def matching(rule: ParsedRule, kind: str, index: ModelIndex) -> Sequence[Site]:
         # The name of a state is not known yet, and any pattern may match it.
         rule = replace(rule, sites=_ANY) if KINDS[kind].of_states else rule
         return [site for site in index.parameters if is_picked(site, rule)]
-    there = [site for site in index.modules if not KINDS[kind].of_layers or layer_sites(site, kind)]
-    return [site for site in there if is_picked(site, rule)]
+    modules = [site for site in index.modules if not KINDS[kind].of_layers or layer_sites(site, kind)]
+    return [site for site in modules if is_picked(site, rule)]
 
 
 def layer_sites(site: Site, kind: str) -> list[str]:
@@ -74,9 +74,9 @@ def idle_kinds(rule: ParsedRule, index: ModelIndex) -> list[str]:
     if never_run:
         expected = f"expected modules that are called, e.g. '{never_run[0].replace('.', '[.]')}[.].*'"
         raise ConfigError(f"{rule.label}.sites matches only containers, which are never called ({shortened(never_run)}); {expected}.")
-    by_sort: dict[str, Sequence[Site]] = {"module": index.modules, "parameter": index.parameters}
-    sorts = [sort for sort in by_sort if any(KINDS[kind].site == sort for kind in rule.kinds)]
-    what, candidates = " and ".join(sorts), [site for sort in sorts for site in by_sort[sort]]
+    sites_by_type: dict[str, Sequence[Site]] = {"module": index.modules, "parameter": index.parameters}
+    site_types = [name for name in sites_by_type if any(KINDS[kind].site == name for kind in rule.kinds)]
+    what, candidates = " and ".join(site_types), [site for name in site_types for site in sites_by_type[name]]
     if not (any(KINDS[kind].of_states for kind in rule.kinds) or any(matches(site.aliases, rule.sites) for site in candidates)):
         patterns, names = [pattern.pattern for pattern in rule.sites], [site.name for site in candidates]
         raise ConfigError(f"{rule.label}.sites {unmatched(patterns, names, f'{what} names')}")
@@ -158,13 +158,13 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
         return
     with_weights = [site for site in index.modules if rcc_layers.has_own_weights(site.module) and is_picked(site, rule)]
     unknown = [site for site in with_weights if not rcc_layers.layer_parts(site.module)]
-    left_out = [f"{site.name} ({_class_in_words(unwrapped_class(site.module))})" for site in unknown]
+    left_out = [f"{site.name} ({_class_name(unwrapped_class(site.module))})" for site in unknown]
     if left_out:
         why = "rcc leaves out modules whose type is not in its table, or whose weight is quantized or computed from others"
         reporter.log_once(f"{why}: {shortened(left_out, 10)}. register_rcc_layer(type, function) adds a type.")
 
 
-def _class_in_words(of: type) -> str:
+def _class_name(of: type) -> str:
     """The name of a class; with its import path if it is not of torch, as other libraries have a ``Linear``, too."""
     return of.__name__ if of.__module__.partition(".")[0] == "torch" else f"{of.__module__}.{of.__qualname__}"
 

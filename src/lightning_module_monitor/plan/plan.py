@@ -1,4 +1,4 @@
-"""What all rules that are due record in one step."""
+"""The plan of one step: the modules and parameters to observe, with their streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Plan:
     modules: list[WatchedModule]
     parameters: list[WatchedParameter]
     totals: Sequence[Stream] = ()
-    """What is recorded of all parameters of a module together."""
+    """Streams over all parameters of a module."""
     states: StateRules | None = None
     """The rules about states of optimizers."""
     chain: Chain | None = None

@@ -1,4 +1,4 @@
-"""What is recorded at each site of a model: the rules, applied to the model's names."""
+"""The planner applies the rules to the names of a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_module_monitor.statistics.units import NONNEGATIVE
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """What is recorded of a model: a recipe applied to its names. Other rules or other names make another planner."""
+    """Applies a recipe to the names of a model. Other rules or other names make another planner."""
 
     recipe: Recipe
     index: ModelIndex
@@ -47,9 +47,9 @@ class Planner:
     shares_input: bool = False
     """Whether other ranks have the same input as this one, as in tensor parallel training."""
     _plans: dict[object, Plan] = field(default_factory=dict, init=False)
-    """By stage and active rules; by stage alone, the plan of attention that the model reports by hand."""
-    _taken: dict[str, set[str]] = field(default_factory=dict, init=False)
-    """Keys that are recorded, by stage."""
+    """Plans by stage and active rules; by stage alone, the plan of attention that the model reports by hand."""
+    _recorded_keys: dict[str, set[str]] = field(default_factory=dict, init=False)
+    """By stage."""
 
     @classmethod
     def of(
@@ -104,7 +104,7 @@ class Planner:
         return planner
 
     def recorded_outputs(self) -> list[str]:
-        """Every recorded output and its schedule. All ranks that monitor the model together must have the same."""
+        """Every recorded output with its schedule. All ranks that monitor the model together must have the same."""
         recorded = [f"gradient_flow, gradient_noise {self.recipe.schedule}"]
         for rule in (*self.recipe.rules, *self.recipe.captures):
             steps = rule.schedule.value
@@ -114,7 +114,7 @@ class Planner:
         return recorded + [_path(stream) for stream in (self.chain.streams if self.chain is not None else ())]
 
     def plan(self, due: ActiveRules | None = None, stage: str = TRAIN) -> Plan:
-        """What is recorded of the model; without ``due``, as if every rule were due."""
+        """The plan for the rules that are due; without ``due``, for all rules."""
         due = self.recipe.everything() if due is None else due
         if (stage, due) not in self._plans:
             chain, noise = (self.chain if due.gradient_flow else None), (self.noise if due.gradient_noise else None)
@@ -123,7 +123,7 @@ class Planner:
         return self._plans[stage, due]
 
     def capture_plan(self, step: int | None = None) -> Plan | None:
-        """Where raw tensors are captured, in a step or in any; ``None`` if none are."""
+        """The plan of the raw tensors to capture, in a step or in any; ``None`` without any."""
         captures = [capture for capture in self.recipe.captures if step is None or capture.schedule(step)]
         return self._plan(captures) if captures else None
 
@@ -138,13 +138,13 @@ class Planner:
         return Watched(watched.site, {**by_hand.streams, **watched.streams})
 
     def plan_inside(self, stage: str = TRAIN) -> Plan:
-        """What the rules would record inside compiled code if it were observed."""
+        """The plan of the modules inside compiled code, as if they were observed."""
         whole = self._plan(self.recipe.rules, stage, index=self.index.whole)
         observed = {site.name for site in self.index.modules}
         return Plan([module for module in whole.modules if module.site.name not in observed], [])
 
     def _plan(self, rules: Iterable[ParsedRule], stage: str = TRAIN, *, index: ModelIndex | None = None) -> Plan:
-        """What some rules record together. Outside of training there are only activations."""
+        """The plan for some rules. Outside of training there are only activations."""
         index, rules = index or self.index, [*rules]
         by_site: defaultdict[str, defaultdict[str, list[ParsedRule]]] = defaultdict(lambda: defaultdict(list))
         """Rules by site and kind: a module and a parameter never have one name."""
@@ -170,7 +170,7 @@ class Planner:
     def _watched(
         self, site: SiteT, rules: Mapping[str, Sequence[ParsedRule]], shared: Mapping[str, Mapping[str, Output]], stage: str
     ) -> Watched[SiteT]:
-        """What is recorded of a site: by the rules about itself, and as a member of totals (``shared``), both by kind."""
+        """The streams of a site: outputs of the rules that pick it, and of the totals that it is a member of (``shared``), both by kind."""
         streams: dict[str, Stream] = {}
         layers: dict[str, dict[str, Stream]] = {}
         is_module = isinstance(site, ModuleSite)
@@ -220,14 +220,14 @@ class Planner:
         """Whether the monitor itself records a key: a figure, a value of the context, or an output of a rule."""
         if is_context(key) or (Key.parse(key).kind == OWN_KIND and Key.parse(key).statistic in OWN_FIGURES):
             return True
-        if stage not in self._taken:
+        if stage not in self._recorded_keys:
             plan = self.plan(stage=stage)
             of_rules = (key for stream in plan.all_streams() for key in stream.keys.values())
-            self._taken[stage] = {*of_rules, *plan.keys()}
-        return key in self._taken[stage]
+            self._recorded_keys[stage] = {*of_rules, *plan.keys()}
+        return key in self._recorded_keys[stage]
 
     def report_compiled(self) -> None:
-        """Report, in one line, which modules are compiled, and what is left out for that."""
+        """Report, in one line, which modules are compiled, and what is not recorded for that."""
         message = compiled_message(self.index, self.recipe.rules, len(self.plan_inside().modules), self.plan())
         if message:
             self.reporter.log_once(message)
@@ -282,9 +282,9 @@ def _path(stream: Stream) -> str:
 
 
 def compiled_message(index: ModelIndex, rules: Iterable[ParsedRule], num_inside: int, plan: Plan) -> str:
-    """One line: what of the model is compiled, and what that leaves out: modules that rules match, detectors, and attention.
+    """One line that names the compiled modules and what is not recorded for that: modules that rules match, detectors, attention.
 
-    Empty if that leaves nothing out.
+    Empty if everything is recorded.
     """
     left_out = []
     if num_inside:

@@ -1,4 +1,4 @@
-"""What one monitor records, and in which steps, whatever its model is."""
+"""The recipe of a monitor: what to record, and in which steps, whatever the model is."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from lightning_module_monitor.suggestions import unmatched
 
 
 class _StateStreams(NamedTuple):
-    """What is recorded of the states of one name, such as ``exp_avg``."""
+    """The streams of the states of one name, such as ``exp_avg``."""
 
     by_parameter: Mapping[str, Stream]
     """By the name of the parameter; a parameter whose state no rule picks has none."""
@@ -64,7 +64,7 @@ class StateRules:
         return cls(of_states, rules_by_total, planned, index, reporter) if of_states else None
 
     def stream(self, watched: WatchedParameter, state: str) -> Stream | None:
-        """What is recorded of a state of a parameter: always the same object; ``None`` if no rule picks it."""
+        """The stream of a state of a parameter, always the same object; ``None`` if no rule picks it."""
         known = self._known.get(state)
         if known is None:
             known = self._known[state] = self._streams_of(state)

@@ -108,7 +108,7 @@ class Totals:
 
 
 def joined(rules: Sequence[ParsedRule], kind: str, site: str) -> Mapping[str, Output]:
-    """What rules record of a kind at a site, together.
+    """The outputs of several rules for a kind at a site.
 
     Raises:
         ConfigError: If two different things have one name.

@@ -103,7 +103,7 @@ def as_cells(fit: FormatFit) -> list[str]:
 HEADINGS = ("kind", "format", "sites", FITS, FITS_SCALED, UNFIT, "zeros")
 
 
-def in_words(site: SiteFit) -> str:
+def figures_text(site: SiteFit) -> str:
     """A site with its figures."""
     scaled = f", {_percent(site.scaled_underflow)} when scaled" if not np.isnan(site.scaled_underflow) else ""
     return f"{site.status}: underflow {_percent(site.underflow)}{scaled}, overflow {_percent(site.overflow)}"
@@ -117,7 +117,7 @@ def as_lines(fits: Sequence[FormatFit]) -> list[str]:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)), *map(str.rjust, row[2:], widths[2:])])
         for row in rows
     )
-    worst = [f"{fit.kind}/{site.site}, {fit.format}: {in_words(site)}" for fit in fits for site in fit.worst()]
+    worst = [f"{fit.kind}/{site.site}, {fit.format}: {figures_text(site)}" for fit in fits for site in fit.worst()]
     lines = [*aligned, *(["", "worst sites (the largest value of all records)"] if worst else []), *(f"  {line}" for line in worst)]
     is_recorded = {
         "scaled_underflow": any(not np.isnan(site.scaled_underflow) for fit in fits for site in fit.sites),

@@ -56,7 +56,7 @@ class SeriesRow(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Series of one sort."""
+    """Rows below one title."""
 
     title: str
     extreme_word: str
@@ -155,7 +155,7 @@ def length_of(run: StoredRun) -> list[tuple[str, str]]:
     length = [("steps", f"{steps[0]:,} to {steps[-1]:,} ({len(steps):,} recorded)")] if steps else []
     duration = _duration(configurations)
     if duration is not None:
-        length.append(("duration", in_words(duration) + (f" in {len(configurations)} runs" if len(configurations) > 1 else "")))
+        length.append(("duration", duration_text(duration) + (f" in {len(configurations)} runs" if len(configurations) > 1 else "")))
     return length
 
 
@@ -168,10 +168,10 @@ def _duration(configurations: Sequence[Mapping[str, Any]]) -> timedelta | None:
         return None
 
 
-def in_words(duration: timedelta) -> str:
+def duration_text(duration: timedelta) -> str:
     """A duration in hours and minutes, in minutes and seconds, or in seconds.
 
-    >>> in_words(timedelta(seconds=7)), in_words(timedelta(days=1, hours=2, minutes=3))
+    >>> duration_text(timedelta(seconds=7)), duration_text(timedelta(days=1, hours=2, minutes=3))
     ('7 s', '26 h 3 min')
     """
     seconds = round(duration.total_seconds())

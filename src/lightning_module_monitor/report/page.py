@@ -23,7 +23,7 @@ from lightning_module_monitor.keys import Key, is_of_spectrum
 from lightning_module_monitor.kinds import OVERHEAD_FRACTION, OWN_KIND, TRAIN
 from lightning_module_monitor.record import Finding, ModuleInfo
 from lightning_module_monitor.report.comparison import Change, as_text, differing_options, largest_changes, match_sites
-from lightning_module_monitor.report.formats import HEADINGS, as_cells, format_fits, in_words
+from lightning_module_monitor.report.formats import HEADINGS, as_cells, figures_text, format_fits
 from lightning_module_monitor.report.glance import MAX_ROWS, at_a_glance, length_of, names_of_groups, noise_scales_of, norms_of
 from lightning_module_monitor.report.payload import Payload
 from lightning_module_monitor.report.stored_run import StoredRun, read_run
@@ -226,7 +226,7 @@ def _shown(run: StoredRun, name: str) -> dict[str, Any]:
         "name": name,
         "path": run.path,
         "extent": run.extent,
-        "formats": [(as_cells(fit), [(site.site, in_words(site)) for site in fit.worst()]) for fit in format_fits(run)],
+        "formats": [(as_cells(fit), [(site.site, figures_text(site)) for site in fit.worst()]) for fit in format_fits(run)],
         "verdict": verdict,
         "first_series": _series_of(verdict.beginning) if verdict.beginning else "",
         "causes": causes,
