@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from helpers.memory import peak_bytes
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_module_monitor.model.unchanged import UnchangedParameters
 
@@ -67,11 +69,16 @@ def replace_objects(module: nn.Module) -> None:
 
 
 def state(module: nn.Module) -> dict[str, Any]:
-    """What must not change of each parameter: the object, its memory, and its bytes."""
+    """What must not change of each parameter: the object, its storage, and its bytes."""
     return {
-        name: (id(parameter), parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, bytes_of(parameter))
+        name: (id(parameter), storage_of(parameter), parameter.shape, parameter.stride(), parameter.dtype, bytes_of(parameter))
         for name, parameter in module.named_parameters()
     }
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, which other tensors may share."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def bytes_of(tensor: Tensor) -> list[int]:
@@ -81,7 +88,7 @@ def bytes_of(tensor: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("change", [write, replace_memory, share_memory, replace_objects])
 def test_parameters_are_as_before_every_run(change: Callable[[nn.Module], None]) -> None:
-    """Each parameter is the same object, with the same memory and the same bits, also where the user writes values into it between runs."""
+    """Each parameter is the same object, with the same storage and the same bits, also after a write between runs."""
     torch.manual_seed(0)
     module = Odd()
     parameters = UnchangedParameters(module)
@@ -94,41 +101,67 @@ def test_parameters_are_as_before_every_run(change: Callable[[nn.Module], None])
         module.matrix.data.add_(1)
 
 
-def test_a_first_run_that_fails_is_no_proof_that_nothing_is_written() -> None:
-    """The reference is run again after an error, which may have come before the writing."""
+def test_writing_by_an_address_is_undone() -> None:
+    """As numpy and kernels of other packages write, without an operation of torch."""
+    module = Odd()
+    before = state(module)
+    with UnchangedParameters(module).restored():
+        module.matrix.detach().numpy()[:] = 0  # type: ignore[operator, union-attr]
+        assert state(module) != before
+    assert state(module) == before
+
+
+def test_writing_that_begins_in_a_later_run_or_ends_in_an_error_is_undone() -> None:
+    """Every run is restored by itself, whatever those before it did."""
     module = Odd()
     parameters, before = UnchangedParameters(module), state(module)
-    with pytest.raises(ZeroDivisionError), parameters.restored():
-        raise ZeroDivisionError
-    for _run in range(2):
-        with parameters.restored():
-            write(module)
+    for error in (False, True, False):
+        with suppress(ZeroDivisionError), parameters.restored():
+            if error:
+                write(module)
+                raise ZeroDivisionError
         assert state(module) == before
+    with parameters.restored():
+        write(module)
+    assert state(module) == before
 
 
-class Copies(TorchDispatchMode):
-    """Counts copied elements."""
+def test_tensors_that_share_a_parameters_memory_still_share_it() -> None:
+    """A view that the module holds, and a second parameter in the same storage."""
+    module = Odd()
+    view, module.tied = module.matrix.data[0], nn.Parameter(module.matrix.data[1:])  # type: ignore[index]
+    before = state(module)
+    with UnchangedParameters(module).restored():
+        view.zero_()
+        assert not module.matrix[0].any()  # type: ignore[index]
+    assert state(module) == before
+    module.matrix.data[:2] = 5.0  # type: ignore[index]
+    assert (view == 5).all()
+    assert (module.tied[0] == 5).all()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}:
-            self.num += args[0].numel()
-        return func(*args, **(kwargs or {}))
+@pytest.mark.parametrize("shared", [lambda: torch.from_numpy(np.ones(3)), lambda: torch.ones(3).share_memory_()])
+def test_memory_that_has_another_owner_is_restored(shared: Callable[[], Tensor]) -> None:
+    """That of numpy and of other processes, which torch copies at once."""
+    module = nn.ParameterDict({"weight": nn.Parameter(shared())})
+    with UnchangedParameters(module).restored():
+        module["weight"].data.zero_()
+    assert (module["weight"] == 1).all()
 
 
-def test_only_what_was_written_into_is_copied_in_later_runs() -> None:
-    """A teacher of 12 weights beside a student of 5000."""
-    module = nn.ModuleDict({"student": nn.Linear(99, 50), "teacher": nn.Linear(3, 3)})
-    parameters, counts = UnchangedParameters(module), []
-    for _run in range(3):
-        with Copies() as copies, parameters.restored():
+def test_only_what_is_written_into_is_copied() -> None:
+    """A teacher of 4 KB beside a student of 4 MB: the copy is made on the device of the parameter, and none before the writing."""
+    module = nn.ModuleDict({"student": nn.Linear(1000, 1000), "teacher": nn.Linear(31, 32)})
+
+    def move_teacher() -> None:
+        with UnchangedParameters(module).restored():
             for parameter in module["teacher"].parameters():
                 parameter.data.mul_(0.5)
-        counts.append(copies.num)
-    assert counts == [5012, 12, 12]
+            module["student"](torch.ones(1, 1000))
+
+    before = state(module)
+    assert peak_bytes(move_teacher) < 100_000
+    assert state(module) == before
 
 
 def test_a_parameter_without_memory_is_left_alone() -> None:

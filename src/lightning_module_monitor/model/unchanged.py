@@ -192,43 +192,34 @@ def _restore_entries(before: Iterable[tuple[Any, Mapping[str, Tensor | None]]]) 
 
 
 class UnchangedParameters:
-    """Restores the parameters of a module after its runs, which may move them: EMA of a teacher, normalized or clipped weights.
+    """Restores the parameters of a module after a run that may write into them: EMA of a teacher, normalized or clipped weights.
 
-    Such code writes into ``p.data``, and versions of tensors do not show it. The first run shows into the memory of which parameters it
-    writes: while it lasts, host memory has copies of all. In later runs the device has copies of those alone, and writing that begins in
-    a later run is not noticed. Parameters that get other memory, or are replaced, need no copy.
+    Such code writes into ``p.data``, whose version does not count the writing, and no other copy of a reference's values exists. So each
+    parameter shares its memory with a copy-on-write copy during the run: torch copies the memory at the first access that may write, and
+    no weight is copied before. Such an access is also an address taken by a custom kernel or by numpy. Parameters that get other memory,
+    or are replaced, are set back.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._written: list[nn.Parameter] | None = None
-        """The parameters into which the first run wrote; ``None`` until it has ended without an error."""
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore every parameter after the block: the same object, the same memory, and the same values."""
+        """Restore every parameter after the block: the same object with the same storage and the same values."""
         entries = [(part._parameters, dict(part._parameters.items())) for part in self._module.modules() if part._parameters]
         parameters = {id(parameter): parameter for _table, named in entries for parameter in named.values() if parameter is not None}
-        memory = [(parameter, parameter.data) for parameter in parameters.values() if _is_writable(parameter)]
-        is_first, is_complete = self._written is None, False
-        if self._written is None:
-            saved = [(parameter, data.to("cpu", copy=True)) for parameter, data in memory]
-        else:
-            saved = [(parameter, parameter.detach().clone()) for parameter in self._written]
+        saved = [(parameter, parameter.data, _lazy_copy(parameter)) for parameter in parameters.values() if _is_writable(parameter)]
         try:
             yield
-            is_complete = True
         finally:
             _restore_entries(entries)
-            for parameter, data in memory:
+            for parameter, data, _values in saved:
                 if not parameter.is_set_to(data):
                     parameter.data = data
-            written = [(parameter, values) for parameter, values in saved if not (is_first and _has_bits_of(parameter, values))]
             with torch.no_grad():
-                for parameter, values in written:
-                    overwrite(parameter, values)
-            if is_complete:
-                self._written = [parameter for parameter, _values in written]
+                for parameter, _data, values in saved:
+                    if not _shares_memory(parameter):
+                        overwrite(parameter, values)
 
 
 def _is_writable(parameter: nn.Parameter) -> bool:
@@ -237,10 +228,17 @@ def _is_writable(parameter: nn.Parameter) -> bool:
     return is_plain and not (parameter.is_meta or parameter.is_nested or parameter.is_quantized or parameter.is_inference())
 
 
-def _has_bits_of(tensor: Tensor, values: Tensor) -> bool:
-    """Whether a tensor equals one in host memory bit by bit, so that NaN equals NaN, and 0 differs from -0."""
-    before, after = (each.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy() for each in (values, tensor))
-    return np.array_equal(before, after)
+_shares_memory: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+"""Whether no access to the memory of a tensor has ended its sharing with a lazy copy."""
+
+
+def _lazy_copy(parameter: nn.Parameter) -> Tensor:
+    """A copy that shares the memory until one of both is written into; a plain copy where torch cannot share it."""
+    tensor = parameter.detach()
+    if tensor.device.type in ("cpu", "cuda"):  # the allocators of other devices may not copy
+        with suppress(RuntimeError):  # memory of numpy, or shared between processes
+            return torch._lazy_clone(tensor)
+    return tensor.clone()
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
