@@ -231,30 +231,6 @@ def test_a_path_object_is_a_path(tmp_path: Path) -> None:
     assert load_store(tmp_path / "mine.h5").keys()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own forward mode says it
-@pytest.mark.parametrize("transform", ["grad", "jvp", "vjp"])
-def test_what_a_transform_wraps_is_measured(transform: str) -> None:
-    """Its elements are not where the wrapper says; torch's own operations find them."""
-    torch.manual_seed(0)
-    net, x = nn.Linear(4, 8), torch.randn(6, 4)
-
-    def run() -> None:
-        if transform == "grad":
-            torch.func.grad(lambda x: net(x).sum())(x)
-        elif transform == "jvp":
-            torch.func.jvp(net, (x,), (x,))
-        else:
-            torch.func.vjp(net, x)
-
-    with in_step(net, rules=[Rule(kinds="activation", statistics=["mean", "norm"])]) as monitor:
-        run()
-        record = record_of(monitor)
-    output = net(x).detach().double()
-    assert record.values["monitor/errors"] == 0
-    assert record.values["activation/_root_/norm"] == pytest.approx(output.norm().item(), rel=1e-6)
-    assert record.values["activation/_root_/mean"] == pytest.approx(output.mean().item(), rel=1e-5)
-
-
 def zeros_without_memory() -> Tensor:
     """A part of a tensor of zeros that torch keeps no memory for."""
     return torch._efficientzerotensor((8, 4))[4:]

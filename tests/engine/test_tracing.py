@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import aot_module, nop
-from helpers.plain_steps import record_of
+from helpers.plain_steps import in_step, record_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -170,24 +170,54 @@ def test_a_watched_module_is_traced_in_a_monitored_step(how: str, plain: dict[st
     assert message.startswith(MESSAGE)
 
 
-def test_functionalization_is_not_observed(plain: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """Also within another transform of ``torch.func``; those that record nothing (``vmap``, ``grad``) are observed."""
+TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "vmap": lambda net: torch.func.vmap(net)(batch()[None]),
+    "vmap over another dimension": lambda net: torch.func.vmap(net, in_dims=1)(batch()[:, None]),
+    "grad": lambda net: torch.func.grad(lambda x: net(x).square().sum())(batch()),
+    "grad of every sample": lambda net: torch.func.vmap(torch.func.grad(lambda x: net(x).square().sum()))(batch()[None]),
+    "jvp": lambda net: torch.func.jvp(net.get_submodule("blocks"), (batch(),), (batch(),)),
+    "vjp": lambda net: torch.func.vjp(net, batch())[1](torch.ones(4, 3)),
+    "functionalize": lambda net: torch.func.functionalize(net)(batch()),
+    "functionalize and vmap": lambda net: torch.func.functionalize(torch.func.vmap(net))(batch()[None]),
+    "vmap and functionalize": lambda net: torch.func.vmap(torch.func.functionalize(net))(batch()[None]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of attention under vmap, before torch 2.5
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_nothing_is_observed_under_a_transform(how: str, plain: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The result is that of a module which no monitor watches, the record that of a step without the call, and one line reports it."""
     torch.manual_seed(0)
     net = Net()
-
-    def run() -> None:
-        torch.func.functionalize(net)(batch())
-        torch.func.functionalize(torch.func.vmap(net.blocks))(batch()[None])
-        torch.func.vmap(torch.func.functionalize(net.blocks))(batch()[None])
-
+    expected, results = TRANSFORMS[how](copy.deepcopy(net)), []
     with everything(net) as monitor:
-        assert monitored_step(monitor, net, run) == plain
-        (message,) = said(caplog)
-        assert message.startswith(MESSAGE)
-        monitor.begin_step(1)
-        torch.func.vmap(net.head)(torch.ones(1, 4, 5))
+        assert monitored_step(monitor, net, lambda: results.append(TRANSFORMS[how](net))) == plain
+        monitored_step(monitor, net, lambda: TRANSFORMS[how](net), step=1)
+    torch.testing.assert_close(results, [expected], rtol=0, atol=0)
+    (message,) = said(caplog)
+    assert message.startswith(MESSAGE)
+
+
+def test_a_tensor_that_has_outlived_its_transform_ends_nothing() -> None:
+    """A module that returns one costs its own values at most; those of the others are there."""
+    kept: list[Tensor] = []
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for transform in (torch.func.vmap, torch.func.functionalize):
+                transform(lambda part: kept.append(part * 2) or part)(x)
+            torch.func.grad(lambda part: (kept.append(part * 2) or part).sum())(x)
+            return kept[-1]
+
+    net = nn.ModuleDict({"keeps": Keeps(), "first": nn.Identity(), "last": nn.Linear(4, 2)})
+    rule = Rule(kinds=["activation"], statistics=["norm", "hist"], functions={"largest": torch.max})
+    with in_step(net, rules=[rule]) as monitor:
+        net["keeps"](batch())
+        for tensor in kept:
+            net["first"](tensor)
+        output = net["last"](batch())
         record = record_of(monitor)
-    assert record.values["activation/head/norm"] > 0
+    assert record.values["activation/last/norm"] == pytest.approx(output.norm().item())
 
 
 class Counts(TorchDispatchMode):
@@ -334,6 +364,7 @@ def test_a_tracker_keeps_nothing_of_a_trace_and_reports_it(caplog: pytest.LogCap
     net = Net()
     with track(net) as tracker:
         assert TRACES["make_fx"](net) == TRACES["make_fx"](copy.deepcopy(net))
+        torch.func.vmap(torch.func.grad(lambda x: net.blocks(x).sum()))(batch())
         assert len(tracker) == 0
         loss = net(batch()).sum()
         assert len(tracker) == 10

@@ -95,9 +95,9 @@ def assert_true(record: Record, kind: str, site: str, truth: Tensor) -> None:
 
 
 def test_transforms_and_parts_without_a_graph(tmp_path: Path) -> None:
-    """All samples of a mapped layer; the output that a call with other weights had; what has no gradient has none recorded."""
-    capture = Capture(sites="model.mapped", kinds=["activation", "activation_gradient"], steps=[2])
-    flow = GradientFlow(blocks=["model.mapped", "model.called", "model.head"])
+    """Nothing of a layer under a transform; the output that a call with other weights had; what has no gradient has none recorded."""
+    capture = Capture(sites="model.called", kinds=["activation", "activation_gradient"], steps=[2])
+    flow = GradientFlow(blocks=["model.called", "model.head"])
     records, before, _module = run(Tricks, tmp_path, capture=capture, gradient_flow=flow)
     for record, (state, (x, y)) in zip(records, before.steps, strict=True):
         model = Tricks().double()
@@ -108,24 +108,25 @@ def test_transforms_and_parts_without_a_graph(tmp_path: Path) -> None:
                 output.retain_grad()
         F.cross_entropy(truth["head"], y).backward()
         assert record.values["monitor/errors"] == 0
-        for site, output in truth.items():
-            assert_true(record, "activation", site, output.detach())
+        for site in ("called", "silent", "head"):
+            assert_true(record, "activation", site, truth[site].detach())
         norms = {}
-        for site in ("mapped", "called", "head"):
+        for site in ("called", "head"):
             gradient = truth[site].grad
             assert gradient is not None
             norms[site] = float(gradient.norm())
             assert_true(record, "activation_gradient", site, gradient)
-        gain = record.values["gradient_flow/model.mapped-model.called/gain"]
-        assert gain == pytest.approx(norms["mapped"] / norms["called"], rel=1e-5)
+        gain = record.values["gradient_flow/model.called-model.head/gain"]
+        assert gain == pytest.approx(norms["called"] / norms["head"], rel=1e-5)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 assert_true(record, "gradient", name, parameter.grad)
-        assert not any(key.startswith(("activation_gradient/model.silent", "gradient/model.silent")) for key in record.values)
+        absent = "activation_gradient/model.silent", "gradient/model.silent", "activation/model.mapped", "activation/model.differentiated"
+        assert not any(key.startswith(absent) for key in record.values)
     store = load_store(tmp_path / "monitor.h5")
-    assert truth["mapped"].grad is not None
-    torch.testing.assert_close(store.tensor("activation", "model.mapped", step=2).double(), truth["mapped"].detach())
-    torch.testing.assert_close(store.tensor("activation_gradient", "model.mapped", step=2).double(), truth["mapped"].grad)
+    assert truth["called"].grad is not None
+    torch.testing.assert_close(store.tensor("activation", "model.called", step=2).double(), truth["called"].detach())
+    torch.testing.assert_close(store.tensor("activation_gradient", "model.called", step=2).double(), truth["called"].grad)
 
 
 class Hooked(nn.Module):

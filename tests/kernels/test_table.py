@@ -141,20 +141,6 @@ def test_a_table_can_be_copied() -> None:
     assert [int(counted(target).row.sum()) for target in (table, twin, other)] == [12, 16, 18]
 
 
-def test_the_first_tensor_may_come_within_a_transform() -> None:
-    """What torch makes there has no memory; a tensor from outside has."""
-    table, outside = MomentTable(), torch.full((3,), 2.0)
-
-    def function(x: Tensor) -> Tensor:
-        table.add((0,), outside, Need.EVERYTHING | Need.HISTOGRAM)
-        return x.sum()
-
-    torch.func.grad(function)(torch.ones(2))
-    if numba_kernel.takes(outside):  # torch's own operations give what the transform wraps
-        assert_textbook(collected(table), outside, 1e-12)
-        assert counted(table) == histogram(outside)
-
-
 def test_what_a_transform_wraps_is_not_read_as_memory() -> None:
     """Under vmap and grad, and what has outlived them: the compiled loops do not take it."""
     taken: list[bool] = []

@@ -288,27 +288,6 @@ def test_what_cannot_be_captured_is_said_once_and_counted(caplog: pytest.LogCapt
     assert sum(len(one._forward_hooks) for one in model.modules()) == 0
 
 
-@pytest.mark.parametrize("transform", ["vmap", "grad", "grad of every sample"])
-def test_what_a_transform_wraps_is_captured_whole(transform: str) -> None:
-    """It is read after the transform is over: the outputs of all samples and the gradients at them, samples first."""
-    net, x = nn.Linear(4, 3), torch.randn(5, 2, 4)
-    calls: dict[str, Any] = {
-        "vmap": lambda: torch.func.vmap(net, in_dims=0)(x),
-        "grad": lambda: torch.func.grad(lambda x: net(x).square().sum())(x),
-        "grad of every sample": lambda: torch.func.vmap(torch.func.grad(lambda x: net(x).square().sum()), in_dims=1)(x.transpose(0, 1)),
-    }
-    with in_step(net, capture=Capture(sites="_root_", steps=0, kinds=["activation", "activation_gradient"])) as monitor:
-        calls[transform]()
-        record = record_of(monitor)
-    assert record.values["monitor/errors"] == 0
-    found = {raw.kind: raw.value for raw in record.tensors}
-    output = net(x).detach()
-    torch.testing.assert_close(found.pop("activation"), output)
-    for gradient in found.values():
-        torch.testing.assert_close(gradient, 2 * output)
-    assert transform == "vmap" or found
-
-
 def test_every_model_of_the_zoo_can_be_captured() -> None:
     """All kinds of all sites."""
     for name in ZOO:

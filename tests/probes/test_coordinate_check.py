@@ -631,8 +631,6 @@ class Calls(nn.Module):
 
 
 SKIPPED_CALLS: dict[str, tuple[Callable[[nn.Linear, Tensor], object], int]] = {
-    "vmap": (lambda layer, x: torch.func.vmap(layer)(x), 1),
-    "vmap over a part of the input": (lambda layer, x: torch.func.vmap(layer, in_dims=1)(x.unsqueeze(1)), 1),
     "a tensor subclass": (lambda layer, x: layer(TwoTensor(x, x)), 1),
     "no call at all": (lambda _layer, _x: None, 0),
 }

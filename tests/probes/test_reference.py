@@ -479,42 +479,6 @@ def test_a_container_has_the_activation_of_its_last_part() -> None:
         assert record.histograms[f"activation/{site}/hist"] == record.histograms["activation/1/hist"]
 
 
-class Mapped(nn.Module):
-    """A layer is called under vmap over the samples, and once outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(torch.func.vmap(self.layer)(x))
-        return output
-
-
-@pytest.mark.parametrize("cpu_offload", [False, True])
-def test_a_call_under_vmap_is_compared_over_all_samples(cpu_offload: bool) -> None:
-    """The difference is that of both calls, and exactly 0 without a change."""
-    torch.manual_seed(0)
-    model = Mapped()
-    reference = copy.deepcopy(model)
-    x = torch.randn(5, 6)
-    with ModuleMonitor(
-        rules=[Rule(kinds="activation_difference", statistics="norm")], on_error="raise", cpu_offload=cpu_offload
-    ) as monitor:
-        monitor.set_module(model)
-        monitor.set_reference_module(reference)
-        for step, change in enumerate((0.0, 0.5)):
-            model.layer.bias.data.add_(change)
-            monitor.begin_step(step)
-            run_both(monitor, reference, model, x)
-            record = record_of(monitor)
-            W = model.layer.weight.detach().double()
-            first = torch.full((5, 6), change).double()
-            expected = torch.cat([first, first @ W.T + change]).norm()
-            assert record.values["activation_difference/layer/norm"] == pytest.approx(float(expected), rel=1e-6)
-            assert record.values["monitor/errors"] == 0
-
-
 class Routed(nn.Module):
     """An expert whose number of tokens depends on a trained threshold."""
 

@@ -470,18 +470,6 @@ def test_default_stash_value_is_a_detached_copy_on_the_cpu(dtype: torch.dtype) -
     assert kept.data_ptr() != tensor.data_ptr()
 
 
-@pytest.mark.parametrize("in_dim", [0, 1])
-def test_what_a_transform_maps_over_is_kept_whole(in_dim: int) -> None:
-    """A stash outlives the transform: outputs and gradients of all samples, samples first."""
-    module, x = nn.Linear(4, 3), torch.randn(5, 2, 4)
-    of_each = torch.func.vmap(torch.func.grad(lambda x: module(x).square().sum()), in_dims=in_dim)
-    with track(module) as tracker:
-        of_each(x.movedim(0, in_dim))
-    output = module(x).detach()
-    torch.testing.assert_close(tracker[0].first_value, output)
-    torch.testing.assert_close(tracker[1].first_value, 2 * output)
-
-
 def test_default_stash_and_get_stash_fn() -> None:
     """Copies by default; a function of each tensor; a function of the event; not both."""
     value = (torch.ones(2), "text")

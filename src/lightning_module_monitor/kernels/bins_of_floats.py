@@ -137,7 +137,6 @@ def cells_of(bins: Bins, dtype: torch.dtype) -> tuple[NDArray[Any], NDArray[np.i
         For each cell the bits of the magnitude where a bin begins within the cell, or more than any; for each cell two indices, of
         magnitudes below and from there on. Where several bins begin within a cell, as for subnormal numbers, all but the first are lost.
     """
-    # By numpy: within a transform of torch.func a new tensor has no memory that numpy could read.
     floats, integers, exponent_size, mantissa_size = _ENCODINGS[dtype]
     bits = np.array([math.inf, *(edge.magnitude for edge in bins.edges)], dtype=floats).view(integers)
     is_below = np.array([edge.is_below for edge in bins.edges])

@@ -1,4 +1,4 @@
-"""Tensors as kernels can read them (no subclass, no wrapper of a transform, dense, with memory), and their transfer to the host."""
+"""Tensors as kernels can read them (no subclass, dense, with memory), and their transfer to the host."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def in_memory(tensor: Tensor) -> Tensor:
     if type(tensor) not in PLAIN:
         tensor = plain(tensor)
     is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-    if is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not has_memory(tensor, tensor.untyped_storage()):
+    if is_plain and not has_memory(tensor, tensor.untyped_storage()):
         raise ValueError("its memory was given back")
     return tensor
 
 
 def own_elements(tensor: Tensor) -> Tensor:
-    """The tensor, or the plain tensor that a wrapper (a subclass with ``__torch_dispatch__``, a functional tensor) stands for.
+    """The tensor, or the plain tensor that a subclass with ``__torch_dispatch__`` stands for.
 
     Returns:
-        What the wrapper's own ``dequantize`` returns, as torchao's have one, or else the wrapper times 1.
+        What the subclass's own ``dequantize`` returns, as torchao's have one, or else the tensor times 1.
 
     Raises:
         ValueError: If neither is a plain tensor.
@@ -68,7 +68,7 @@ def own_elements(tensor: Tensor) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch._is_functional_tensor(tensor)
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def has_memory(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
@@ -94,22 +94,6 @@ def strided(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
     return in_memory(own_elements(tensor))
-
-
-def without_transforms(tensor: Tensor) -> Tensor:
-    """The :func:`plain` tensor inside the wrappers of functorch transforms. It stays valid after the transforms.
-
-    Returns:
-        The tensor itself if it is not wrapped. Under ``vmap`` the tensor of all samples: each ``vmap`` adds a first dimension, the
-        outermost ``vmap`` the first of these.
-    """
-    if type(tensor) is not Tensor:
-        tensor = plain(tensor)
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        inside: Tensor = functorch.get_unwrapped(tensor)
-        tensor = inside.movedim(functorch.maybe_get_bdim(tensor), 0) if functorch.is_batchedtensor(tensor) else inside
-    return tensor
 
 
 WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -82,9 +82,9 @@ def takes(tensor: Tensor) -> bool:
     try:
         storage = tensor.untyped_storage()
         has_address = storage.data_ptr() != 0
-    except RuntimeError:  # it is sparse, or a transform of torch.func wraps it
+    except RuntimeError:  # it is sparse
         return False
-    # Functional tensors and zero tensors have no address; the memory of nested and lazily negated tensors holds other elements.
+    # Zero tensors have no address; the memory of nested and lazily negated tensors holds other elements.
     return has_address and not (tensor.is_nested or tensor.is_neg()) and has_memory(tensor, storage)
 
 
@@ -196,5 +196,4 @@ class NumbaKernel:
             self._table = np.concatenate([self._table, np.tile(_EMPTY_ROW, (num_rows - len(self._table), 1))])
 
 
-# A constant, because within a transform of torch.func a new tensor has no memory that numpy could read.
 _EMPTY_ROW: NDArray[np.float64] = np.array([float(field) for field in Moments.empty(1)])

@@ -205,8 +205,6 @@ class MomentTable:
     def _fallback(self, kernel: Kernel, device: torch.device, error: Exception) -> Kernel:
         """The kernel of torch operations, for tensors that another kernel failed to measure.
 
-        Within a transform of torch.func a tensor may give no array, and Triton may fail to compile.
-
         Raises:
             Exception: The error, if the kernel of torch operations itself failed, which needs the most memory, or if there is none left.
         """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels.bins_of_floats import Bins, counts_of, needed_bins
-from lightning_module_monitor.kernels.elements import to_device, widened, without_transforms
+from lightning_module_monitor.kernels.elements import to_device, widened
 from lightning_module_monitor.kernels.moments import Moments, Need, num_features
 
 CPU_PORTION = 1 << 17
@@ -87,7 +87,7 @@ class TorchKernel:
                 tensor = widened(tensor) - widened(operand)
         for bins in needed_bins(needs):
             portions = (counts_of(_divided(portion, scale), bins, self._wide) for portion in tensor.reshape(-1).split(self._portion))
-            self._add_counts(bins, rows, without_transforms(functools.reduce(torch.add, portions)))
+            self._add_counts(bins, rows, functools.reduce(torch.add, portions))
         if not needs & Need.EVERYTHING:
             return
         features = num_features(tensor) if needs & Need.TOKENS else 1
@@ -184,8 +184,7 @@ class TorchKernel:
             x = x * factor.unsqueeze(-1)
             scale = {"scale": factor.reciprocal()}
         figures = _figures(x, pieces, needs, features, counted) | scale
-        # Within a transform of torch.func results are wrapped; the wrapper would not outlive the transform.
-        stacked = without_transforms(torch.stack(list(figures.values()))).view(len(figures), -1)
+        stacked = torch.stack(list(figures.values())).view(len(figures), -1)
         self._pieces[tuple(figures)].append(_Pieces(stacked, rows, pieces.shape[-1], features))
 
 

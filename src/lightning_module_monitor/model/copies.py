@@ -281,7 +281,7 @@ def same_layout(tensor: Tensor) -> Tensor:
     """A copy with the same strides, by which torch selects kernels: ``clone`` keeps them only for a tensor without gaps."""
     clone = tensor.clone()
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not is_plain or clone.stride() == tensor.stride() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if not is_plain or clone.stride() == tensor.stride():
         return clone
     unique = tensor[_written_once(tensor)]
     try:

@@ -29,23 +29,19 @@ def is_in_backward() -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether torch traces the current operations or runs them on tensors without data. Nothing is observed then.
+    """Whether torch traces or transforms the current operations, or runs them on tensors without data. Nothing is observed then.
 
-    The trace would contain the operations of the observation. True in ``torch.compile``, ``torch.export``, ``torch.jit.trace``,
-    ``torch.func.functionalize``, and in every ``TorchDispatchMode``: ``FakeTensorMode``, ``make_fx``, ``aot_function``, selective
-    activation checkpointing, counters of operations.
+    A trace would contain the operations of the observation, and a tensor within a transform stands for others. True in
+    ``torch.compile``, ``torch.export``, ``torch.jit.trace``, in the transforms of ``torch.func`` (``vmap``, ``grad``, ``jvp``,
+    ``functionalize``), and in every ``TorchDispatchMode``: ``FakeTensorMode``, ``make_fx``, ``aot_function``, selective activation
+    checkpointing, counters of operations.
     """
     if torch.compiler.is_compiling():  # also while torch exports
         if _is_exporting():
             _note_unobserved()
         return True  # no operation of a monitor gets into compiled code, also where the user's code calls it
-    if _dispatch_mode() or jit.is_tracing():
-        _note_unobserved()
-        return True
-    # No public function reports these two states. torch.jit.trace also runs a module outside of its tracing, to check the trace; the
-    # only transform of torch.func that records operations is functionalize.
-    transforms = _transforms()
-    if jit._trace_module_map is not None or (transforms and any(transform.key() == _FUNCTIONALIZE for transform in transforms)):
+    # torch.jit.trace also runs a module outside of its tracing, to check the trace; no public function reports that.
+    if _dispatch_mode() or _transforms() is not None or jit.is_tracing() or jit._trace_module_map is not None:
         _note_unobserved()
         return True
     return False
@@ -65,7 +61,7 @@ _dispatch_mode: Callable[[], object] = (
 )
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 _transforms = torch._C._functorch.get_interpreter_stack
-_FUNCTIONALIZE = torch._C._functorch.TransformType.Functionalize
+"""The active transforms of ``torch.func``, or ``None``."""
 
 
 class Unobserved:
@@ -73,9 +69,9 @@ class Unobserved:
 
     number = 0
     message = (
-        "Modules ran while torch recorded operations or a dispatch mode was active (torch.export, torch.jit.trace, a CUDA graph, "
-        "FakeTensorMode, selective checkpointing, a counter of operations): nothing is observed meanwhile, and no value contains such "
-        "calls. Do that in other steps."
+        "Modules ran while torch recorded operations, under a transform of torch.func, or in a dispatch mode (torch.export, "
+        "torch.jit.trace, a CUDA graph, vmap, FakeTensorMode, selective checkpointing, a counter of operations): nothing is observed "
+        "meanwhile, and no value contains such calls. Do that in other steps, unless the model needs it."
     )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_module_monitor.kernels.elements import plain
@@ -88,13 +87,6 @@ def map_leaves(output: object, function: Callable[[Any], object], *, keeps_mappi
 def with_tensors(value: object, replace: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401  # of the same structure as the value
     """A value with its tensors replaced by the results of ``replace``, in containers of the same types; other objects are kept."""
     return map_leaves(value, lambda leaf: replace(leaf) if isinstance(leaf, Tensor) else leaf, keeps_mappings=True)
-
-
-def in_graph(tensor: Tensor) -> Tensor:
-    """The tensor that receives the gradient: the one inside of a tensor that ``vmap`` maps over, otherwise the tensor itself."""
-    while torch._C._functorch.is_batchedtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def is_first(path: Path) -> bool:

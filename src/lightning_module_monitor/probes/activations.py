@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
-from lightning_module_monitor.kernels.elements import plain, without_transforms
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.hooks import is_in_backward
 from lightning_module_monitor.model.names import ModuleSite, unwrapped_class
@@ -102,7 +102,7 @@ class DifferenceProbe(Consumer[_Compared]):
         with failing_alone(functools.partial(self._accumulator.fail, stream, output)):
             references = dict(self._calls.take(sibling, DIFFERENCE) or ())
             for path, tensor in tensors:
-                elements = without_transforms(tensor).detach()
+                elements = plain(tensor).detach()
                 if path not in references or not elements.is_floating_point():
                     continue
                 if elements.shape != references[path].shape:  # for example, routed experts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_module_monitor.distributed.shards import is_sharded
-from lightning_module_monitor.kernels.elements import in_memory, own_elements, without_transforms
+from lightning_module_monitor.kernels.elements import in_memory, own_elements, plain
 from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.outputs import NamedTensors
 from lightning_module_monitor.probes.base import StepTools, WatchedModule
@@ -41,7 +41,7 @@ class CaptureProbe(Consumer[WatchedModule]):
 
         One that is no output has call 0.
         """
-        tensor = without_transforms(tensor).detach()  # under ``vmap`` all samples
+        tensor = plain(tensor).detach()
         tensor = tensor.to_local() if is_sharded(tensor) else tensor
         copy = in_memory(own_elements(tensor)).clone() if tensor.layout is torch.strided else tensor.to_dense()
         self._kept.append(RawTensor(kind, name, call, copy))

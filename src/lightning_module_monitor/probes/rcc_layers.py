@@ -102,11 +102,10 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a strided tensor, without ``__torch_dispatch__`` of a subclass or a transform of ``torch.func``."""
+    """Whether a value is a strided tensor, without ``__torch_dispatch__`` of a subclass."""
     if not isinstance(value, Tensor) or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
-    # No public function recognizes a tensor under vmap.
-    return plain(value).layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return plain(value).layout is torch.strided
 
 
 def _embedding_parameters(module: AnyModule) -> tuple[Tensor | None, Tensor | None]:

@@ -62,8 +62,8 @@ _NO_ALIGNMENT = -1.0
 """The ratio of norms where the input is zero. NaN would stand for non-finite values."""
 
 SKIPPED = (
-    "rcc: a call of a layer is skipped if its tensors have other shapes than in the reference, are under vmap, or belong to a class that "
-    "defines __torch_dispatch__. monitor/rcc_skipped_calls counts such calls."
+    "rcc: a call of a layer is skipped if its tensors have other shapes than in the reference or belong to a class that defines "
+    "__torch_dispatch__. monitor/rcc_skipped_calls counts such calls."
 )
 
 

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lightning_module_monitor.distributed.shards import gathered, reshard
 from lightning_module_monitor.errors import shortened
-from lightning_module_monitor.kernels.elements import plain, without_transforms
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.compiled import OriginalCode
 from lightning_module_monitor.model.copies import NotPlainError, plain_copy
 from lightning_module_monitor.model.hooks import HookSet, UncopiedHook, is_in_backward, requires_gradient
@@ -315,7 +315,7 @@ class ReferenceProbe(Probe):
             copy = known()
             if copy is not None and original() is tensor and plain(tensor)._version == version:
                 return copy
-        elements = without_transforms(tensor).detach()  # it outlives vmap
+        elements = plain(tensor).detach()
         copy = elements.to("cpu", copy=True) if self.reference.cpu_offload else elements.clone()
         if not plain(tensor).is_inference():  # an inference tensor has no version
             self._copies[id(tensor)] = (weakref.ref(tensor), plain(tensor)._version, weakref.ref(copy))

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_module_monitor.distributed.shards import local_part
 from lightning_module_monitor.errors import MonitorError
-from lightning_module_monitor.kernels.elements import without_transforms
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.hooks import (
     NO_PASS,
@@ -27,7 +27,7 @@ from lightning_module_monitor.model.hooks import (
     register_gradient_hook,
     requires_gradient,
 )
-from lightning_module_monitor.model.outputs import NamedTensors, in_graph, named_tensors
+from lightning_module_monitor.model.outputs import NamedTensors, named_tensors
 from lightning_module_monitor.probes.base import Gate, Probe
 
 TargetT = TypeVar("TargetT")
@@ -192,7 +192,6 @@ class ModuleTap(Probe):
     def _await_gradient(self, hooks: dict[int, GradientHook], consumer: Consumer[Any], is_repeated: bool, awaited: Awaited) -> None:
         """Wait for the gradient of an output, or of its recomputation. ``hooks`` has the hooks of the output's tensors by ``id``."""
         tensor, name, call = awaited
-        tensor = None if tensor is None else in_graph(tensor)
         if tensor is None or not requires_gradient(tensor):
             if name is not None and not is_repeated:
                 self._waiting[name].append(call)
@@ -254,6 +253,6 @@ class GradientHook:
 
 
 def counted_elements(tensor: Tensor) -> Tensor:
-    """The elements of an activation, or of its gradient, that this rank counts: of all samples under ``vmap``."""
-    tensor = without_transforms(tensor)
+    """The elements of an activation, or of its gradient, that this rank counts."""
+    tensor = plain(tensor)
     return tensor if type(tensor) is Tensor else local_part(tensor)

@@ -24,7 +24,7 @@ class MonitorMixin:
 
     @property
     def is_monitoring(self) -> bool:
-        """Whether this call is observed; false in the recomputation of a checkpointed forward pass and while torch traces."""
+        """Whether this call is observed; false in a checkpoint's recomputation, and while torch traces or transforms."""
         if is_tracing() or is_in_backward():
             return False
         monitor = self.get_module_monitor()

@@ -18,7 +18,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_module_monitor.errors import ConfigError, require
-from lightning_module_monitor.kernels.elements import plain, without_transforms
+from lightning_module_monitor.kernels.elements import plain
 from lightning_module_monitor.model.hooks import (
     HookSet,
     UncopiedHook,
@@ -105,11 +105,8 @@ def rmap_tensor(value: Any, fn: Callable[[Tensor], Any]) -> Any:  # noqa: ANN401
 
 
 def default_stash_value(tensor: Tensor) -> Tensor:
-    """A detached copy of the tensor on the CPU; the program waits for an accelerator.
-
-    For a tensor that ``torch.func.vmap`` maps over, the tensor of all samples, shape ``(samples, ...)``.
-    """
-    return without_transforms(tensor).detach().to("cpu", copy=True)
+    """A detached copy of the tensor on the CPU; the program waits for an accelerator."""
+    return plain(tensor).detach().to("cpu", copy=True)
 
 
 def default_stash(event: Event, stash_value: StashValueFn) -> Stash:
@@ -241,7 +238,7 @@ class Tracker:
             self.register(children[name], name, grad)
 
     def unregister(self) -> None:
-        """Remove every hook; stashes stay. If torch traced a module, a warning reports that its tensors are missing."""
+        """Remove every hook; stashes stay. If torch traced or transformed a module, a warning reports that its tensors are missing."""
         self._module_hooks.close()
         self._tensor_hooks.close()
         if Unobserved.number > self._num_unobserved:
