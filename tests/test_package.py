@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import re
@@ -72,3 +73,70 @@ def test_a_dependency_is_imported() -> None:
     sources = "\n".join(path.read_text() for path in (root / "src").rglob("*.py"))
     assert len(names) > 5
     assert names == {name for name in names if re.search(rf"^\s*(from|import) {name}\b", sources, re.MULTILINE)}
+
+
+PRIVATE_NAMES = {
+    ("model/compiled.py", "torch._dynamo"): "whether the compiler was imported, how often it compiled, and when it compiles",
+    ("model/hooks.py", "torch.jit._trace"): "torch.jit.trace also runs a module outside of its tracing, to check the trace",
+    ("model/hooks.py", "torch._C._current_graph_task_id"): "which backward pass runs: a forward pass within it is a recomputation",
+    ("model/hooks.py", "torch.utils._python_dispatch"): "whether a dispatch mode is active, under which nothing is observed",
+    ("model/hooks.py", "torch._C._functorch.get_interpreter_stack"): "whether a transform of torch.func is active, as above",
+    (
+        "model/unchanged.py",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+    ): "the base of dispatch modes, which torch documents here alone",
+    ("model/unchanged.py", "torch._lazy_clone"): "copies the parameters of a reference only when something writes into them",
+    ("model/unchanged.py", "torch._C._is_cow_tensor"): "whether something has written into them",
+    ("probes/attention.py", "torch.overrides._get_current_function_mode_stack"): "the place of a mode among those of the model",
+    ("probes/rcc_terms.py", "torch._C.DisableTorchFunction"): "modes of torch functions run code of others",
+    ("trainer/facts_reader.py", "torch.nn.modules.dropout._DropoutNd"): "the base of all dropout layers",
+    ("trainer/reference_controller.py", "torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2"): "a strategy that users can pass",
+}
+"""The private names of torch that the package uses, each with its reason: torch may change them in any version."""
+
+
+class PrivateNames(ast.NodeVisitor):
+    """Collects the private names of torch in a file: imports, attributes, and modules in strings; operators are none."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        self._full_names: dict[str, str] = {}
+
+    def add(self, name: str) -> None:
+        if name.startswith("torch.") and re.search(r"\._(?!_)", name) and not name.startswith("torch.ops."):
+            self.found.add(name)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._full_names[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else alias.name.partition(".")[0]
+            self.add(alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            self._full_names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            self.add(f"{node.module}.{alias.name}")
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        names, value = [node.attr], node.value
+        while isinstance(value, ast.Attribute):
+            names.append(value.attr)
+            value = value.value
+        root = self._full_names.get(value.id, "") if isinstance(value, ast.Name) else ""
+        if root not in self.found:  # what a private name has is counted with it
+            self.add(".".join((root, *reversed(names))))
+        self.visit(value)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and re.fullmatch(r"torch(\.\w+)+", node.value):
+            self.add(node.value)
+
+
+def test_private_names_of_torch_are_few_and_have_a_reason() -> None:
+    """A new one replaces another, or is done without."""
+    root, found = Path(package.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        names = PrivateNames()
+        names.visit(ast.parse(path.read_text()))
+        found |= {(path.relative_to(root).as_posix(), name) for name in names.found}
+    assert found == PRIVATE_NAMES.keys()
+    assert len(found) <= 12

@@ -185,5 +185,4 @@ def local_part(tensor: Tensor, *, is_reduced: bool = True) -> Tensor:
             _check_reduced(tensor)
         local: Tensor = tensor.to_local().detach()
         tensor = local[:0] if _is_copy(tensor) else local
-    module = sys.modules.get("torch.distributed._functional_collectives")
-    return tensor.trigger_wait() if module is not None and isinstance(tensor, module.AsyncCollectiveTensor) else tensor
+    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor  # an AsyncCollectiveTensor

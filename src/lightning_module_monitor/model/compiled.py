@@ -28,14 +28,15 @@ _ALL_CHILDREN = ("children", "named_children", "modules", "named_modules", "_mod
 """Names by which a method accesses every child of its module."""
 
 
-def is_compiler_loaded() -> bool:
-    """Whether this process has imported the compiler, without which nothing is compiled. Lightning and optimizers import it, too."""
-    return "torch._dynamo" in sys.modules
+def loaded_compiler() -> Any:  # noqa: ANN401  # a module
+    """The compiler, if this process has imported it; nothing is compiled without. Lightning and optimizers import it, too."""
+    return sys.modules.get("torch._dynamo")
 
 
 def num_compile_attempts() -> int:
     """How many frames torch has tried to compile in this process; it has no public function for that."""
-    return torch._dynamo.utils.counters["frames"]["total"] if is_compiler_loaded() else 0
+    compiler = loaded_compiler()
+    return compiler.utils.counters["frames"]["total"] if compiler is not None else 0
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class OriginalCode:
     def begin(self) -> None:
         """Run original code from now on, if the compiler was imported: a compiled function may be anywhere around the model."""
         # Before torch 2.6 there is no stance; the callback refuses `compiled: uncompiled` there.
-        if is_compiler_loaded() and hasattr(torch.compiler, "set_stance"):
+        if loaded_compiler() is not None and hasattr(torch.compiler, "set_stance"):
             OriginalCode._begun.add(self)
             if OriginalCode._stance is None:
                 OriginalCode._stance = torch.compiler.set_stance("force_eager")

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.jit import _trace as jit
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
+from torch.utils import _python_dispatch as dispatch
 from torch.utils.hooks import RemovableHandle
 
-from lightning_module_monitor.model.compiled import is_compiler_loaded
+from lightning_module_monitor.model.compiled import loaded_compiler
 
 Result = TypeVar("Result")
 
@@ -57,7 +57,9 @@ def is_capturing() -> bool:
 
 # torch 2.4 leaves its flag set after a mode that was entered twice, as FakeTensorMode is by each operation on a DTensor.
 _dispatch_mode: Callable[[], object] = (
-    is_in_torch_dispatch_mode if hasattr(TorchDispatchMode(), "old_dispatch_mode_flags") else _get_current_dispatch_mode_stack
+    dispatch.is_in_torch_dispatch_mode
+    if hasattr(dispatch.TorchDispatchMode(), "old_dispatch_mode_flags")
+    else dispatch._get_current_dispatch_mode_stack
 )
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 _transforms = torch._C._functorch.get_interpreter_stack
@@ -174,7 +176,7 @@ class _NotCompiled(functools.partial[object]):
 
 def not_compiled(hook: Callable[..., Result]) -> Callable[..., Result]:
     """A hook that torch never compiles, also if compiled code calls it."""
-    return _NotCompiled(torch.compiler.disable(hook)) if is_compiler_loaded() else hook  # type: ignore[return-value]  # as the hook
+    return _NotCompiled(torch.compiler.disable(hook)) if loaded_compiler() is not None else hook  # type: ignore[return-value]  # as the hook
 
 
 class _Compiling:
@@ -192,8 +194,9 @@ class _Compiling:
     def add(cls, hook_set: HookSet) -> None:
         """Remove the hooks of a set whenever torch compiles, until the set is closed."""
         cls.hook_sets.add(hook_set)
-        if is_compiler_loaded():
-            handler = torch._dynamo.callback.callback_handler
+        compiler = loaded_compiler()
+        if compiler is not None:
+            handler = compiler.callback.callback_handler
             if cls._hide not in handler.start_callbacks:  # torch._dynamo.reset() clears them
                 handler.register_start_callback(cls._hide)
                 handler.register_end_callback(cls._show)

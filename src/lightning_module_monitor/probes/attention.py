@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lightning_module_monitor.kinds import KINDS
 from lightning_module_monitor.model.compiled import CallHook, CompiledParts
@@ -242,9 +242,12 @@ class AttentionProbe(Probe):
             # The flag is set before the mode is on, and cleared after it is off: after Ctrl-C in between, `close` turns the mode off.
             self._is_on = True
             # The mode returns to its former position, because the model removes its own modes from the top of the stack.
-            above = [_pop_mode() for _ in range(min(self._num_above, torch._C._len_torch_function_stack()))]
-            for mode in (self._mode, *reversed(above)):
-                _push_mode(mode)
+            modes = _get_current_function_mode_stack()
+            above = modes[max(len(modes) - self._num_above, 0) :]
+            for mode in reversed(above):
+                _pop(mode)
+            for mode in (self._mode, *above):
+                _push(mode)
         elif self._is_on and not is_wanted:
             self._num_above = _remove(self._mode)
             self._is_on = False
@@ -275,12 +278,22 @@ def _remove(mode: TorchFunctionMode) -> int:
     """Remove a mode from torch's stack of modes, at any position; returns the number of modes above it."""
     above: list[TorchFunctionMode] = []
     try:
-        while torch._C._len_torch_function_stack():
-            top = _pop_mode()
+        for top in reversed(_get_current_function_mode_stack()):
+            _pop(top)
             if top is mode:
                 break
             above.append(top)
     finally:
         for other in reversed(above):
-            _push_mode(other)
+            _push(other)
     return len(above)
+
+
+def _push(mode: TorchFunctionMode) -> None:
+    """Put a mode on torch's stack, without code of its class."""
+    TorchFunctionMode.__enter__(mode)
+
+
+def _pop(mode: TorchFunctionMode) -> None:
+    """Take the topmost mode off torch's stack, without code of its class."""
+    TorchFunctionMode.__exit__(mode, None, None, None)

@@ -15,7 +15,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
@@ -233,7 +232,10 @@ _TYPES: dict[type[nn.Module] | str, LayerType | LinearMaps] = {
     nn.GroupNorm: _normalization(
         lambda x, weight, bias, module: F.group_norm(x, module.num_groups, weight, bias, module.eps), features=lambda module, tensor: 1
     ),
-    _BatchNorm: _normalization(_batch_norm, features=lambda module, tensor: 1, vectors=_vectors_of_batch_norm),
+    **dict.fromkeys(
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+        _normalization(_batch_norm, features=lambda module, tensor: 1, vectors=_vectors_of_batch_norm),
+    ),
     nn.MultiheadAttention: {f"{name}_proj": _projection(index, name) for index, name in enumerate("qkv")},
     "transformers.pytorch_utils.Conv1D": LayerType(function=_hugging_face_conv1d, inputs=("x",)),
     "mup.layer.MuReadout": LayerType(

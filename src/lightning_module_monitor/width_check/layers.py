@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
@@ -29,7 +26,9 @@ ROLES: Mapping[tuple[bool | None, ...], Role] = {
 }
 """The role by the growth of fan-in and fan-out."""
 
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, *BATCH_NORMS)
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _fans(layer: nn.Module) -> tuple[int, int] | None:
     """Number of inputs that each output sums, and number of outputs."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    if isinstance(layer, _ConvNd):
+    if isinstance(layer, CONVOLUTIONS):
         return layer.in_channels // layer.groups, layer.out_channels
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         return 1, layer.embedding_dim  # a look-up, not a sum
