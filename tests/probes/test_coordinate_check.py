@@ -791,7 +791,7 @@ def test_layers_with_another_computation_than_their_type_are_skipped() -> None:
     skipped = [
         *(Own(2, 2), Standardized(2, 2, 1), patched, nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))),
         *(nn.Embedding(3, 2, max_norm=1.0), nn.EmbeddingBag(3, 2), nn.LayerNorm(2, elementwise_affine=False), nn.LSTM(2, 2)),
-        nn.Linear(2, 2, dtype=torch.complex64),
+        *(nn.Linear(2, 2, dtype=torch.complex64), nn.SyncBatchNorm(2)),
     ]
     assert [name for layer in skipped for name in layer_parts(layer)] == []
     assert list(layer_parts(inherits)) == [""]

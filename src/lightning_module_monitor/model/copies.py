@@ -89,15 +89,46 @@ def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) 
 
 
 def _rebind(originals: Iterable[nn.Module | Tensor], modules: set[nn.Module], memo: dict[int, Any]) -> None:
-    """Make functions in the attributes of copies, also those in lists and dicts, call copies and no compiled code."""
+    """Make functions in the attributes of copies, also those in lists and dicts, call copies and no compiled code.
+
+    ``deepcopy`` keeps functions as they are: a patched ``forward`` in the attributes of a copy would run the original module.
+    """
     for original in originals:
         for attribute, value in vars(original).items() if id(original) in memo else ():
             if isinstance(value, types.FunctionType) and value.__closure__:
-                vars(memo[id(original)])[attribute] = _rebound(value, modules, memo)
+                vars(memo[id(original)])[attribute] = _of_copy(value, modules, memo)
     for container in [value for value in memo.values() if type(value) in (list, dict)]:
         for key, value in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
             if is_compiled(value):
-                container[key] = _rebound(value, modules, memo)
+                container[key] = _of_copy(value, modules, memo)
+
+
+def _of_copy(value: Any, modules: set[nn.Module], memo: dict[int, Any]) -> Any:  # noqa: ANN401  # of the type of the value
+    """What functions of a copy use in place of a value: the copy of a module, of its method or tensor; other values as they are."""
+    value = original_of(value)
+    if isinstance(value, types.FunctionType):
+        return _function_of_copy(value, modules, memo) if value.__closure__ else value
+    if isinstance(value, Tensor):
+        return memo.get(id(value), value)
+    owner = getattr(value, "__self__", value)  # of a bound method its module
+    return copy.deepcopy(value, memo) if isinstance(owner, nn.Module) and owner in modules else value
+
+
+def _function_of_copy(function: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> types.FunctionType:
+    """The same function with a closure that refers to copies."""
+    known: types.FunctionType = memo.get(id(function), function)
+    if known is not function:
+        return known
+    originals = function.__closure__ or ()
+    cells = tuple(types.CellType() for _original in originals)
+    clone = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    clone.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(clone, function)  # its attributes, name and documentation
+    memo[id(function)] = clone  # before its cells are filled, which may refer to it
+    for cell, original in zip(cells, originals, strict=True):
+        with suppress(ValueError):  # a name that has no value yet
+            cell.cell_contents = _of_copy(original.cell_contents, modules, memo)
+    return clone
 
 
 def _keep_attributes(tensor: Tensor, clone: Tensor, copy_of: Callable[[Any], Any]) -> None:
@@ -230,36 +261,6 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
     except RuntimeError as error:
         first, *rest = [line.strip() for line in str(error).splitlines()]
         raise ConfigError(f"reference {path!r} is not of this model: {' '.join(rest)[:150] or first}") from error
-
-
-def _rebound(function: Callable[..., Any], modules: set[nn.Module], memo: dict[int, Any]) -> Callable[..., Any]:
-    """An uncompiled copy of a function whose closure refers to copies of modules, of their methods and of their tensors.
-
-    ``deepcopy`` keeps functions in the attributes of a module, e.g. a patched ``forward``, which would run the original.
-    """
-    function = original_of(function)
-    if isinstance(function, types.MethodType):
-        return copy.deepcopy(function, memo) if function.__self__ in modules else function
-    if not isinstance(function, types.FunctionType) or not function.__closure__:
-        return function
-    if id(function) in memo and memo[id(function)] is not function:
-        return memo[id(function)]  # type: ignore[no-any-return]
-    cells = [types.CellType() for _cell in function.__closure__]
-    new = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
-    new.__kwdefaults__ = function.__kwdefaults__
-    memo[id(function)] = functools.update_wrapper(new, function)
-    for cell, original in zip(cells, function.__closure__, strict=True):
-        with suppress(ValueError):  # an unassigned name
-            value = original.cell_contents
-            owner = getattr(value, "__self__", value)
-            if isinstance(value, types.FunctionType):
-                value = _rebound(value, modules, memo)
-            elif isinstance(owner, nn.Module) and owner in modules:
-                value = copy.deepcopy(value, memo)
-            elif isinstance(value, Tensor):
-                value = memo.get(id(value), value)
-            cell.cell_contents = value
-    return new
 
 
 def _what_cannot_be_copied(module: nn.Module) -> str | None:

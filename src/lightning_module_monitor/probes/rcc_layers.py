@@ -233,7 +233,7 @@ _TYPES: dict[type[nn.Module] | str, LayerType | LinearMaps] = {
         lambda x, weight, bias, module: F.group_norm(x, module.num_groups, weight, bias, module.eps), features=lambda module, tensor: 1
     ),
     **dict.fromkeys(
-        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
         _normalization(_batch_norm, features=lambda module, tensor: 1, vectors=_vectors_of_batch_norm),
     ),
     nn.MultiheadAttention: {f"{name}_proj": _projection(index, name) for index, name in enumerate("qkv")},
