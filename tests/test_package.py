@@ -85,8 +85,6 @@ PRIVATE_NAMES = {
         "model/unchanged.py",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "the base of dispatch modes, which torch documents here alone",
-    ("model/unchanged.py", "torch._lazy_clone"): "copies the parameters of a reference only when something writes into them",
-    ("model/unchanged.py", "torch._C._is_cow_tensor"): "whether something has written into them",
     ("probes/attention.py", "torch.overrides._get_current_function_mode_stack"): "the place of a mode among those of the model",
     ("probes/rcc_terms.py", "torch._C.DisableTorchFunction"): "modes of torch functions run code of others",
     ("trainer/facts_reader.py", "torch.nn.modules.dropout._DropoutNd"): "the base of all dropout layers",

@@ -192,34 +192,50 @@ def _restore_entries(before: Iterable[tuple[Any, Mapping[str, Tensor | None]]]) 
 
 
 class UnchangedParameters:
-    """Restores the parameters of a module after a run that may write into them: EMA of a teacher, normalized or clipped weights.
+    """Restores the parameters of a module after its runs, which may write into them: EMA of a teacher, normalized or clipped weights.
 
-    Such code writes into ``p.data``, whose version does not count the writing, and no other copy of a reference's values exists. So each
-    parameter shares its memory with a copy-on-write copy during the run: torch copies the memory at the first access that may write, and
-    no weight is copied before. Such an access is also an address taken by a custom kernel or by numpy. Parameters that get other memory,
-    or are replaced, are set back.
+    Such code writes into ``p.data``, whose version does not count it, so bits are compared. While the first run lasts, the device has
+    copies of all parameters. That run is in the first monitored step, before there are gradients, which take as much memory. In later
+    runs the device has copies of those parameters alone that were written into, and writing that begins in a later run is not noticed.
+    Parameters that get other memory, or are replaced, need no copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._first_run: list[tuple[nn.Parameter, Tensor]] | None = None
+        """Parameters, and on their device whether the first run that ended without an error has written into them."""
+        self._written: list[nn.Parameter] | None = None
+        """The parameters into which that run wrote, once the host has read it."""
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore every parameter after the block: the same object with the same storage and the same values."""
+        """Restore every parameter after the block: the same object, the same memory, and the same values."""
         entries = [(part._parameters, dict(part._parameters.items())) for part in self._module.modules() if part._parameters]
         parameters = {id(parameter): parameter for _table, named in entries for parameter in named.values() if parameter is not None}
-        saved = [(parameter, parameter.data, _lazy_copy(parameter)) for parameter in parameters.values() if _is_writable(parameter)]
+        memory = [(parameter, parameter.data) for parameter in parameters.values() if _is_writable(parameter)]
+        saved = [(parameter, parameter.detach().clone()) for parameter in self._may_be_written(memory)]
+        is_complete = False
         try:
             yield
+            is_complete = True
         finally:
             _restore_entries(entries)
-            for parameter, data, _values in saved:
+            for parameter, data in memory:
                 if not parameter.is_set_to(data):
                     parameter.data = data
+            if is_complete and self._first_run is None:
+                self._first_run = [(parameter, _differ(parameter, values)) for parameter, values in saved]
             with torch.no_grad():
-                for parameter, _data, values in saved:
-                    if not _shares_memory(parameter):
-                        overwrite(parameter, values)
+                for parameter, values in saved:
+                    overwrite(parameter, values)
+
+    def _may_be_written(self, memory: Iterable[tuple[nn.Parameter, Tensor]]) -> list[nn.Parameter]:
+        """The parameters of which a run needs copies."""
+        if self._first_run is None:
+            return [parameter for parameter, _data in memory]
+        if self._written is None:
+            self._written = _true_ones(self._first_run)
+        return self._written
 
 
 def _is_writable(parameter: nn.Parameter) -> bool:
@@ -228,17 +244,19 @@ def _is_writable(parameter: nn.Parameter) -> bool:
     return is_plain and not (parameter.is_meta or parameter.is_nested or parameter.is_quantized or parameter.is_inference())
 
 
-_shares_memory: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
-"""Whether no access to the memory of a tensor has ended its sharing with a lazy copy."""
+def _differ(tensor: Tensor, values: Tensor) -> Tensor:
+    """Whether any bit differs, so that NaN equals NaN, and 0 differs from -0: a tensor on their device."""
+    before, after = (each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (values, tensor))
+    return (before != after).any()
 
 
-def _lazy_copy(parameter: nn.Parameter) -> Tensor:
-    """A copy that shares the memory until one of both is written into; a plain copy where torch cannot share it."""
-    tensor = parameter.detach()
-    if tensor.device.type in ("cpu", "cuda"):  # the allocators of other devices may not copy
-        with suppress(RuntimeError):  # memory of numpy, or shared between processes
-            return torch._lazy_clone(tensor)
-    return tensor.clone()
+def _true_ones(flags: list[tuple[nn.Parameter, Tensor]]) -> list[nn.Parameter]:
+    """The parameters whose flag is true, by one read of the host."""
+    if not flags:
+        return []
+    device = flags[0][1].device
+    are_true = torch.stack([flag.to(device) for _parameter, flag in flags]).tolist()
+    return [parameter for (parameter, _flag), is_true in zip(flags, are_true, strict=True) if is_true]
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
