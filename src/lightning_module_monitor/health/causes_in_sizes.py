@@ -30,19 +30,19 @@ CAUSES_IN_SIZES = (
     Cause(
         "missing_normalization",
         "Activations grow from layer to layer",
-        ("growing_over_depth",),
-        "normalization layers, an initialization that keeps the scale (He for ReLU, Xavier for tanh), residual connections",
-        (*GROWTH, *SYMPTOMS, NONFINITE),
-        "from the first record on, and not in the first module",
+        evidence_for=("growing_over_depth",),
+        advice="normalization layers, an initialization that keeps the scale (He for ReLU, Xavier for tanh), residual connections",
+        explains=(*GROWTH, *SYMPTOMS, NONFINITE),
+        needs="from the first record on, and not in the first module",
         is_shown=lambda finding, history: finding.first_step == 0 and not history.explodes_in_first_module,
     ),
     Cause(
         "summed_loss",
         "The loss is summed over the samples: the learning rate is as many times too high",
-        (*GROWTH, "dead_units", NOT_LEARNING, NONFINITE),
-        "the mean over the samples: reduction='mean'; or a learning rate that is divided by the size of a batch",
-        (*GROWTH, *SYMPTOMS, NONFINITE),
-        "the graph of the loss has the sum, and the loss has risen",
+        evidence_for=(*GROWTH, "dead_units", NOT_LEARNING, NONFINITE),
+        advice="the mean over the samples: reduction='mean'; or a learning rate that is divided by the size of a batch",
+        explains=(*GROWTH, *SYMPTOMS, NONFINITE),
+        needs="the graph of the loss has the sum, and the loss has risen",
         is_shown=lambda finding, history: (
             history.facts.is_summed and history.losses.has_risen and search_named("", "learning_rate", "update")(finding, history)
         ),
@@ -50,10 +50,10 @@ CAUSES_IN_SIZES = (
     Cause(
         "unscaled_targets",
         "The targets are far larger than the outputs of the model",
-        (NOT_LEARNING, *GROWTH, "dead_units", "saturation", "zero_gradients"),
-        "scale the targets: subtract their mean and divide by their standard deviation",
-        (*GROWTH, *SYMPTOMS, NONFINITE),
-        "a large first loss, with outputs much smaller than its square root",
+        evidence_for=(NOT_LEARNING, *GROWTH, "dead_units", "saturation", "zero_gradients"),
+        advice="scale the targets: subtract their mean and divide by their standard deviation",
+        explains=(*GROWTH, *SYMPTOMS, NONFINITE),
+        needs="a large first loss, with outputs much smaller than its square root",
         is_shown=lambda finding, history: history.has_small_outputs and not _is_zero_from_start(finding),
         remark=lambda history: f"The first loss was {history.losses.first:.3g}, with outputs of {history.first['output']:.2g} (rms).",
         is_from_start=True,
@@ -61,10 +61,10 @@ CAUSES_IN_SIZES = (
     Cause(
         "unscaled_input",
         "The input is far from a size of 1",
-        (NOT_LEARNING, *GROWTH, "dead_units", "saturation", "zero_gradients", NONFINITE),
-        "scale the input: subtract its mean and divide by its standard deviation",
-        (*GROWTH, *SYMPTOMS, NONFINITE),
-        "the input had a value above 50 in the first record, or none above 0.02",
+        evidence_for=(NOT_LEARNING, *GROWTH, "dead_units", "saturation", "zero_gradients", NONFINITE),
+        advice="scale the input: subtract its mean and divide by its standard deviation",
+        explains=(*GROWTH, *SYMPTOMS, NONFINITE),
+        needs="the input had a value above 50 in the first record, or none above 0.02",
         is_shown=lambda finding, history: (
             history.has_unscaled_input
             and not _is_zero_from_start(finding)
@@ -75,20 +75,20 @@ CAUSES_IN_SIZES = (
     Cause(
         "explodes_from_start",
         "Outputs or gradients are huge before any update",
-        (LARGE_START, "exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
-        "clipping of gradients; for a recurrent network an orthogonal initialization, LSTM or GRU; else normalization layers",
-        (*GROWTH, *SYMPTOMS, NONFINITE),
-        "before any update the gradient is 1000 times the loss or the output 1000 times the input; or a recurrent module makes NaN",
+        evidence_for=(LARGE_START, "exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
+        advice="clipping of gradients; for a recurrent network an orthogonal initialization, LSTM or GRU; else normalization layers",
+        explains=(*GROWTH, *SYMPTOMS, NONFINITE),
+        needs="before any update the gradient is 1000 times the loss or the output 1000 times the input; or a recurrent module makes NaN",
         is_shown=lambda finding, history: finding.cause == "recurrent" or history.explodes_from_start,
         remark=_first_sizes_remark,
     ),
     Cause(
         "vanishes_from_start",
         "Outputs are next to nothing before any update: they shrink from layer to layer",
-        ("dead_units", "zero_gradients", "vanishing", NOT_LEARNING),
-        "an initialization that keeps the scale (He for ReLU, Xavier for tanh), normalization layers, residual connections",
-        ("zero_gradients", "frozen_updates", "dead_units", "vanishing", NOT_LEARNING),
-        "in the first record the output of the last module is less than a 10,000th of the input",
+        evidence_for=("dead_units", "zero_gradients", "vanishing", NOT_LEARNING),
+        advice="an initialization that keeps the scale (He for ReLU, Xavier for tanh), normalization layers, residual connections",
+        explains=("zero_gradients", "frozen_updates", "dead_units", "vanishing", NOT_LEARNING),
+        needs="in the first record the output of the last module is less than a 10,000th of the input",
         is_shown=lambda _finding, history: history.vanishes_from_start,
         remark=_first_sizes_remark,
         is_from_start=True,
@@ -96,20 +96,20 @@ CAUSES_IN_SIZES = (
     Cause(
         "own_targets",
         "Targets that the model computes itself run away",
-        ("diverging", "exploding"),
-        "for values of reinforcement learning no further value behind the last state (1 - done), a discount below 1, a target network that "
-        "follows slowly; else look at what is compared",
-        (*GROWTH, *SYMPTOMS, NONFINITE),
-        "training_step calls the model without gradients, too, and steps are not large",
+        evidence_for=("diverging", "exploding"),
+        advice="for values of reinforcement learning no further value behind the last state (1 - done), a discount below 1, a target "
+        "network that follows slowly; else look at what is compared",
+        explains=(*GROWTH, *SYMPTOMS, NONFINITE),
+        needs="training_step calls the model without gradients, too, and steps are not large",
         is_shown=lambda _finding, history: history.facts.computes_targets and not history.has_large_steps,
     ),
     Cause(
         "learning_rate",
         "The learning rate is too high",
-        (LARGE_STEPS, "exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
-        "a learning rate that is ten times lower, warm-up, clipping of gradients",
-        (*GROWTH, *SYMPTOMS, NONFINITE, "shrinking_weights"),
-        "of NaN and infinity: magnitudes had grown there, or steps are as large",
+        evidence_for=(LARGE_STEPS, "exploding", "growing_weights", "growing_over_depth", "diverging", NONFINITE),
+        advice="a learning rate that is ten times lower, warm-up, clipping of gradients",
+        explains=(*GROWTH, *SYMPTOMS, NONFINITE, "shrinking_weights"),
+        needs="of NaN and infinity: magnitudes had grown there, or steps are as large",
         is_shown=lambda finding, history: (
             search_named("learning_rate")(finding, history) or (not finding.cause and history.has_large_steps)
         ),
@@ -122,10 +122,10 @@ CAUSES_IN_SIZES = (
     Cause(
         "weight_decay",
         "Weight decay, or a penalty on the weights, pulls them to zero",
-        ("shrinking_weights",),
-        "a smaller weight_decay; torch.optim.Adam adds it to the gradient, which it then divides by its size, so that 0.1, customary with "
-        "AdamW, is far too much; a smaller penalty in the loss",
-        (*SYMPTOMS,),
+        evidence_for=("shrinking_weights",),
+        advice="a smaller weight_decay; torch.optim.Adam adds it to the gradient, which it then divides by its size, so that 0.1, "
+        "customary with AdamW, is far too much; a smaller penalty in the loss",
+        explains=SYMPTOMS,
         remark=_decay_remark,
     ),
 )

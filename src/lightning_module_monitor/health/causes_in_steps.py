@@ -31,31 +31,32 @@ CAUSES_IN_STEPS = (
     Cause(
         "clipping",
         "Clipping limits every step to next to nothing",
-        (NOT_LEARNING, "frozen_updates"),
-        "a larger gradient_clip_val; 1.0 is customary",
-        (NOT_LEARNING, "frozen_updates"),
-        "gradients have the largest size that clipping allows in 9 of 10 records, and with a norm of 1 the steps would be large enough",
+        evidence_for=(NOT_LEARNING, "frozen_updates"),
+        advice="a larger gradient_clip_val; 1.0 is customary",
+        explains=(NOT_LEARNING, "frozen_updates"),
+        needs="gradients have the largest size that clipping allows in 9 of 10 records, and with a norm of 1 the steps would be large "
+        "enough",
         is_shown=lambda _finding, history: history.is_clipped,
         remark=lambda history: f"gradient_clip_val is {history.facts.clip:.3g}. {max_change_remark(history)}",
     ),
     Cause(
         "small_rate",
         "The learning rate is too low",
-        (NOT_LEARNING, "frozen_updates"),
-        "a learning rate that is ten times higher, and so on until the loss falls",
-        (NOT_LEARNING, "frozen_updates"),
-        f"all steps together can move no weight by more than {SMALL_CHANGE:.0%} of its norm",
+        evidence_for=(NOT_LEARNING, "frozen_updates"),
+        advice="a learning rate that is ten times higher, and so on until the loss falls",
+        explains=(NOT_LEARNING, "frozen_updates"),
+        needs=f"all steps together can move no weight by more than {SMALL_CHANGE:.0%} of its norm",
         is_shown=lambda _finding, history: history.max_relative_change < SMALL_CHANGE,
         remark=lambda history: f"{max_change_remark(history)} {_rate_remark(history)}",
     ),
     Cause(
         "decayed_rate",
         "The schedule has brought the learning rate down to next to nothing",
-        (NOT_LEARNING, "frozen_updates"),
-        "a slower schedule; look whether it counts steps or epochs (interval of lr_scheduler)",
-        ("frozen_updates", NOT_LEARNING),
-        "the newest rate is below a millionth of the largest one; or below a hundredth, and the last two thirds of the steps can move no "
-        "weight by more than 2 % of its norm",
+        evidence_for=(NOT_LEARNING, "frozen_updates"),
+        advice="a slower schedule; look whether it counts steps or epochs (interval of lr_scheduler)",
+        explains=("frozen_updates", NOT_LEARNING),
+        needs="the newest rate is below a millionth of the largest one; or below a hundredth, and the last two thirds of the steps can "
+        "move no weight by more than 2 % of its norm",
         is_shown=lambda finding, history: (
             history.is_stopped_by_schedule if finding.name == NOT_LEARNING else history.has_decayed(finding.site)
         ),
@@ -67,32 +68,32 @@ CAUSES_IN_STEPS = (
     Cause(
         "no_gradient",
         "Parameters that are to be trained get no gradient",
-        ("frozen_updates",),
-        "look for a detach() or no_grad() between the parameters and the loss, and for a checkpoint with use_reentrant=True; if the model "
-        "does not use the parameters, as the mask token of a checkpoint, set requires_grad to False",
-        ("frozen_updates", NOT_LEARNING),
-        "the newest record has gradients of others, and none of this parameter",
+        evidence_for=("frozen_updates",),
+        advice="look for a detach() or no_grad() between the parameters and the loss, and for a checkpoint with use_reentrant=True; if the "
+        "model does not use the parameters, as the mask token of a checkpoint, set requires_grad to False",
+        explains=("frozen_updates", NOT_LEARNING),
+        needs="the newest record has gradients of others, and none of this parameter",
         is_shown=lambda finding, history: history.num_gradients > 0 and math.isnan(history.gradient_of(finding.site)),
     ),
     Cause(
         "zero_gradient",
         "A part of the model gets gradients of nothing but zeros",
-        ("no_gradients", "zero_gradients", "frozen_updates"),
-        "look for an input of zeros, for two factors that are both 0, for a detach() or no_grad(), for a zero_grad() between the backward "
-        "pass and the step, and for what has a derivative of 0: rounding, argmax, a softmax over one value; check whether it is meant to "
-        "be idle",
-        (NOT_LEARNING,),
-        "for parameters that do not move: the newest record has a gradient of 0",
+        evidence_for=("no_gradients", "zero_gradients", "frozen_updates"),
+        advice="look for an input of zeros, for two factors that are both 0, for a detach() or no_grad(), for a zero_grad() between the "
+        "backward pass and the step, and for what has a derivative of 0: rounding, argmax, a softmax over one value; check whether it is "
+        "meant to be idle",
+        explains=(NOT_LEARNING,),
+        needs="for parameters that do not move: the newest record has a gradient of 0",
         is_shown=lambda finding, history: finding.name != "frozen_updates" or history.gradient_of(finding.site) == 0,
     ),
     Cause(
         "frozen",
         "Parameters that are to be trained do not move",
-        ("frozen_updates",),
-        "in half precision, updates that are smaller than the weights' rounding are lost: keep the weights in float32 (precision: "
+        evidence_for=("frozen_updates",),
+        advice="in half precision, updates that are smaller than the weights' rounding are lost: keep the weights in float32 (precision: "
         "bf16-mixed); else look for code that writes the weights back, and for a detach() or no_grad()",
-        (NOT_LEARNING,),
-        "the newest record has it as in the record before",
+        explains=(NOT_LEARNING,),
+        needs="the newest record has it as in the record before",
         is_shown=lambda finding, history: not _has_moved(finding, history),
     ),
 )
