@@ -47,7 +47,7 @@ def _labels() -> tuple[str, ...]:
 
 
 LABELS = _labels()
-"""The values that each entry of a row of counts stands for, as text."""
+"""The range of values of each entry of a row of counts, as text."""
 
 
 @dataclass(frozen=True, eq=False)

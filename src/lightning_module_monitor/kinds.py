@@ -1,4 +1,4 @@
-"""What can be observed, :data:`KINDS`, and names that keys have in every run."""
+"""The kinds of observed tensors, :data:`KINDS`, and names that keys have in every run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Kind:
     is_relative: bool = False
     """Whether it has a base, as an update has its parameter, and so a ``ratio``."""
     in_every_stage: bool = False
-    """Whether it exists in loops without training, too."""
+    """Whether it also exists in loops without training."""
     of_heads: bool = False
     """Whether its sites are the heads of the attention within the module, which are known once it runs."""
     of_states: bool = False

@@ -117,7 +117,7 @@ class _Messages(logging.LoggerAdapter):  # type: ignore[type-arg]  # Python 3.10
         self.logger = _logger_of(package_of(trainer).__name__)
 
     def __reduce__(self) -> tuple[Callable[[], _Messages], tuple[()]]:
-        """Copies log here, too. YAML, in which some libraries write their callbacks, knows no object by its name."""
+        """Copies log here as well. YAML, in which some libraries write their callbacks, knows no object by its name."""
         return _the_messages, ()
 
 

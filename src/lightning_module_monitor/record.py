@@ -1,4 +1,4 @@
-"""What a monitored step is recorded as: a vector of numbers, histograms, raw tensors; and what was found in it."""
+"""The record of a monitored step: a vector of numbers, histograms, raw tensors; and the findings about it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ABSENT: float = float(np.uint64(ABSENT_BITS).view(np.float64))
 
 
 def is_absent(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which numbers were not recorded; of the same shape."""
+    """Flags of the numbers that were not recorded; of the same shape."""
     return np.asarray(numbers.view(np.uint64) == ABSENT_BITS)
 
 
 def is_undefined(numbers: npt.ArrayLike) -> NDArray[np.bool_]:
-    """Which numbers are of a statistic that finite tensors do not have; of the same shape."""
+    """Flags of the numbers that stand for an undefined statistic of finite tensors; of the same shape."""
     return np.asarray(np.asarray(numbers, dtype=np.float64).view(np.uint64) == UNDEFINED_BITS)
 
 
@@ -147,8 +147,8 @@ class Record:
         return cls(step, Columns.of(values), numbers, histograms or {}, **options)
 
     @functools.cached_property
-    def is_there(self) -> NDArray[np.bool_]:
-        """Which columns have a value, shape ``(columns,)``."""
+    def is_recorded(self) -> NDArray[np.bool_]:
+        """Flags of the columns with a value, shape ``(columns,)``."""
         return ~is_absent(self.numbers)
 
     @functools.cached_property

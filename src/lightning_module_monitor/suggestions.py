@@ -1,4 +1,4 @@
-"""What a misspelt name or pattern was meant to be, for the end of a message."""
+"""Suggestions for a misspelt name or pattern, for the end of a message."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class ParsedHealth:
 
 
 def parse_health(health: object, alerts: Sequence[object], *, has_default_rules: bool) -> ParsedHealth:
-    """Check the options. With the default rules (``has_default_rules``), values for cheap detectors are recorded, too.
+    """Check the options. With the default rules (``has_default_rules``), values for cheap detectors are recorded as well.
 
     Raises:
         ConfigError: If a value is wrong.

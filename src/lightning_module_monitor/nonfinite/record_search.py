@@ -123,7 +123,7 @@ class OrderOfStep:
         if self._bound_to != (columns, num_columns):
             self._bind(columns, num_columns)
         numbers = record.numbers[self._columns]
-        is_bad = np.where(self._is_count, numbers > 0, ~np.isfinite(numbers)) & record.is_there[self._columns]
+        is_bad = np.where(self._is_count, numbers > 0, ~np.isfinite(numbers)) & record.is_recorded[self._columns]
         if was_skipped:
             is_bad &= ~self._may_overflow
         return columns.keys[self._columns[is_bad.argmax()]] if is_bad.any() else None

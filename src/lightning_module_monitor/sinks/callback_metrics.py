@@ -39,7 +39,7 @@ class CallbackMetrics:
         if known < version:
             matching = matching + [column for column in range(known, version) if self._is_matching(columns.texts[column])]
             self._matching[columns] = version, matching
-        recorded = [column for column in matching if record.is_there[column]]
+        recorded = [column for column in matching if record.is_recorded[column]]
         for column in recorded:
             in_step = columns.keys[column].stage == TRAIN
             value = float(record.numbers[column])

@@ -1,4 +1,4 @@
-"""Which series are drawn together, and TensorBoard's layout of them in its tab CUSTOM SCALARS."""
+"""Charts of several series, and TensorBoard's layout of them in its tab CUSTOM SCALARS."""
 
 from __future__ import annotations
 

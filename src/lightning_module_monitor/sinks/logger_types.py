@@ -1,4 +1,4 @@
-"""What the classes of Lightning's loggers take, and their errors, which must not stop a training."""
+"""The classes of Lightning's loggers: which take histograms and pictures; their errors, which must not stop a training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def takes_media(logger: object) -> bool:
 
 
 def key_prefix(logger: Logger) -> str:
-    """What the logger puts in front of each key."""
+    """The prefix that the logger adds to each key."""
     return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
 
 

@@ -1,4 +1,4 @@
-"""What loggers get of a record: roll-ups where there are many keys, and no counts that are zero."""
+"""The values that are logged: roll-ups if there are many keys, and no counts that are zero."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_module_monitor.record import ABSENT, Record, is_absent, is_undefi
 NONFINITE_COUNT = "nonfinite_count"
 
 _COUNTS = (f"/{NONFINITE_COUNT}", f"{OWN_KIND}/errors")
-"""How the keys of counts end that are logged once they are not zero."""
+"""Endings of the keys of counts that are logged only after their first value other than zero."""
 
 
 def without_context(values: Mapping[str, float]) -> dict[str, float]:
@@ -41,7 +41,7 @@ def summed(histograms: Mapping[str, Histogram], modules: Collection[str] = ()) -
 
 
 class _Logged(NamedTuple):
-    """What loggers get of the records with some columns."""
+    """The columns that are logged of records with the same columns."""
 
     version: int
     """Number of the columns."""
@@ -58,7 +58,7 @@ class _Logged(NamedTuple):
 
 
 class LoggedValues:
-    """The values that loggers get of records. What they are is found once for the columns of a stage.
+    """The values that loggers get of records. They are selected once for the columns of a stage.
 
     Of the context of training that is the loss and the learning rates: Lightning logs other values of it itself, in other steps and, in a
     CSV file, in other rows.
@@ -92,11 +92,11 @@ class LoggedValues:
         if logged is None or logged.version != len(record.numbers):
             logged = self._logged[record.columns] = self._bind(record.columns, len(record.numbers), logged)
         numbers = np.concatenate([record.numbers[logged.kept], *(_rolled(record.numbers[group]) for group in logged.groups)])
-        is_there = ~is_absent(numbers)
-        np.logical_or(logged.is_shown, is_there & (numbers != 0), out=logged.is_shown)
-        there = np.flatnonzero(is_there & (logged.is_shown | ~logged.is_count)).tolist()
+        is_recorded = ~is_absent(numbers)
+        np.logical_or(logged.is_shown, is_recorded & (numbers != 0), out=logged.is_shown)
+        indices = np.flatnonzero(is_recorded & (logged.is_shown | ~logged.is_count)).tolist()
         values = numbers.tolist()
-        return {logged.texts[index]: values[index] for index in there}
+        return {logged.texts[index]: values[index] for index in indices}
 
     def _is_always(self, text: str) -> bool:
         return any(pattern.fullmatch(text) for pattern in self._always)

@@ -1,1 +1,1 @@
-"""What is measured of a tensor."""
+"""Statistics of tensors."""

@@ -18,7 +18,7 @@ from lightning_module_monitor.kernels.torch_kernel import CPU_PORTION, PORTION, 
 from lightning_module_monitor.record import UNDEFINED
 
 MAX_FEATURES = 1024
-"""Limit of the features by default. The eigenvalues of so many take about a tenth of a second on the host, and the sums 8 MiB."""
+"""Limit of the features by default. The eigenvalues of as many take about a tenth of a second on the host, and the sums 8 MiB."""
 
 MOST_FEATURES = 4096
 """Limit of the features on request: five seconds, and 128 MiB."""
@@ -31,9 +31,9 @@ class GramSums(NamedTuple):
     """Sums over rows, from which singular values are computed. They are on the host if the device has no float64."""
 
     products: Tensor
-    """Of products of each two features: the Gram matrix ``X^T X``, float64, shape ``(features, features)``."""
+    """Sums of products of each two features: the Gram matrix ``X^T X``, float64, shape ``(features, features)``."""
     totals: Tensor
-    """Of the features, by which they can be centred: float64, shape ``(features,)``."""
+    """Sums of the features, to center them: float64, shape ``(features,)``."""
     num_rows: int
 
     def plus(self, other: GramSums) -> GramSums:

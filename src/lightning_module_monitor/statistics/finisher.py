@@ -1,4 +1,4 @@
-"""How moments become statistics."""
+"""Computes statistics from moments."""
 
 from __future__ import annotations
 

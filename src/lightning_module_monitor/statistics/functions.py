@@ -109,7 +109,7 @@ class Results:
     weights: list[float] = field(default_factory=list)
     """The weight of each scalar, and of each unfinished result."""
     unfinished: dict[int, Finish] = field(default_factory=dict)
-    """What finishes values, by their index."""
+    """The function that finishes a value, by the index of the value."""
 
     def add(self, result: object, num_elements: int) -> None:
         """Keep a result: a real tensor of any shape, a number, or one that is unfinished.

@@ -92,11 +92,11 @@ class Layout:
         return [*parts, *(stream.series[name] for stream, name in failed)]
 
     def slices_of(self, bins: Bins) -> dict[Stream, slice]:
-        """Where the counts in a set of bins are in ``Numbers.counts``, by stream."""
+        """Slices of ``Numbers.counts`` with the counts in a set of bins, by stream."""
         return {stream: self.slices[stream.identity, bins] for stream, sums in self.summed if sums == bins}
 
     def columns_of_units(self, num_units: Sequence[tuple[Stream, int]]) -> NDArray[np.intp]:
-        """Where the units of some streams are in ``Numbers.counts``, one stream after the other; -1 for a stream that is not known.
+        """Indices in ``Numbers.counts`` of the units of some streams, stream by stream; -1 for a stream that is not known.
 
         They are looked up again only if streams or numbers of units have changed since the last step.
         """
@@ -112,7 +112,7 @@ class Layout:
         return counts[np.add.outer(np.array(starts, np.intp), np.arange(UNITS.num_counts))]
 
     def order_of(self, rows: Mapping[Stream, int]) -> tuple[Flags, NDArray[np.int64]]:
-        """Which streams were observed, and for each row of the layout its row in the table; -1 where there is none.
+        """Flags of the observed streams, and for each row of the layout its row in the table, or -1.
 
         It is computed again only if rows or streams have changed since the last step.
         """
@@ -164,6 +164,6 @@ class MergedTotals(NamedTuple):
     members: Rows
     """Positions of the members of these rows."""
     first: Rows
-    """Where each group begins."""
+    """Start of each group."""
     counted: Sequence[tuple[slice, Sequence[slice]]]
     """Rows of counts of totals and of their members."""

@@ -26,7 +26,7 @@ NO_MOMENTS: Array = torch.stack(tuple(Moments.empty(1))).numpy()
 
 @dataclass
 class Numbers:
-    """What one rank, or all ranks together, have observed in a step: on the host, float64, in the order of a layout.
+    """The observations of a step, of one rank or of all together: on the host, float64, in the order of a layout.
 
     The fields of ``LARGEST`` are merged over ranks by their maximum, those of ``SUMMED`` by their sum, and moments as moments.
     """
@@ -100,7 +100,7 @@ SUMMED = ("counts", "totals", "weights", "num_results", "num_errors")
 
 @dataclass
 class Observed:
-    """What one rank has observed in a step, on the host, in the order in which it came."""
+    """The observations of one rank in a step, on the host, in the order in which they were made."""
 
     streams: Sequence[Stream] = ()
     """Streams with any moments, counts, results or errors."""

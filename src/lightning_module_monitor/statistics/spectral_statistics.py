@@ -23,12 +23,12 @@ MAX_VALUES = len(SINGULAR_VALUES)
 
 
 class Source(enum.Enum):
-    """What a statistic is computed from."""
+    """The numbers from which a statistic is computed."""
 
     LEADING = "the largest singular values"
-    """Of matrices, by :mod:`~lightning_module_monitor.statistics.spectra`."""
+    """Largest singular values of matrices, by :mod:`~lightning_module_monitor.statistics.spectra`."""
     ALL = "all singular values"
-    """Of features or matrices, by :mod:`~lightning_module_monitor.statistics.effective_rank`."""
+    """All singular values of features or matrices, by :mod:`~lightning_module_monitor.statistics.effective_rank`."""
 
 
 class Spectrum:
@@ -161,7 +161,7 @@ class SpectralStatistic(Value):
         return [*of_features, *of_matrices]
 
     def source(self, kind: str) -> Source:
-        """What it is computed from, of a kind."""
+        """The source for tensors of a kind."""
         return Source.ALL if self.is_of_all or KINDS[kind].has_units else Source.LEADING
 
 

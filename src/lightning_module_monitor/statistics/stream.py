@@ -27,11 +27,11 @@ COMPARED_ROWS = {"reference": (OTHER, BASE, PRODUCT), "gradient": (OWN, OTHER, P
 """The rows of two tensors and of their product, by what a statistic compares with."""
 
 Output: TypeAlias = Statistic | HistogramStatistic | ChannelStatistic | UnitStatistic | Value
-"""What a stream records: a number made of moments, counts of bins; sums of channels; units; the result of a function, or a value."""
+"""An output of a stream: a number made of moments, counts of bins, sums of channels, units, the result of a function, or a value."""
 
 
 Sums: TypeAlias = Bins | ChannelSums | UnitCounts
-"""What a row of numbers that are added over ranks is of."""
+"""The content of a row of numbers that are added over ranks."""
 
 
 class Identity(NamedTuple):
@@ -108,7 +108,7 @@ class Stream:
 
     @functools.cached_property
     def sources(self) -> frozenset[Source]:
-        """What these are computed from."""
+        """The sources of these."""
         return frozenset(statistic.source(self.kind) for statistic in self.spectral.values())
 
     @functools.cached_property
@@ -132,7 +132,7 @@ class Stream:
 
     @functools.cached_property
     def channel_sums(self) -> tuple[ChannelSums, ...]:
-        """What the statistics of channels are computed from."""
+        """The sums from which the statistics of channels are computed."""
         return tuple(dict.fromkeys(statistic.sums for statistic in self.channels.values()))
 
     @functools.cached_property
@@ -162,7 +162,7 @@ class Stream:
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """How many rows it has in the table."""
+        """Number of its rows in the table."""
         last = max((row for name in self.compared_with for row in COMPARED_ROWS[name]), default=OWN)
         return max(last, BASE if self.base_needs else OWN) + 1
 

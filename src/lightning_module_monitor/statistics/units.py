@@ -66,7 +66,7 @@ def merged_units(largest: Tensor, other: Tensor) -> Tensor:
 
 
 class RecentUnits:
-    """How many monitored steps ago the units of each layer were last alive, and were last there."""
+    """Number of monitored steps since the units of each layer were last alive, and since they were last observed."""
 
     def __init__(self) -> None:
         self._row_by_key: dict[str, int] = {}
@@ -86,5 +86,5 @@ class RecentUnits:
             self._since = np.concatenate([self._since, np.full((2, num_new, MAX_UNITS), DEAD_AFTER, np.int8)], axis=1)
         happened = counts.reshape(len(rows), 2, MAX_UNITS).transpose(1, 0, 2) > 0
         self._since[:, rows] = since = np.where(happened, 0, np.minimum(self._since[:, rows] + 1, DEAD_AFTER))
-        is_absent, is_there = since >= DEAD_AFTER, since[1] < DEAD_AFTER
-        return np.asarray((is_absent[0] & is_there).sum(axis=1) / is_there.sum(axis=1))
+        is_dead, is_present = since[0] >= DEAD_AFTER, since[1] < DEAD_AFTER
+        return np.asarray((is_dead & is_present).sum(axis=1) / is_present.sum(axis=1))

@@ -1,1 +1,1 @@
-"""What a monitored step has observed, from the first tensor to its record; probes fill it, and the engine ends it."""
+"""The observations of a monitored step, from its first tensor to its record; probes add to them, and the engine finishes them."""

@@ -293,7 +293,7 @@ class StepAccumulator:
         return written
 
     def _observed(self, *, is_alone: bool) -> Observed:
-        """What this rank has observed, on the host, by one transfer per device."""
+        """The observations of this rank, on the host, by one transfer per device."""
         counted = [
             (bins, streams, share)
             for bins in ALL_BINS

@@ -55,7 +55,7 @@ class ObservedResults:
         self._final: dict[Key, Tensor] = {}
         self._named: dict[str, Results] = {}
         self._whole: dict[str, tuple[Aggregate, Tensor]] = {}
-        """What is on its way to the host: of torchmetrics objects, and of results that a named aggregate joins, or one of the user's."""
+        """Copied to the host: results of torchmetrics objects, and results that are joined by a named aggregate or by one of the user's."""
 
     def call(self, stream: Stream, *tensors: Tensor) -> None:
         """Call the user's functions with a tensor, or with both tensors of a pair."""
@@ -75,7 +75,7 @@ class ObservedResults:
                 self._fail(stream, name, in_words(tensors[0]), error)
 
     def add(self, stream: Stream, name: str, result: object, num_elements: int) -> None:
-        """Take a result of a function or a value: a real tensor, a number or an unfinished result, computed from so many elements.
+        """Take a result of a function or a value: a real tensor, a number or an unfinished result, computed from ``num_elements`` elements.
 
         Raises:
             TypeError: If it is neither tensor nor number.
@@ -122,7 +122,7 @@ class ObservedResults:
         return {stream_of_part.series[part]: value for stream_of_part, part, value in parts}
 
     def tensors(self, *, is_alone: bool) -> Iterator[Tensor]:
-        """What is to be copied to the host; with ``is_alone``, where this is the only rank, also what torchmetrics objects compute."""
+        """The tensors to copy to the host; with ``is_alone``, on a single rank, also the results of torchmetrics objects."""
         for stream, name, metric in self._metrics.values() if is_alone else ():
             self._final |= self._parts(stream, name, functools.partial(compute_and_reset, metric))
         self._named = {key: result for key, (_stream, _name, result) in self._results.items() if isinstance(result.aggregate, str)}

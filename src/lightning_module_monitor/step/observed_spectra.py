@@ -1,4 +1,4 @@
-"""What a step has observed of singular values, on its devices."""
+"""The sums and matrices of a step from which singular values are computed, on their devices."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ObservedSpectra:
                     self._on_error(stream, Source.ALL, error)
 
     def tensors(self) -> list[Tensor]:
-        """What is to be copied to the host."""
+        """The tensors to copy to the host."""
         sums = (tensor for several in self._sums.values() for each in several for tensor in (each.totals, each.products))
         return [*sums, *(numbers for _streams, numbers in self._bidiagonals)]
 

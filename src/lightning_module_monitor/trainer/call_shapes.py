@@ -1,4 +1,4 @@
-"""What the shape of a module's input shows: that it mixes samples, or normalizes next to nothing."""
+"""Faults that the shape of a module's input shows: it mixes samples, or normalizes next to nothing."""
 
 from __future__ import annotations
 

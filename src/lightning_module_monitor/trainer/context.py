@@ -152,7 +152,7 @@ class MonitoredStep:
             self._stale[optimizer] = self._stale[optimizer] * is_stale if optimizer in self._stale else is_stale
 
     def _observe_targets(self, num_targets: int) -> None:
-        """Take the range of the labels that the loss compares with: of the batch's tensor of so many integers, if there is one."""
+        """Take the range of the labels that the loss compares with: of the only tensor in the batch with this number of integers."""
         labels = [tensor for tensor in self._labels if tensor.numel() == num_targets >= MIN_TARGETS]
         self._labels = []
         if len(labels) == 1 and labels[0].dtype != torch.bool:

@@ -136,7 +136,7 @@ class RunController:
         run.reporter.log_once(line_of_fit(run.planner, options.every_n_steps, [*keys, *histograms], roll_ups))
 
     def _set_module(self) -> None:
-        """Set the module to monitor; refuse patterns that match nothing in it, and keys that another callback has, too."""
+        """Set the module to monitor; refuse patterns that match nothing in it, and keys that another callback also has."""
         run, monitor, trainer = self._run, self._run.monitor, self._run.trainer
         monitor.distributed, monitor.access = strategy.ranks_of(trainer), strategy.access_of(trainer)
         left_out = run.engine.leave_out(strategy.unavailable_kinds(trainer))

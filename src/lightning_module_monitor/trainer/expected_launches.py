@@ -1,4 +1,4 @@
-"""What a run will measure on its device, as far as its plan and its precision tell: it is compiled before the first step."""
+"""The kernels that a run needs on its device, from its plan and precision; they are compiled before the first step."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class FactsReader:
         self._run = run
         self._facts = NO_FACTS
         self._fingerprint: object = None
-        """What the facts were read from; see :meth:`_fingerprint_of`."""
+        """Fingerprint of the model and optimizers when the facts were read; see :meth:`_fingerprint_of`."""
         self._parameters: Sequence[Tensor] = ()
         """The parameters that the model had then."""
         self._dropouts = [site.module for site in run.planner.index.modules if isinstance(site.module, _Dropout)]
@@ -55,7 +55,7 @@ class FactsReader:
         return num_targets
 
     def _num_registered(self, weights: Sequence[Tensor]) -> int:
-        """How many leaves of the graph belong to the module or to an optimizer; sharded strategies have leaves of their own: all."""
+        """Number of leaves of the graph that belong to the module or an optimizer. Sharded strategies have other leaves; all count."""
         if not can_run_again(self._run.trainer):
             return len(weights)
         optimized = parameter_ids([optimizer for optimizer in self._run.trainer.optimizers if isinstance(optimizer, Optimizer)])
@@ -152,7 +152,7 @@ def _are_swapped(betas: object) -> bool:
 
 
 def _in_two(parameters: Iterable[str], run: Run, optimizers: Sequence[Optimizer]) -> Iterable[str]:
-    """Names of parameters of an optimizer that another one has, too, among others."""
+    """Names of the parameters that a second optimizer also holds, beside others."""
     held = [parameter_ids([optimizer]) for optimizer in optimizers]
     twice = frozenset().union(*(some for some, more in itertools.permutations(held, 2) if some < more))
     tensors = {site.name: site.tensor() for site in run.planner.index.parameters} if twice else {}

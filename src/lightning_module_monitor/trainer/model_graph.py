@@ -1,4 +1,4 @@
-"""What the graph of a loss shows of the model: whether it is linear, and which weights it uses."""
+"""Facts about a model from the graph of its loss: whether it is linear, and which weights it uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINEAR |= {"NativeBatchNorm", "CudnnBatchNorm", "AvgPool1D", "AvgPool2D", "Adap
 
 
 class ModelGraph(NamedTuple):
-    """What the graph of a loss shows of a model."""
+    """Facts about a model from the graph of its loss."""
 
     is_linear: bool = False
     """Whether at least two layers follow each other, and nothing between them and the input but linear functions."""
@@ -30,7 +30,7 @@ class ModelGraph(NamedTuple):
 
 
 def read_model(loss: Tensor) -> ModelGraph:
-    """What the graph of a loss shows; nothing of a model of more than ``MAX_NODES_OF_MODEL`` nodes."""
+    """Read the graph of a loss; a model of more than ``MAX_NODES_OF_MODEL`` nodes is not read."""
     nodes = [*_nodes_of_model(loss)]
     if len(nodes) > MAX_NODES_OF_MODEL:
         return ModelGraph()

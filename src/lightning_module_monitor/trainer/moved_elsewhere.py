@@ -35,23 +35,23 @@ class MovedElsewhere:
         self._run = run
         self._is_on = can_run_again(run.trainer)
         self.parameters: dict[int, Tensor] = {}
-        """Those that were found, by ``id``."""
+        """Parameters that other code moves, by ``id``."""
         self._known: list[Tensor] = []
-        """Those that were found before the open step."""
+        """Those that were known before the open step."""
         self._tensors: Sequence[Tensor] = ()
         self._ids: frozenset[int] = frozenset()
-        """Those that required a gradient when they were read, by ``id``."""
+        """``id`` of each parameter that required a gradient when they were read."""
         self._versions: Sequence[int] = ()
         """The versions of all parameters when the step began."""
         self._hooks = HookSet()
         self._arrived: set[int] = set()
-        """Those whose gradient has arrived in this step."""
+        """``id`` of each parameter whose gradient has arrived in this step."""
         self._returned: set[int] = set()
-        """Those that an optimizer has stepped in this step."""
+        """``id`` of each parameter that an optimizer has stepped in this step."""
         self.trained: frozenset[int] = frozenset()
-        """Those that ever got a gradient."""
+        """``id`` of each parameter that ever got a gradient."""
         self.scale: Scale = None
-        """What the loss is multiplied by."""
+        """The factor of the loss."""
 
     def begin_step(self) -> None:
         """A monitored step begins: what is known to move elsewhere is read now."""

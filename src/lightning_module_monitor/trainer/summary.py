@@ -65,7 +65,7 @@ def _describe_keys(keys: Sequence[str]) -> str:
 
 
 def dry_run_text(planner: Planner, schedule: ParsedSchedule, max_steps: int, keys: Sequence[str], histograms: Sequence[str]) -> str:
-    """What a monitored step records and costs: sites and statistics by kind, memory, bytes of the table and of the store.
+    """The content and cost of a monitored step: sites and statistics by kind, memory, bytes of the table and of the store.
 
     Args:
         planner: The planner of the model.

@@ -76,11 +76,11 @@ class OutputVariation:
         self._variations: dict[str, Tensor] = {}
         """By module, in the order of the last calls."""
         self._mixing: dict[str, None] = {}
-        """Of the first step, the modules that mix samples, in the order of their calls."""
+        """Modules that mixed samples in the first step, in the order of their calls."""
         self._of_two_values: dict[str, None] = {}
-        """Of the first step, the modules that normalize two values."""
+        """Modules that normalized two values in the first step."""
         self._of_units: dict[str, Tensor] = {}
-        """Of the first step, how much the units of a layer differ from each other, by module; NaN if samples do not differ."""
+        """Variation between the units of a layer in the first step, by module; NaN if samples do not differ."""
         self._of_first: dict[str, Tensor | float] = {}
         """``constant_from`` and ``same_units``: numbers of the first step, which each record has."""
 

@@ -1,4 +1,4 @@
-"""What a store has: its file, and what its journal added since."""
+"""The content of a store: its file, and the records that its journal added since."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StoredTable:
         self.steps: NDArray[np.int64] = schema.read_steps(file[group]) if self.columns else np.empty(0, np.int64)
         """Shape ``(rows,)``."""
         self.num_in_file = len(self.steps)
-        """How many of the rows the file has."""
+        """Number of the rows in the file."""
         self._row_of: NDArray[np.intp] = np.empty(0, np.intp)
         """The row to which each of the journal's belongs, ascending."""
         added = None if journal is None else journal.index.tables.get(group)
@@ -82,7 +82,7 @@ def _with_new(columns: list[str], added: JournalRows) -> list[str]:
 
 
 class Content:
-    """What a store has."""
+    """The content of a store."""
 
     def __init__(self, file: h5py.File, journal: Journal | None = None) -> None:
         self.file = file

@@ -1,4 +1,4 @@
-"""What the writers of a run's files have in common: names, locks, resumed runs, and errors, which never end the training."""
+"""Base of the writers of a run's files: names, locks, resumed runs, and errors, which never end the training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def now() -> str:
 
 
 class Entry(NamedTuple):
-    """What a step brings to the files of a run."""
+    """The data of a step for the files of a run."""
 
     record: Record
     findings: Sequence[Finding] = ()
@@ -170,7 +170,7 @@ class Writer(ABC):
         return ""
 
     def _may_take_over(self, held: lock.Lock) -> bool:
-        """Whether no other run writes to the resumed run's file, as far as that can be told."""
+        """Whether no other run is known to write to the resumed run's file."""
         return True
 
     def _change(self) -> str:

@@ -47,17 +47,17 @@ class Head(NamedTuple):
     lineage: str
     """Identifier of the file that the journal goes on from."""
     generation: int
-    """How often that file was replaced; the journal of an older generation is in the file already."""
+    """Number of replacements of that file; the file contains the journals of older generations."""
     run: str
     """Identifier of the run that writes."""
     host: str
     pid: int
     process_start: float
-    """When the process started, by the host's own clock; 0 where the system does not tell."""
+    """When the process started, by the host's own clock; 0 if the system does not report it."""
 
 
 class Part(NamedTuple):
-    """What a record adds to the store, besides its rows."""
+    """The content of a record besides its rows."""
 
     step: int
     time: str
@@ -123,7 +123,7 @@ class JournalFile:
         return self.size > self._size_of_head
 
     def append(self, frame: bytes) -> None:
-        """Append a frame. After an ``OSError`` nothing of it is there."""
+        """Append a frame, or nothing if this raises ``OSError``."""
         self._cut()
         self._num_pending = len(frame)
         rest = memoryview(frame)
@@ -142,7 +142,7 @@ class JournalFile:
             os.ftruncate(self._descriptor, self.size)
         self._num_pending = 0
 
-    def is_there(self) -> bool:
+    def is_at_path(self) -> bool:
         """Whether it is still the file at its path; true if the folder does not allow to look."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
@@ -204,7 +204,7 @@ class JournalRows:
 
 
 class Index:
-    """What a journal has, but for the rows, which it has the places of. It grows with the journal."""
+    """The content of a journal, with the places of rows instead of rows. It grows with the journal."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -218,7 +218,7 @@ class Index:
         self.has_ended = False
         """Whether the run that wrote it ended."""
         self.damaged_at: int | None = None
-        """Where a frame in the middle of the file does not have its checksum: nothing from there on is read."""
+        """Position of a frame in the middle of the file with a wrong checksum; nothing from there on is read."""
         self.is_whole = True
         """Whether the last update came to its end: not after an error or an interrupt, which can leave a part of a record."""
         self._end = 0

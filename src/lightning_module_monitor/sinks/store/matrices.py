@@ -85,7 +85,7 @@ class HistogramMatrix:
 
 
 def filled_columns(table: StoredTable) -> NDArray[np.bool_]:
-    """Which columns of a table were ever recorded, shape ``(columns,)``; reads in blocks until all are."""
+    """Flags of the columns of a table that were ever recorded, shape ``(columns,)``; reads in blocks until all are."""
     filled = np.zeros(len(table.columns), dtype=np.bool_)
     for _first, block in table.blocks(0, _ROWS_PER_READ):
         filled |= schema.is_recorded(block).any(axis=0)

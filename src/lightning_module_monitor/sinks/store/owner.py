@@ -1,4 +1,4 @@
-"""Who writes to a store where the file system has no locks: the journal's head names the process, and its time tells that it lives."""
+"""The owner of a store on a file system without locks: the journal's head names the process, and its time shows that it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEAD_AFTER_S = 120.0
 
 
 class Renewal:
-    """Renews the time of a journal, which tells other hosts that its writer lives, also while nothing is recorded."""
+    """Renews the time of a journal, which shows other hosts that its writer runs, even while nothing is recorded."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._has_ended = path, threading.Event()
@@ -64,7 +64,7 @@ def has_ended(path: Path, clock: Path, resumed_run: str) -> bool:
 
 
 def _start_of(pid: int) -> float | None:
-    """When a process of this host started, in ticks since the host did; 0 if the system does not tell, ``None`` if there is none."""
+    """Start of a process of this host, in ticks since the host's start; 0 if it is not reported, ``None`` if there is no such process."""
     with suppress(OSError, ValueError, IndexError):
         # The second field, the command in parentheses, may have spaces; the 22nd is the start.
         return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -74,7 +74,7 @@ class StoreReader(StoredSeries, Described):
             weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
 
     def default_path(self, suffix: str) -> Path:
-        """Where a file about this store is written: beside it, or, for a URL, in the current folder."""
+        """The path of a file about this store: beside it or, for a URL, in the current folder."""
         return self.path.with_suffix(suffix) if self.location == str(self.path) else Path(self.path.with_suffix(suffix).name)
 
     @property

@@ -36,9 +36,9 @@ class RemoteFolder:
         self.local = Path(tempfile.mkdtemp(prefix="lightning-module-monitor-")).resolve()
         """The local folder."""
         self._copied: dict[Path, tuple[int, int]] = {}
-        """Of each file, what it was when it was copied."""
+        """Signature of each file when it was copied."""
         self._tried: tuple[int, int] = (0, 0)
-        """What the store was when it was last copied, or that was tried."""
+        """Signature of the store at the last attempt to copy it."""
         self._tried_at = time.monotonic()
         self._has_failed = False
         self._is_reachable = True
@@ -78,7 +78,7 @@ class RemoteFolder:
         return f"{self._url}/{path.name}"
 
     def copy_if_due(self, store: Path) -> None:
-        """Copy the files if the store's was replaced, or every ten minutes, also after a failure. Never raises."""
+        """Copy the files if the store's file was replaced, or every ten minutes, even after a failure. Never raises."""
         with suppress(OSError):  # a file that was removed is reported by its writer
             signature = _signature(store)
             if signature != self._tried or time.monotonic() - self._tried_at >= _PERIOD_S:
@@ -149,7 +149,7 @@ def _fetch(url: str, folder: Path) -> Path | None:
 
 
 def first_free_url(url: str) -> str:
-    """The first of ``name``, ``name-2``, ... that does not exist; the name itself if that cannot be told."""
+    """The first of ``name``, ``name-2``, ... that does not exist; the name itself if that cannot be found out."""
     stem, suffix = posixpath.splitext(url)
     try:
         file_system, number = _file_system(url), 1

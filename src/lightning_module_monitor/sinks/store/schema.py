@@ -130,7 +130,7 @@ def is_superseded(name: str) -> bool:
 
 
 def has_findings_or_facts(name: str) -> bool:
-    """Whether a dataset has findings or facts, also superseded ones."""
+    """Whether a dataset has findings or facts, superseded ones included."""
     return name.rpartition("/")[2] in DTYPES
 
 
@@ -179,12 +179,9 @@ class Attributes:
 
 
 def fixed(text: str) -> np.bytes_:
-    """A text as HDF5 stores it in a place of its own.
-
-    Those of variable length are in a heap, and reading a damaged heap never ends.
-    """
-    fixed: np.bytes_ = np.bytes_(text.encode())
-    return fixed
+    """A text of fixed length. HDF5 keeps texts of variable length in a heap, and reading a damaged heap never ends."""
+    encoded: np.bytes_ = np.bytes_(text.encode())
+    return encoded
 
 
 def text_of(value: object) -> str:
@@ -197,12 +194,12 @@ def text_of(value: object) -> str:
 
 
 class Version(NamedTuple):
-    """Which file a store is."""
+    """Identifies the file of a store."""
 
     lineage: str
     """Random identifier of the file; copies that begin another file have another."""
     generation: int
-    """How often it was replaced."""
+    """Number of its replacements."""
     run: str
     """Random identifier of the run that wrote it last."""
 
@@ -249,7 +246,7 @@ def read_steps(group: h5py.Group) -> NDArray[np.int64]:
 
 
 def rows_per_block(dataset: h5py.Dataset) -> int:
-    """How many rows, whole chunks of them, to read or write at a time: a store can be larger than memory."""
+    """Number of rows, in whole chunks, to read or write at a time: a store can be larger than memory."""
     num_rows: int = dataset.chunks[0]
     bytes_per_row = dataset.dtype.itemsize * math.prod(dataset.shape[1:])
     num_chunks: int = max(1, _BYTES_PER_BLOCK // (num_rows * max(1, bytes_per_row)))

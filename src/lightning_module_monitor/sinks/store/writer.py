@@ -29,7 +29,7 @@ from lightning_module_monitor.sinks.store.schema import Version
 from lightning_module_monitor.sinks.store.successor import successor, take_in
 
 _SMALL = 16 << 20
-"""Bytes: a journal of so many, or as large as its file, is taken into the file."""
+"""Bytes at which a journal is merged into the file; or when it is as large as the file, whichever is later."""
 _AGE_S = 600.0
 _MAX_SHARE = 0.01
 """A smaller journal is taken in when it is so old, as long as that took less than this share of the run's time."""
@@ -75,7 +75,7 @@ class Store(Writer):
 
     def _concerns(self, entry: Entry) -> bool:
         record = entry.record
-        return bool(record.is_there.any() or record.histograms or entry.findings)
+        return bool(record.is_recorded.any() or record.histograms or entry.findings)
 
     def _reason_taken(self, path: Path) -> str:
         # If only the store of an earlier run was deleted, its tensors would be read as those of this run.
@@ -109,7 +109,7 @@ class Store(Writer):
         self._encoder.note_written(entry)
         now = time.monotonic()
         is_old = now - self._written_at >= _AGE_S and self._is_cheap()
-        if is_old or opened.size >= self._due_size or not opened.is_there():
+        if is_old or opened.size >= self._due_size or not opened.is_at_path():
             self._replace_file()
 
     def _finish(self) -> None:
@@ -177,7 +177,7 @@ class Store(Writer):
             change = ""
         else:
             change = "" if signature == self._signature else self._change_of_content(signature)
-        if change and self._journal is not None and self._journal.is_there():
+        if change and self._journal is not None and self._journal.is_at_path():
             # The file may be elsewhere, without its last records.
             kept = journal.set_aside(paths.journal_path(self.path), "") if self._journal.has_records else None
             if kept is not None:
