@@ -11,7 +11,7 @@ from typing import cast
 from torch import nn
 
 from lightning_module_monitor.config.plain import PlainFields, any_hints
-from lightning_module_monitor.config.rules import Rule, as_tuple, check_choice, options_of, parse_patterns
+from lightning_module_monitor.config.rules import Rule, as_tuple, check_choice, options_of, parse_count, parse_patterns
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching, naming
 from lightning_module_monitor.health.detectors import BUILT_IN
@@ -140,7 +140,7 @@ def parse_health(health: object, alerts: Sequence[object], *, has_default_rules:
     parsed = {label: options_of(Alert, alert, label, EXAMPLE) for label, alert in by_label.items()}
     alert_rules = tuple(_parse_alert(alert, label) for label, alert in parsed.items())
     patterns = [(f"{label}.keys", pattern) for label, alert in parsed.items() for pattern in parse_patterns(alert.keys, f"{label}.keys")]
-    capture_steps = _parse_count(health.capture_steps, "health.capture_steps")
+    capture_steps = parse_count(health.capture_steps, "health.capture_steps")
     by_name = () if ALL in watches else named
     return ParsedHealth(health.nonfinite, by_name, recorded, is_off, then, alert_rules, tuple(patterns), capture_steps)
 
@@ -193,15 +193,9 @@ def _parse_alert(alert: Alert, label: str) -> AlertRule:
         above=alert.above,
         below=alert.below,
         relative_to="median" if alert.relative_to_median else "",
-        for_steps=_parse_count(alert.for_steps, f"{label}.for_steps"),
+        for_steps=parse_count(alert.for_steps, f"{label}.for_steps"),
         then=_parse_actions(alert.then, f"{label}.then"),
     )
-
-
-def _parse_count(value: object, label: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{label} is {value!r}; expected a whole number >= 1.")
-    return value
 
 
 def _parse_actions(then: object, label: str) -> tuple[Action, ...]:

@@ -7,7 +7,7 @@ import importlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -166,7 +166,7 @@ def parse_rule(rule: Rule | Mapping[str, Any], label: str, schedule: ParsedSched
         ("singular_values", rule.singular_values, 0, MAX_VALUES),
         ("max_features", rule.max_features, 1, MOST_FEATURES),
     ):
-        if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+        if not is_whole(number) or not least <= number <= most:
             raise ConfigError(f"{label}.{name} is {number!r}; expected a whole number from {least} to {most}.")
     per_module = _parse_per_module(rule, label, kinds)
     types = None if rule.types is None else _not_empty(rule.types, f"{label}.types", "torch.nn.Linear")
@@ -262,6 +262,22 @@ def check_choice(value: object, known: Collection[str], wrong: str, expected: st
     """
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{wrong}; expected {expected or ', '.join(known)}{nearest(str(value), known)}")
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number, unlike ``True``."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def parse_count(value: object, label: str, reason: str = "") -> int:
+    """Check a whole number, which has to be at least 1.
+
+    Raises:
+        ConfigError: If it is not; the message ends with ``reason``.
+    """
+    if not is_whole(value) or value < 1:
+        raise ConfigError(f"{label} is {value!r}; expected a whole number >= 1{reason}.")
+    return value
 
 
 def as_tuple(value: object) -> tuple[Any, ...]:

@@ -182,7 +182,7 @@ def describe_left_out(trainer: Trainer, kinds: list[str]) -> str:
     name = type(trainer.strategy).__name__
     left_out = f"{', '.join(kinds)} {'is' if len(kinds) == 1 else 'are'} left out" if kinds else "nothing of parameters is recorded"
     if is_a(trainer.strategy, "DeepSpeedStrategy"):
-        return f"{name} clips gradients within its step, and has no copy of the model: {left_out}. gradient_before_clip is there."
+        return f"{name} clips gradients inside its step and cannot hold a reference: {left_out}. gradient_before_clip is recorded."
     if is_known(trainer):
         return f"{name} with use_orig_params=False makes flat parameters without names: {left_out}. use_orig_params=True gives all kinds."
     ranks = "; values are those of rank 0 alone" if trainer.world_size > 1 else ""

@@ -6,10 +6,10 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from lightning_module_monitor.config.plain import plain
-from lightning_module_monitor.config.rules import as_tuple, check_choice
+from lightning_module_monitor.config.rules import as_tuple, check_choice, is_whole, parse_count
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.lightning_packages import packages
 from lightning_module_monitor.suggestions import nearest
@@ -51,22 +51,17 @@ class Settings:
             ConfigError: If one is wrong.
         """
         settings = cls(**plain(options))
-        if not _is_whole(settings.steps) or settings.steps < 1:
-            raise ConfigError(f"steps is {settings.steps!r}; expected a whole number >= 1: before the first step nothing has changed.")
         if not isinstance(settings.tolerance, int | float) or not 0 < settings.tolerance < math.inf:
             raise ConfigError(f"tolerance is {settings.tolerance!r}; expected a number > 0, e.g. 0.25.")
         return replace(
             settings,
             widths=_parse_widths(settings.widths),
             seeds=_parse_seeds(settings.seeds),
+            steps=parse_count(settings.steps, "steps", ": before the first step nothing has changed"),
             parametrization=parse_parametrization(settings.parametrization),
             terms=_parse_terms(settings.terms),
             trainer=_parse_trainer(settings.trainer),
         )
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _parse_widths(widths: object) -> tuple[int, ...]:
@@ -81,7 +76,7 @@ def _parse_widths(widths: object) -> tuple[int, ...]:
 
 
 def _parse_seeds(seeds: object) -> tuple[int, ...]:
-    parsed = tuple(range(seeds)) if _is_whole(seeds) else _whole_numbers(seeds)
+    parsed = tuple(range(seeds)) if is_whole(seeds) else _whole_numbers(seeds)
     if not parsed or min(parsed) < 0 or len(set(parsed)) < len(parsed):
         raise ConfigError(f"seeds is {seeds!r}; expected a number of seeds >= 1, or a list of seeds that differ.")
     return parsed
@@ -113,4 +108,4 @@ def _parse_trainer(trainer: object) -> dict[str, Any]:
 def _whole_numbers(value: object) -> tuple[int, ...] | None:
     """A number or several as a tuple; ``None`` for anything else."""
     numbers: list[Any] = value if isinstance(value, list) else [value]
-    return tuple(numbers) if all(map(_is_whole, numbers)) else None
+    return tuple(numbers) if all(map(is_whole, numbers)) else None
