@@ -58,7 +58,7 @@ def results(how: str, precision: str) -> list[Tensor]:
     with torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext():
         output = run(tokens)
     output.float().square().sum().backward()
-    return [output.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+    return [output.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
 PARAMETERS = Rule(kinds=["parameter", "gradient"], statistics="norm")
@@ -124,7 +124,7 @@ def main() -> None:
         compiled = results("compiled", precision)
         for how in (OBSERVED, UNCOMPILED):
             others = results(how, precision)
-            same = sum(torch.equal(one, other) for one, other in zip(compiled, others, strict=True))
+            same = sum(torch.equal(tensor, other) for tensor, other in zip(compiled, others, strict=True))
             print(f"{precision}: {how}, {same} of {len(compiled)} tensors are those of the compiled model")
 
 

@@ -35,7 +35,7 @@ LAUNCHES_PER_OUTPUT, LAUNCHES_BESIDE = 2, 8 + 8 + 20
 
 def times(seconds: Sequence[float], plain: Sequence[float]) -> Found:
     """The median step in milliseconds, and its ratio to the plain step of the same round."""
-    ratios = [one / other for one, other in zip(seconds, plain, strict=True)]
+    ratios = [second / other for second, other in zip(seconds, plain, strict=True)]
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return {"ms": 1000 * statistics.median(seconds), "ratio": median, "quartiles": [lower, upper]}
 

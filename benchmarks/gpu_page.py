@@ -67,8 +67,14 @@ def kernels(figures: Found) -> Iterator[str]:
         yield f"Triton {state} on {figures['device']}; its first kernel took {figures['first_s']:.1f} s."
     yield f"{len(launches)} launches, each compared with torch's operations:" if figures["works"] else f"{len(launches)} launches of a GPU:"
     rows = [
-        [one["form"], one["dtype"], ", ".join(one["needs"]), f"{one['seconds']:.1f}" if "seconds" in one else NONE, verdict(one)]
-        for one in launches
+        [
+            launch["form"],
+            launch["dtype"],
+            ", ".join(launch["needs"]),
+            f"{launch['seconds']:.1f}" if "seconds" in launch else NONE,
+            verdict(launch),
+        ]
+        for launch in launches
     ]
     yield table(["form", "dtype", "moments", "seconds", "values"], rows)
 
@@ -83,15 +89,15 @@ def cost(figures: Found) -> Iterator[str]:
     yield COST
     for name in figures["not_installed"]:
         yield f"{name} was not measured: it is not installed."
-    for name, one in figures["workloads"].items():
+    for name, workload in figures["workloads"].items():
         yield f"### {name}"
-        yield f"{one['workload']}; {one['rounds']} rounds."
+        yield f"{workload['workload']}; {workload['rounds']} rounds."
         header = ["variant", "ms", "by the clock", "to plain", "quartiles", "busy ms", *COUNTS, "peak MiB", "what it does"]
-        plain = one["variants"][TRAINER]
-        rows = [[label, *cells_of(variant, {} if variant is plain else plain["counts"])] for label, variant in one["variants"].items()]
+        plain = workload["variants"][TRAINER]
+        rows = [[label, *cells_of(variant, {} if variant is plain else plain["counts"])] for label, variant in workload["variants"].items()]
         yield table([label.replace("_", " ") for label in header], rows)
-        if one["targets"]:
-            yield "\n".join(f"- {line}" for line in one["targets"])
+        if workload["targets"]:
+            yield "\n".join(f"- {line}" for line in workload["targets"])
 
 
 def cells_of(variant: Found, plain: Found) -> list[str]:

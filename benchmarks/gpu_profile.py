@@ -44,7 +44,7 @@ def main() -> None:
     place = gpu.processor_here()
     workload, _other = gpu.workloads_of(place)
     set_up_profiler(place.device)
-    variant = next(one for one in ON_GPU["default"] if one.name == DEFAULTS)
+    variant = next(variant for variant in ON_GPU["default"] if variant.name == DEFAULTS)
     lane = variant.start(workload, workload.precision or FLOAT32, place.device)
     batch = make_batches(workload, place.device)[0]
     for _ in range(WARM_UP_STEPS):

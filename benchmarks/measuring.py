@@ -205,7 +205,7 @@ class Result:
 
     def ratios(self, name: str, base: str = PLAIN) -> list[float]:
         """Time of a variant's step, in plain steps of the same round."""
-        return [one / plain for one, plain in zip(self.seconds[name], self.seconds[base], strict=True)]
+        return [second / plain for second, plain in zip(self.seconds[name], self.seconds[base], strict=True)]
 
     def added(self, name: str, base: str = PLAIN) -> float:
         """What a variant adds to a plain step, as a fraction of it; the median over the rounds."""
@@ -213,7 +213,7 @@ class Result:
 
     def differences(self, name: str, other: str) -> list[float]:
         """Seconds by which a variant's step takes longer than another's of the same round; what slows a round down is in both."""
-        return [one - less for one, less in zip(self.seconds[name], self.seconds[other], strict=True)]
+        return [second - less for second, less in zip(self.seconds[name], self.seconds[other], strict=True)]
 
     def beyond(self, name: str, other: str) -> float:
         """The median of these differences."""

@@ -53,7 +53,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--variants",
         nargs="+",
-        choices=list(dict.fromkeys(one.name for one in VARIANTS)),
+        choices=list(dict.fromkeys(variant.name for variant in VARIANTS)),
         help="only these, beside the ones without a monitor, in a section of their own",
     )
     parser.add_argument("--skip-peers", action="store_true", help="measure only our own variants and the floor")
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title += f", only {', '.join(options.variants)}" if options.variants else ""
     surroundings = report.environment(variants, options.steps)
     sections = report.read_sections(options.output) | {title: report.section(tables, results, surroundings)}
-    descriptions = [f"{one.name}: {one.description}" for one in WORKLOADS.values()]
+    descriptions = [f"{workload.name}: {workload.description}" for workload in WORKLOADS.values()]
     options.output.write_text(report.markdown(sections, descriptions), encoding="utf-8")
     print(f"written to {options.output}")
 

@@ -95,7 +95,7 @@ def tables(results: Sequence[Result], variants: Sequence[Variant]) -> dict[str, 
     for title, base, columns in (("In Lightning's Trainer", TRAINER, TRAINER_TABLE), ("The engine alone", PLAIN, LOOP_TABLE)):
         rows = []
         for result in results:
-            measured = [one for one in variants if one.base == base and one.name in result.seconds]
+            measured = [variant for variant in variants if variant.base == base and variant.name in result.seconds]
             rows += [[write(result, variant) for _name, write in columns] for variant in measured]
             rows += logger_rows(result) if base == TRAINER else []
         if rows:
@@ -219,8 +219,8 @@ def processor() -> str:
 
 def environment(variants: Sequence[Variant], num_steps: int) -> str:
     """What the figures depend on."""
-    packages = {"lightning": any(one.base == TRAINER for one in variants), "numba": numba_kernel.loops() is not None}
-    packages |= {one.package.replace("_", "-"): True for one in variants if one.package}
+    packages = {"lightning": any(variant.base == TRAINER for variant in variants), "numba": numba_kernel.loops() is not None}
+    packages |= {variant.package.replace("_", "-"): True for variant in variants if variant.package}
     versions = [f"{name} {version(name)}" for name, is_used in packages.items() if is_used]
     parts = [f"torch {torch.__version__}", *versions, f"Python {platform.python_version()}", processor()]
     parts.append(f"torch threads: {torch.get_num_threads()}")
@@ -257,7 +257,7 @@ def lines_below(results: Sequence[Result]) -> list[str]:
 
 def markdown(sections: Mapping[str, str], descriptions: Sequence[str]) -> str:
     """The whole report, from what was found by configuration."""
-    intro = "\n".join(["# What monitoring costs", "", *(f"- {one}" for one in descriptions), "", NOTES])
+    intro = "\n".join(["# What monitoring costs", "", *(f"- {line}" for line in descriptions), "", NOTES])
     return "\n\n".join([intro, *(f"{SECTION}{title}\n\n{text}" for title, text in sections.items())]) + "\n"
 
 

@@ -135,7 +135,9 @@ def choose_variants(skip_peers: bool, only: Sequence[str] | None = None) -> list
         skip_peers: Whether to leave the peers out.
         only: Names of variants; those that they are compared with are added.
     """
-    names = {one.name for one in VARIANTS} if only is None else {PLAIN, *only, *(one.base for one in VARIANTS if one.name in only)}
+    names = {variant.name for variant in VARIANTS}
+    if only is not None:
+        names = {PLAIN, *only, *(variant.base for variant in VARIANTS if variant.name in only)}
     chosen = []
     for variant in VARIANTS:
         if variant.name not in names:

@@ -107,7 +107,7 @@ def test_a_target_is_judged_by_differences_within_a_round(module: Import) -> Non
     measuring, report, variants = module("measuring"), module("report"), module("variants")
     slow = [0.0, 5.0, 1.0, 0.0, 9.0, 2.0, 0.5, 7.0]
     added = {"plain": 8.0, "ours": 10.0, "floor": 9.0, "torch-module-monitor": 28.0, "Trainer": 12.0, "callback + store": 15.5}
-    seconds = {name: [one + more for one in slow] for name, more in added.items()}
+    seconds = {name: [second + more for second in slow] for name, more in added.items()}
     workload = module("workloads").WORKLOADS["W2"]
     result = measuring.Result(workload, seconds, counts={name: measuring.Counts(1, 0, 1, 7) for name in seconds})
     line = report.target_line(result)
@@ -117,14 +117,14 @@ def test_a_target_is_judged_by_differences_within_a_round(module: Import) -> Non
     assert "idle" not in line
     assert "RCC" not in line
     noisy = measuring.Result(
-        workload, {**seconds, "ours": [one + 10.0 + noise for one, noise in zip(slow, [-1, 1] * 4, strict=True)]}, result.counts
+        workload, {**seconds, "ours": [second + 10.0 + noise for second, noise in zip(slow, [-1, 1] * 4, strict=True)]}, result.counts
     )
     assert "ours 2.00 (1.00 to 3.00) of floor" in report.target_line(noisy)
-    noisy.seconds["floor"] = [one + 7.0 for one in slow]
+    noisy.seconds["floor"] = [second + 7.0 for second in slow]
     assert "ours -2.00 (-3.00 to -1.00) of floor, target at most 1.6: NOT RESOLVED" in report.target_line(noisy)
-    assert [one.name for one in variants.choose_variants(skip_peers=True, only=["floor"])] == ["plain", "floor"]
+    assert [chosen.name for chosen in variants.choose_variants(skip_peers=True, only=["floor"])] == ["plain", "floor"]
     in_trainer = variants.choose_variants(skip_peers=True, only=["callback + store"])
-    assert [one.name for one in in_trainer] == ["Trainer", "callback + store", "plain"], "without what it is compared with"
+    assert [chosen.name for chosen in in_trainer] == ["Trainer", "callback + store", "plain"], "without what it is compared with"
 
 
 def test_the_share_of_the_default_configuration_is_made_of_own_calls(module: Import) -> None:
@@ -210,7 +210,7 @@ class Counted(Callback):
     """Calls two events that count, and one hook on each module."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        self.handles = [one.register_forward_hook(lambda *_args: None) for one in pl_module.model.modules()]
+        self.handles = [module.register_forward_hook(lambda *_args: None) for module in pl_module.model.modules()]
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self.handles:
@@ -257,7 +257,7 @@ import variants
 import workloads
 
 workload = workloads.WORKLOADS[sys.argv[2]]
-lane = next(one for one in variants.VARIANTS if one.name == sys.argv[3]).start(workload, "32-true", lanes.CPU)
+lane = next(variant for variant in variants.VARIANTS if variant.name == sys.argv[3]).start(workload, "32-true", lanes.CPU)
 batch = workload.make_batch()
 for _ in range(3):
     lane.train_step(batch)

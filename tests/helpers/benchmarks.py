@@ -20,4 +20,4 @@ def tiny_workload(module: Import) -> object:
 
 def variant(module: Import, name: str) -> object:
     """The first variant of that name."""
-    return next(one for one in module("variants").VARIANTS if one.name == name)
+    return next(known for known in module("variants").VARIANTS if known.name == name)
