@@ -54,10 +54,10 @@ test-health: $(VENV)/dev.stamp ## test the verdict on small trainings, sick and 
 	HEALTH_SEEDS=0,1,2 OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/health/test_verdicts.py
 
 record-trainings: $(VENV)/dev.stamp ## record the stores of these trainings for the tests, and write the table of verdicts; after a change of what is recorded
-	OMP_NUM_THREADS=1 $(PY) tests/helpers/all_trainings.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m helpers.all_trainings
 
 verdicts: $(VENV)/dev.stamp ## write the table of verdicts on the stores of these trainings; after a change of verdicts
-	OMP_NUM_THREADS=1 $(PY) tests/helpers/all_trainings.py --verdicts
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m helpers.all_trainings --verdicts
 
 test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: interpreted on the CPU, and compiled for GPUs
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py
