@@ -1,8 +1,7 @@
 """All small trainings with their stores, which were recorded once, and the table of the verdicts on these.
 
-``make record-trainings`` records the stores (seed 0) and writes the table, in a few minutes: after a change of what is
-recorded. ``make verdicts`` writes
-the table alone: after a change of what is said of the same records, which its diff shows.
+``make record-trainings`` records the stores (seed 0) and writes the table, in a few minutes: after a change of what is recorded.
+``make verdicts`` writes the table alone: after a change of what is said of the same records, which its diff shows.
 """
 
 from __future__ import annotations
