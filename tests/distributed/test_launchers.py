@@ -30,13 +30,7 @@ def launch(folder: Path, way: str, timeout: float = 120) -> subprocess.Completed
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "script",
-        "spawn",
-    ],
-)
+@pytest.mark.parametrize("way", ["script", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_that_lightning_starts(way: str, tmp_path: Path) -> None:
     """One store, of both processes' elements: the first step against raw tensors of both their batches."""
     result = launch(tmp_path, way)

@@ -412,6 +412,7 @@ class MyData(LightningDataModule):
 """
 
 
+@pytest.mark.slow
 def test_the_page_about_hydra(tmp_path: Path) -> None:
     """The program runs with the files of the page and a flag, and records what the same options in Python record."""
     (tmp_path / "my_project.py").write_text(MY_PROJECT)

@@ -103,7 +103,7 @@ def test_monitoring_does_not_change_training(model: str, way: str, tmp_path: Pat
     assert all(torch.equal(weights[name], monitored_weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("has_kernel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_nothing_is_read_on_the_host_but_by_one_transfer(monkeypatch: pytest.MonkeyPatch, has_kernel: bool) -> None:
     """Promise 3: from begin_step to the transfer at its end there is no host read; there is one transfer, whatever the number of keys."""
     from lightning_module_monitor import ModuleMonitor, RefinedCoordinateCheck

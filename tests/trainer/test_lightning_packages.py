@@ -106,6 +106,7 @@ def test_either_package_alone_is_enough(name: str, tmp_path: Path) -> None:
     assert "rcc_output/fc/rms" in _run(SCRIPT, "alone", name, str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_imports_and_runs_leave_the_process_as_it_was(name: str, tmp_path: Path) -> None:
     """Without the other package, in either order of imports: settings of Lightning's, of Python's and of torch's are as without us."""
