@@ -322,7 +322,7 @@ class StepEngine:
     def _make_record(self, context: StepContext) -> Record | None:
         model, accumulator = self.model, context.accumulator
         tensors = self._end_probes(context)
-        numbers = self._numbers(context)
+        numbers = _numbers(context, self._reporter)
         if accumulator.is_lost:
             return None
         _report_attention(context, self._reporter)
@@ -352,18 +352,19 @@ class StepEngine:
             self.model.report_not_run(context.step)
         return tensors
 
-    def _numbers(self, context: StepContext) -> NumbersOfStep:
-        """The numbers of a step, of all ranks together; none after an error. A logged value that is measured too is reported."""
-        model, numbers = self.model, NumbersOfStep(self.model.columns[context.stage])
-        # Values of the other kinds are never measured, and a search among them takes as long as the rest of the end of a step.
-        logged_streams = [stream for stream in model.logged.values() if stream.kind not in (OWN_KIND, CONTEXT_KIND)]
-        for key in context.accumulator.drop_overwriting(logged_streams):
-            self._reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
-        with self._reporter.guard("values", context.accumulator):
-            numbers = context.accumulator.collect(model.ranks)
-            for probe in context.deriving:
-                probe.derive(numbers)
-        return numbers
+
+def _numbers(context: StepContext, reporter: ErrorReporter) -> NumbersOfStep:
+    """The numbers of a step, of all ranks together; none after an error. A logged value that is measured too is reported."""
+    model, numbers = context.model, NumbersOfStep(context.model.columns[context.stage])
+    # Values of the other kinds are never measured, and a search among them takes as long as the rest of the end of a step.
+    logged_streams = [stream for stream in model.logged.values() if stream.kind not in (OWN_KIND, CONTEXT_KIND)]
+    for key in context.accumulator.drop_overwriting(logged_streams):
+        reporter.log_once(f"{key!r} is logged, and is measured too: what is measured is recorded.", logging.WARNING)
+    with reporter.guard("values", context.accumulator):
+        numbers = context.accumulator.collect(model.ranks)
+        for probe in context.deriving:
+            probe.derive(numbers)
+    return numbers
 
 
 def _report_attention(context: StepContext, reporter: ErrorReporter) -> None:

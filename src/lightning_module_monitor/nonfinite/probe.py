@@ -32,6 +32,10 @@ from lightning_module_monitor.probes.base import failing_alone
 NO_CALL = -1
 """No event; the caller of modules that the LightningModule itself calls."""
 
+Event = int
+"""Index of an event in :attr:`Pass.calls`."""
+Number = int
+"""Index of a largest magnitude in :attr:`ObservedPasses.values`; ``UNKNOWN`` without one."""
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 
@@ -39,31 +43,29 @@ Kwargs = dict[str, object]
 class Call(NamedTuple):
     """An event of the forward pass: a module with submodules was entered or has returned, or a module without submodules was called."""
 
-    site: int
-    """Index of the module."""
-    caller: int
+    site: ModuleSite
+    caller: Event
     """The event in which the innermost running module was entered, whose code called it."""
-    input: int
-    """Index of the largest magnitude of its first input that is a tensor; ``UNKNOWN`` without one."""
+    input: Number
+    """Its first input that is a tensor."""
     is_new: bool
     """Whether that tensor was made by code between modules: it is not the last output, or that was changed."""
-    output: int
-    """Index of the largest magnitude of its output, or of one of its outputs; ``UNKNOWN`` while it runs."""
-    entered: int
+    output: Number
+    """Its output, or one of its outputs; ``UNKNOWN`` while it runs."""
+    entered: Event
     """The event in which the module was entered; ``NO_CALL`` if it is this event."""
-    others: tuple[int, ...] = ()
-    """Indices of the largest magnitudes of its further inputs."""
+    others: tuple[Number, ...] = ()
+    """Its further inputs."""
 
 
 class Gradient(NamedTuple):
     """A gradient that arrived."""
 
-    call: int
+    call: Event
     """The call whose input or output has the gradient."""
     at_input: bool
     """Whether it is the gradient of the call's input, which no module returned; else of its output."""
-    magnitude: int
-    """Index of its largest magnitude."""
+    magnitude: Number
 
 
 @dataclass
@@ -72,16 +74,13 @@ class Pass:
 
     calls: list[Call] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
-    loss: int = UNKNOWN
-    """Index of the loss."""
+    loss: Number = UNKNOWN
 
 
 @dataclass(frozen=True)
 class ObservedPasses:
     """Observations of a rank in a step with a non-finite value, on the host."""
 
-    sites: Sequence[ModuleSite]
-    """The modules, by the index in a call."""
     passes: Sequence[Pass]
     """The micro-batches."""
     values: Sequence[float]
@@ -111,11 +110,11 @@ class NonfiniteProbe:
         """Whether a micro-batch is being observed."""
         self._is_in_backward = False
         """Whether gradients are those of the loss, and not of an inner ``autograd.grad``."""
-        self._running: list[int] = []
+        self._running: list[Event] = []
         """The events in which the running modules were entered; the innermost last."""
         self._passes: list[Pass] = []
-        self._weights: dict[str, int] = {}
-        self._last: tuple[weakref.ref[Tensor] | None, int, int] = None, 0, UNKNOWN
+        self._weights: dict[str, Number] = {}
+        self._last: tuple[weakref.ref[Tensor] | None, int, Number] = None, 0, UNKNOWN
         """The last tensor, its version, and its index. Torch alone keeps it alive: the logits of a language model may be gigabytes."""
 
     # The step
@@ -124,14 +123,14 @@ class NonfiniteProbe:
         """Register the hooks, unless they are on."""
         if len(self._hooks):
             return
-        for index, site in enumerate(self._sites):
+        for site in self._sites:
             if next(site.module.children(), None) is None:
-                self._hooks.add_forward(site.module, self._hook(self._observe_call, index), with_kwargs=True)
+                self._hooks.add_forward(site.module, self._hook(self._observe_call, site), with_kwargs=True)
             else:
-                self._hooks.add_forward(site.module, self._hook(self._enter, index), with_kwargs=True, is_before=True)
-                self._hooks.add_forward(site.module, self._hook(self._leave, index), with_kwargs=True)
+                self._hooks.add_forward(site.module, self._hook(self._enter, site), with_kwargs=True, is_before=True)
+                self._hooks.add_forward(site.module, self._hook(self._leave, site), with_kwargs=True)
 
-    def _hook(self, observe: Callable[[int, Args, Kwargs, object], None], site: int) -> UncopiedHook:
+    def _hook(self, observe: Callable[[ModuleSite, Args, Kwargs, object], None], site: ModuleSite) -> UncopiedHook:
         def hook(_module: nn.Module, args: Args, kwargs: Kwargs, output: object = None) -> None:
             # A checkpointed module that is recomputed was observed before.
             if self._is_open and not is_in_backward() and (self._is_in_step is None or self._is_in_step()):
@@ -145,23 +144,23 @@ class NonfiniteProbe:
         self._report(error)
 
     def begin_micro_batch(self) -> None:
-        """A micro-batch begins."""
+        """Begin to observe a micro-batch."""
         self.end_micro_batch()
         self._is_open = True
         self._passes.append(Pass())
 
     def begin_backward(self, loss: Tensor) -> None:
-        """The loss of the micro-batch exists; the gradients that follow are its own."""
+        """Observe the loss of the micro-batch, and the gradients that follow."""
         if self._is_open and not is_tracing():
             self._is_in_backward = True
             self._passes[-1].loss = self._numbers.add(loss)
 
     def end_backward(self) -> None:
-        """The gradients of the loss exist."""
+        """Observe no more gradients of the loss."""
         self._is_in_backward = False
 
     def end_micro_batch(self) -> None:
-        """The micro-batch is over."""
+        """Observe no more calls, and release the tensors of the micro-batch."""
         self._is_open = self._is_in_backward = False
         self._running.clear()
         self._tensor_hooks.close()
@@ -192,33 +191,33 @@ class NonfiniteProbe:
 
     # Hooks
 
-    def _enter(self, site: int, args: Args, kwargs: Kwargs, _output: object) -> None:
+    def _enter(self, site: ModuleSite, args: Args, kwargs: Kwargs, _output: object) -> None:
         """A module with submodules was called."""
         value, index, is_new, others = self._inputs(args, kwargs, None)
         call = Call(site, self._caller(), index, is_new, UNKNOWN, NO_CALL, others)
         self._running.append(len(self._passes[-1].calls))
         self._add_call(call, value, None)
 
-    def _leave(self, site: int, _args: Args, _kwargs: Kwargs, output: object) -> None:
+    def _leave(self, site: ModuleSite, _args: Args, _kwargs: Kwargs, output: object) -> None:
         """A module with submodules has returned."""
         calls = self._passes[-1].calls
         while self._running:
             entered = self._running.pop()
-            if calls[entered].site == site:
+            if calls[entered].site is site:
                 break  # modules within it have ended by an exception that was caught
         else:
             return
         for tensor, index in self._outputs(output):
             self._add_call(Call(site, self._caller(), UNKNOWN, is_new=False, output=index, entered=entered), None, tensor)
 
-    def _observe_call(self, site: int, args: Args, kwargs: Kwargs, output: object) -> None:
+    def _observe_call(self, site: ModuleSite, args: Args, kwargs: Kwargs, output: object) -> None:
         """A module without submodules was called, and has returned."""
         value, index, is_new, others = self._inputs(args, kwargs, output)
         for tensor, output_index in self._outputs(output):
             self._add_call(Call(site, self._caller(), index, is_new, output_index, NO_CALL, others), value, tensor)
             is_new = False  # several outputs are several calls, whose input has one gradient
 
-    def _inputs(self, args: Args, kwargs: Kwargs, output: object) -> tuple[Tensor | None, int, bool, tuple[int, ...]]:
+    def _inputs(self, args: Args, kwargs: Kwargs, output: object) -> tuple[Tensor | None, Number, bool, tuple[Number, ...]]:
         """The first input that is a tensor, its index, and whether it is new; and the indices of all further tensors."""
         # An input that the module overwrote no longer exists; it was observed if it was an output.
         values = [value for value in (*args, *kwargs.values()) if value is not output]
@@ -227,7 +226,7 @@ class NonfiniteProbe:
         others = tuple(self._numbers.add(_local_elements(tensor)) for tensor in tensors if has_fractions(tensor))
         return first, *self._index(first), others
 
-    def _caller(self) -> int:
+    def _caller(self) -> Event:
         return self._running[-1] if self._running else NO_CALL
 
     def _add_call(self, call: Call, value: Tensor | None, output: Tensor | None) -> None:
@@ -238,13 +237,13 @@ class NonfiniteProbe:
                 self._tensor_hooks.add(register_gradient_hook(tensor, observe))
         calls.append(call)
 
-    def _observe_gradient(self, call: int, at_input: bool, gradient: Tensor | None) -> None:
+    def _observe_gradient(self, call: Event, at_input: bool, gradient: Tensor | None) -> None:
         # It returns nothing, because a value returned by a tensor hook replaces the gradient.
         if gradient is not None and self._is_in_backward and not is_tracing() and not (gradient.is_cuda and is_capturing()):
             with failing_alone(self._fail), self._lock:
                 self._passes[-1].gradients.append(Gradient(call, at_input, self._numbers.add(_local_elements(gradient))))
 
-    def _index(self, value: Tensor | None) -> tuple[int, bool]:
+    def _index(self, value: Tensor | None) -> tuple[Number, bool]:
         """The index of an input or output, and whether it is not the last output, unchanged."""
         if value is None or not has_fractions(elements := plain(value)):
             return UNKNOWN, False
@@ -256,7 +255,7 @@ class NonfiniteProbe:
             self._last = weakref.ref(value), elements._version, index
         return index, True
 
-    def _outputs(self, output: object) -> Iterator[tuple[Tensor, int]]:
+    def _outputs(self, output: object) -> Iterator[tuple[Tensor, Number]]:
         """The tensors of an output, each with its index."""
         for _path, tensor in named_tensors(output):
             if has_fractions(plain(tensor)):
@@ -276,7 +275,7 @@ class NonfiniteProbe:
             self.observe_weights()
         values = self._numbers.read()
         weights = {name: values[index] for name, index in self._weights.items() if index != UNKNOWN}
-        return ObservedPasses(self._sites, list(self._passes), [*values, 0.0], weights)
+        return ObservedPasses(list(self._passes), [*values, 0.0], weights)
 
 
 def _local_elements(tensor: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_module_monitor.errors import shortened
-from lightning_module_monitor.model.names import ROOT
+from lightning_module_monitor.model.names import ROOT, ModuleSite
 from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN
-from lightning_module_monitor.nonfinite.probe import NO_CALL, Call, ObservedPasses
+from lightning_module_monitor.nonfinite.probe import NO_CALL, Call, Event, Number, ObservedPasses
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ def kind_of(value: float) -> str:
 
 
 class _MicroBatchSearch:
-    """The search in one micro-batch. ``index`` is the index of a call."""
+    """The search in one micro-batch."""
 
     def __init__(self, observed: ObservedPasses, micro_batch: int) -> None:
-        self._sites, self._values, self._weights = observed.sites, observed.values, observed.weights
+        self._values, self._weights = observed.values, observed.weights
         self._micro_batch, observed_pass = micro_batch, observed.passes[micro_batch]
         self._calls, self._gradients, self._loss = observed_pass.calls, observed_pass.gradients, observed_pass.loss
 
-    def _is_bad(self, index: int) -> bool:
+    def _is_bad(self, number: Number) -> bool:
         """Whether a tensor has non-finite elements."""
-        return not math.isfinite(self._values[index])
+        return not math.isfinite(self._values[number])
 
     # Forward
 
@@ -92,30 +92,30 @@ class _MicroBatchSearch:
             return suspect or self._producer(ROOT, len(self._calls), kind, words, self._last_output(len(self._calls)))
         return None
 
-    def _stays_within(self, index: int) -> bool:
+    def _stays_within(self, index: Event) -> bool:
         """Whether a call returned infinities, and the module that called it returned finite values."""
         call = self._calls[index]
         is_nan = math.isnan(self._values[call.output])
         return not (call.caller == NO_CALL or is_nan or self._is_passed_on(call.caller))
 
-    def _is_masked(self, index: int) -> bool:
+    def _is_masked(self, index: Event) -> bool:
         """Whether a call returned infinities, and the next one with infinite inputs returned finite values."""
         if math.isnan(self._values[self._calls[index].output]):
             return False
         user = next((number for number in range(index + 1, len(self._calls)) if self._is_bad(self._calls[number].input)), None)
         return user is not None and not self._is_passed_on(user)
 
-    def _is_passed_on(self, index: int) -> bool:
+    def _is_passed_on(self, index: Event) -> bool:
         """Whether a call with a non-finite input has a non-finite output."""
         if self._calls[index].output != UNKNOWN:
             return self._is_bad(self._calls[index].output)
         returns = [call for call in self._calls if call.entered == index]
         return not returns or any(self._is_bad(call.output) for call in returns)
 
-    def _code_before(self, index: int, bad_input: int) -> Producer:
-        """Code between modules, or the batch, made a non-finite input of a call; ``bad_input`` is its index in the values."""
+    def _code_before(self, index: Event, bad_input: Number) -> Producer:
+        """Code between modules, or the batch, made a non-finite input of a call."""
         call = self._calls[index]
-        kind, name, before = kind_of(self._values[bad_input]), self._sites[call.site].name, self._last_output(index)
+        kind, name, before = kind_of(self._values[bad_input]), call.site.name, self._last_output(index)
         where = self._caller(call)
         owner = "" if where == ROOT else where
         bad = self._nonfinite_weights({key: value for key, value in self._weights.items() if key.rpartition(".")[0] == owner})
@@ -132,10 +132,10 @@ class _MicroBatchSearch:
             words = f"Code in the forward of {where}, between its modules, has made {kind} of finite values, and passes it to {name}."
         return self._producer(where, index, kind, words, before, cause="update" if bad else "")
 
-    def _module(self, index: int) -> Producer:
+    def _module(self, index: Event) -> Producer:
         """A module with finite inputs returned a non-finite output."""
-        call, name = self._calls[index], self._sites[self._calls[index].site].name
-        kind = kind_of(self._values[call.output])
+        call = self._calls[index]
+        name, kind = call.site.name, kind_of(self._values[call.output])
         bad = self._nonfinite_weights(self._weights_of(name))
         largest: dict[str, float] = {}
         if bad:
@@ -166,8 +166,8 @@ class _MicroBatchSearch:
             at_output = next((gradient for gradient in self._gradients if gradient.call == behind and not gradient.at_input), None)
             arrived = {} if at_output is None else {"the gradient at its output": self._values[at_output.magnitude]}
             words = f"The gradient that arrives at its output is finite, and that at its input has {kind}."
-            return self._producer(self._sites[site].name, index, kind, words, arrived, is_forward=False, cause=self._recurrent(site))
-        name = self._sites[call.site].name
+            return self._producer(site.name, index, kind, words, arrived, is_forward=False, cause=self._recurrent(site))
+        name = call.site.name
         # A container that returns the output of its last module unchanged has no code there.
         following = self._calls[first.call + 1 :]
         after = next((later for later in following if later.is_new or (later.entered != NO_CALL and later.output != call.output)), None)
@@ -175,7 +175,7 @@ class _MicroBatchSearch:
             words = f"The loss is finite, and its gradient that arrives at {name} has {kind}."
             source = self._producer(ROOT, index, kind, words, self._last_output(len(self._calls)), is_forward=False)
             return replace(source, location="the backward pass of the loss")
-        where = self._caller(after) if after.entered == NO_CALL else self._sites[after.site].name
+        where = self._caller(after) if after.entered == NO_CALL else after.site.name
         words = f"Its own code between its modules receives a finite gradient, and passes {kind} back to {name}."
         return self._producer(where, index, kind, words, {}, is_forward=False)
 
@@ -196,11 +196,11 @@ class _MicroBatchSearch:
         return Producer(site, is_forward, self._micro_batch, index, words, value=kind, cause=cause, location=in_words)
 
     def _caller(self, call: Call) -> str:
-        return ROOT if call.caller == NO_CALL else self._sites[self._calls[call.caller].site].name
+        return ROOT if call.caller == NO_CALL else self._calls[call.caller].site.name
 
-    def _recurrent(self, site: int) -> str:
+    def _recurrent(self, site: ModuleSite) -> str:
         """The cause that a recurrent module shows: it multiplies by one matrix for every token."""
-        return "recurrent" if hasattr(self._sites[site].module, "weight_hh_l0") else ""
+        return "recurrent" if hasattr(site.module, "weight_hh_l0") else ""
 
     def _weights_of(self, name: str) -> dict[str, float]:
         """Largest magnitudes of the parameters of a module, and of those within it."""
@@ -210,7 +210,7 @@ class _MicroBatchSearch:
         """Those of some parameters that are not finite, in words; empty if all are."""
         return shortened([f"{key} has {kind_of(value)}" for key, value in weights.items() if not math.isfinite(value)])
 
-    def _last_output(self, index: int) -> dict[str, float]:
+    def _last_output(self, index: Event) -> dict[str, float]:
         """The largest magnitude of the last output before a call, if there is one."""
         last = next((call for call in reversed(self._calls[:index]) if call.output != UNKNOWN), None)
-        return {} if last is None else {f"the output before it, of {self._sites[last.site].name},": self._values[last.output]}
+        return {} if last is None else {f"the output before it, of {last.site.name},": self._values[last.output]}
