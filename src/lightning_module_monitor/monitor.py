@@ -165,7 +165,7 @@ class ModuleMonitor(Described):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy made in the middle of a run is a monitor without a module: hooks and an open step belong to the original."""
-        return vars(self) | {"engine": StepEngine(self.engine.own_recipe, self._reporter, self.storage)}
+        return vars(self) | {"engine": StepEngine(self.engine.base_recipe, self._reporter, self.storage)}
 
     # The module
 
@@ -212,7 +212,7 @@ class ModuleMonitor(Described):
         if engine.observed is not None:
             raise ValueError("A module was set before; close this monitor, or use a second one for a second module.")
         engine.observed = ObservedModel(
-            module, engine.own_recipe, self._reporter, engine.gate, distributed=self.distributed, access=self.access
+            module, engine.base_recipe, self._reporter, engine.gate, distributed=self.distributed, access=self.access
         )
         _monitors.append(weakref.ref(self, _monitors.remove))
 
@@ -220,7 +220,7 @@ class ModuleMonitor(Described):
         """Remove all hooks and release the module. May be called at any time, and twice."""
         _monitors[:] = [ref for ref in _monitors if ref() is not self]
         self.engine.close()
-        self.engine = StepEngine(self.engine.own_recipe, self._reporter, self.storage)
+        self.engine = StepEngine(self.engine.base_recipe, self._reporter, self.storage)
 
     def __enter__(self) -> ModuleMonitor:
         return self
@@ -301,7 +301,7 @@ class ModuleMonitor(Described):
     def remove_reference_module(self) -> None:
         """Compare with nothing from now on; a step that is open is closed without a record."""
         if self.engine.observed is not None and self.engine.observed.reference is not None:
-            self.engine.abandon()
+            self.engine.drop_steps()
             self.engine.observed.reference = None
 
     @contextmanager

@@ -70,7 +70,7 @@ class ObservedTensor:
             accumulator.observe(stream, self.tensor)
             accumulator.measure_all([(stream, self.tensor + 1)], are_bases=True)
             for name in stream.compared_with:
-                accumulator.measure_comparison(stream, name, self.tensor, self.tensor.flip(0), is_opposite=name == "gradient")
+                accumulator.measure_comparison(stream, name, self.tensor, self.tensor.flip(0), is_negated=name == "gradient")
         else:
             accumulator.observe(stream, self.tensor)
 

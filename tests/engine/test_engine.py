@@ -856,7 +856,7 @@ def test_a_loop_that_cannot_begin_leaves_the_step_around_it(is_ended: bool, monk
         monitor.begin_step(3)
         monitor.module(torch.ones(1, 2))
         with monkeypatch.context() as patched:
-            patched.setattr(StepEngine, "agree", fail)
+            patched.setattr(StepEngine, "check_agreement", fail)
             with pytest.raises(RuntimeError, match="on purpose"):
                 monitor.engine.begin_stage("validation", 3)
         if is_ended:

@@ -263,9 +263,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(60, 50), (3000,), (2, 1500), (1, 3000), (), (0, 3)], ids=str)
-@pytest.mark.parametrize("is_opposite", [False, True])
+@pytest.mark.parametrize("is_negated", [False, True])
 def test_a_product_takes_little_memory(
-    shape: tuple[int, ...], is_opposite: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], is_negated: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its mean is that of the whole product, of which one part after the other is made, if any."""
     monkeypatch.setattr(torch_kernel, "CPU_PORTION", 400)
@@ -274,10 +274,10 @@ def test_a_product_takes_little_memory(
     table = MomentTable()
     with Largest() as largest:
         for tensor, other in ((x, y), (x.T, y.T) if x.dim() == 2 else (x.clone(), y)):
-            table.add_product(0, 1, tensor, other, is_opposite=is_opposite)
+            table.add_product(0, 1, tensor, other, is_negated=is_negated)
     moments = collected(table, 2)
     assert float(moments.elements[1]) == 2 * x.numel()
     if x.numel():
-        mean = (-1 if is_opposite else 1) * float((x.double() * y.double()).mean())
+        mean = (-1 if is_negated else 1) * float((x.double() * y.double()).mean())
         assert float(moments.mean[1]) == pytest.approx(mean, rel=1e-12)
     assert largest.num <= 400

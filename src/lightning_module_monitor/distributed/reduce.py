@@ -198,8 +198,8 @@ def _items_of(layout: Layout, item_by_stream: Mapping[Stream, int], no_item: int
     return _Items(
         rows=_indices(item_by_stream.get(stream, no_item) for stream in layout.streams for _row in range(stream.num_rows)),
         counts=torch.repeat_interleave(
-            _indices(item_by_stream.get(stream, no_item) for stream, _sort in layout.summed),
-            _indices(sort.num_counts for _stream, sort in layout.summed),
+            _indices(item_by_stream.get(stream, no_item) for stream, _sums in layout.summed),
+            _indices(sums.num_counts for _stream, sums in layout.summed),
         ),
         values=_indices(item_by_stream.get(stream, no_item) for stream, _name, _value in layout.values),
     )

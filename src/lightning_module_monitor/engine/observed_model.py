@@ -76,7 +76,7 @@ class ObservedModel:
         self._expected: list[Stream] = []
         """Streams that were announced before the first step."""
         self.noise = NoiseState()
-        """What the gradient noise keeps from step to step."""
+        """State of the gradient noise from step to step."""
         self.replicas = ReplicaAlert()
         self.wrapper: nn.Module | None = None
         """The module that a strategy has wrapped this one in; ``None`` where it has not."""
@@ -102,7 +102,7 @@ class ObservedModel:
         self._states: dict[tuple[str, ActiveRules], SeriesState] = {}
         """State kept between steps, by stage and active rules."""
         self._units = RecentUnits()
-        """What units did in the last monitored steps, by key, whatever else was due in them."""
+        """Activity of units in recent monitored steps, by key."""
         self.previous_updates = PreviousUpdates()
 
     @property
@@ -158,7 +158,7 @@ class ObservedModel:
 
     # Ranks
 
-    def agree(self) -> None:
+    def check_agreement(self) -> None:
         """Make sure that all ranks record the same: one collective, of every rank. Otherwise the first monitored step begins with it.
 
         Raises:

@@ -40,7 +40,7 @@ class StepEngine:
     """
 
     def __init__(self, recipe: Recipe, reporter: ErrorReporter, storage: StorageManager) -> None:
-        self.own_recipe = recipe
+        self.base_recipe = recipe
         """The options that select what is recorded, for any module."""
         self._reporter = reporter
         self._storage = storage
@@ -57,7 +57,7 @@ class StepEngine:
         self.begun: int | None = None
         """The step that was begun and has not ended, monitored or not."""
         self.findings: list[Finding] = []
-        """What the engine itself has found, of ranks that disagree, and nobody has taken yet."""
+        """Findings of the engine itself, about ranks that disagree, until the health controller takes them."""
         self.has_lost_ranks = False
         """Whether another rank has left: nothing is monitored any more, and training goes on."""
 
@@ -75,7 +75,7 @@ class StepEngine:
     @property
     def recipe(self) -> Recipe:
         """The options that apply now, with those that were added for the module that is set."""
-        return self.own_recipe if self.observed is None else self.observed.planner.recipe
+        return self.base_recipe if self.observed is None else self.observed.planner.recipe
 
     @property
     def observing_step(self) -> StepContext | None:
@@ -100,7 +100,7 @@ class StepEngine:
 
     def begin_step(self, step: int) -> bool:
         """Begin a step; returns whether it is monitored. A step that an error left open is closed first."""
-        self.lose()
+        self.discard()
         # In the order in which other ranks have ended it: the loop, then the step around it.
         self.end_stage()
         if self._unopened is not None:
@@ -155,12 +155,12 @@ class StepEngine:
         context.clock.decide(context.step, seconds)
         return record
 
-    def lose(self) -> None:
+    def discard(self) -> None:
         """Discard the open steps after an error: they give no record. End them as usual, because other ranks wait for that."""
         for context in self._open_steps():
-            context.lose()
+            context.discard()
 
-    def abandon(self) -> None:
+    def drop_steps(self) -> None:
         """Close the step, and the step that it suspended, at once and without a record, on this rank alone."""
         self.begun = None
         with ExitStack() as stack:
@@ -179,17 +179,17 @@ class StepEngine:
         parsed = self.recipe.parsed(rule, label, is_optional=is_optional)
         if self.observed is not None:
             self.observed.add_rule(parsed)
-        self.own_recipe = self.own_recipe.with_rule(parsed)
+        self.base_recipe = self.base_recipe.with_rule(parsed)
 
     def leave_out(self, kinds: Collection[str]) -> list[str]:
         """Set the kinds that are never recorded; returns those that a rule or a capture asks for."""
-        recipe = self.own_recipe = replace(self.own_recipe, left_out=frozenset(kinds))
+        recipe = self.base_recipe = replace(self.base_recipe, left_out=frozenset(kinds))
         named = {kind for rule in (*recipe.rules, *recipe.captures) for kind in rule.kinds}
         return [kind for kind in kinds if kind in named]
 
     def close(self) -> None:
         """Close what is open, without a record, and leave the other ranks; a second call does no harm."""
-        self.abandon()
+        self.drop_steps()
         if self.observed is not None and self.observed.ranks is not None:
             self.observed.ranks.close()
 
@@ -232,7 +232,7 @@ class StepEngine:
         """
         if self._suspended:
             if self.open_step is not None:
-                self.open_step.lose()
+                self.open_step.discard()
             self.end_stage()
         everything = self.recipe.everything()
         plan = self.model.planner.plan(everything, stage)
@@ -252,7 +252,7 @@ class StepEngine:
 
     # Ranks
 
-    def agree(self) -> None:
+    def check_agreement(self) -> None:
         """Make sure that all ranks record the same: one collective, of every rank.
 
         Raises:
@@ -260,7 +260,7 @@ class StepEngine:
         """
         try:
             if not self.has_lost_ranks:
-                self.model.agree()
+                self.model.check_agreement()
         except RanksLostError as error:
             self.lose_ranks(error)
 
@@ -269,7 +269,7 @@ class StepEngine:
         if self.has_lost_ranks:
             return
         self.has_lost_ranks = True
-        self.lose()
+        self.discard()
         last = self._storage.last_step()
         after = "before the first record" if last is None else f"after the record of step {last}"
         self._reporter.log_once(f"Monitoring ends {after}: {error}. Training goes on.", logging.WARNING)
@@ -285,7 +285,7 @@ class StepEngine:
         self.gate.current = None if context is None else context.accumulator
 
     def _open(self, model: ObservedModel, due: ActiveRules, step: int, stage: str) -> None:
-        self.agree()
+        self.check_agreement()
         if not self.has_lost_ranks:
             model.read_names_again()
             self.gate.may_be_captured = torch.cuda.is_initialized()
@@ -297,7 +297,7 @@ class StepEngine:
             context.attach()
 
     def _end_unopened(self) -> None:
-        """Tell other ranks, which wait for it, that a step or loop could not be opened on this one: no rank makes a record of it."""
+        """Inform other ranks, which wait for this step or loop, that it could not be opened here: no rank makes a record of it."""
         accumulator, self._unopened = self._unopened, None
         if accumulator is None or self.model.ranks is None or self.has_lost_ranks:
             return
@@ -373,6 +373,6 @@ def _report_attention(context: StepContext, reporter: ErrorReporter) -> None:
         return
     context.model.awaits_attention = False
     if context.attention.has_observed:
-        reporter.settle("attention")
+        reporter.suppress("attention")
     elif reporter.is_first():
         reporter.log_once(f"attention: step {context.step} {_NO_ATTENTION}", logging.WARNING, "attention")

@@ -20,7 +20,7 @@ from lightning_module_monitor.plan.recipe import ActiveRules
 from lightning_module_monitor.probes.activations import ActivationProbe, DifferenceProbe
 from lightning_module_monitor.probes.attention import AttentionProbe
 from lightning_module_monitor.probes.attention_calls import RawCall, read_scaled_dot_product_attention
-from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, unchanged_grad_mode
+from lightning_module_monitor.probes.base import Probe, Selected, StepTools, Watched, unchanged_grad_mode
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.gradient_flow import GradientFlowProbe
 from lightning_module_monitor.probes.gradient_noise import GradientNoiseProbe
@@ -122,13 +122,13 @@ class StepContext:
 
     def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Scale) -> None:
         """Observe the gradients of some parameters, or of all."""
-        among = _identities(parameters)
+        selected = _identities(parameters)
         if self.parameters is not None:
             with self.guard("gradients"):
-                self.parameters.observe_gradients(kind, among, scale)
+                self.parameters.observe_gradients(kind, selected, scale)
         if self.noise is not None:
             with self.guard("gradient noise"):
-                self.noise.observe_gradients(among, scale)
+                self.noise.observe_gradients(selected, scale)
 
     def observe_arriving(self, parameter: Tensor, gradient: Tensor, scale: Scale) -> None:
         """Observe the gradient of a parameter while it arrives, before anything uses it."""
@@ -185,7 +185,7 @@ class StepContext:
             for probe in reversed(self.probes):
                 stack.callback(probe.close)
 
-    def lose(self) -> None:
+    def discard(self) -> None:
         """Discard everything that was observed: no rank makes a record."""
         self.close()
         self.probes.clear()
@@ -220,5 +220,5 @@ class StepContext:
                 act(probe)
 
 
-def _identities(parameters: Iterable[Tensor] | None) -> Among:
+def _identities(parameters: Iterable[Tensor] | None) -> Selected:
     return None if parameters is None else frozenset(map(id, parameters))

@@ -21,7 +21,7 @@ from lightning_module_monitor import histogram
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.number_formats import NUMBER_FORMATS
 
-SPREAD = 64
+NUM_REPLICAS = 64
 """Rows that the counts of a tensor are spread over on an accelerator, so that atomic additions seldom collide."""
 
 
@@ -164,7 +164,7 @@ def _cells_on(device: torch.device, bins: Bins, dtype: torch.dtype) -> tuple[Ten
 
 def scattered_counts(index: Tensor, num_counts: int) -> Tensor:
     """How often each index occurs, int64, shape ``(num_counts,)``; ``torch.bincount`` would read a value on the host."""
-    spread = torch.arange(len(index), device=index.device).remainder_(SPREAD).mul_(num_counts).add_(index)
-    spread_counts = torch.zeros(SPREAD * num_counts, dtype=torch.int64, device=index.device)
+    spread = torch.arange(len(index), device=index.device).remainder_(NUM_REPLICAS).mul_(num_counts).add_(index)
+    spread_counts = torch.zeros(NUM_REPLICAS * num_counts, dtype=torch.int64, device=index.device)
     spread_counts.scatter_add_(0, spread, torch.ones_like(spread))
-    return spread_counts.view(SPREAD, num_counts).sum(0)
+    return spread_counts.view(NUM_REPLICAS, num_counts).sum(0)

@@ -20,7 +20,7 @@ from lightning_module_monitor.kernels.torch_kernel import TorchKernel, widest
 from lightning_module_monitor.kernels.triton_kernel import TritonKernel
 
 Scale: TypeAlias = Tensor | float | None
-"""What a loss was multiplied by: a number, or a tensor of shape ``()`` on any device; ``None`` if it was not scaled."""
+"""The factor of a loss: a number, or a tensor of shape ``()`` on any device; ``None`` if it was not scaled."""
 
 _HOST = torch.device("cpu")
 
@@ -154,14 +154,14 @@ class MomentTable:
                 self._fallback(kernel, device, error).add_all(*arguments, scale=divisor)
         return failed
 
-    def add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
+    def add_product(self, row: int, row_of_product: int, tensor: Tensor, other: Tensor, *, is_negated: bool = False) -> None:
         """Measure the sum of squares of a tensor, and the mean of its product with another of its shape (or of minus the product)."""
         self.add((row,), tensor, Need.SQUARES)
         kernel, tensor, readable, _shift = self._kernel_of(tensor, other)
         if not tensor.numel():
             return
         assert readable is not None
-        sign = -1 if is_opposite else 1
+        sign = -1 if is_negated else 1
         try:
             kernel.add_product(row_of_product, tensor, readable, sign)
         except Exception as error:
@@ -216,7 +216,6 @@ class MomentTable:
 
 
 def _on_device(scale: Tensor | float, device: torch.device) -> Tensor:
-    """A scale on a device, shape ``()``."""
     return scale.detach().to(device) if isinstance(scale, Tensor) else _constant(scale, device)
 
 

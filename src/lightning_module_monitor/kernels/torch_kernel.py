@@ -39,14 +39,11 @@ _SPREAD = Need.DEVIATIONS | Need.POWERS
 
 
 class _Pieces(NamedTuple):
-    """Figures of the pieces of a matrix."""
-
     figures: Tensor
     """Shape ``(fields, pieces)``."""
     rows: Sequence[Sequence[int]]
     """The rows that the pieces are merged into: each sequence has one for each piece, or one for all."""
     elements: int
-    """Number of elements of a piece."""
     features: int
 
 

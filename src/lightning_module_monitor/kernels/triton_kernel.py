@@ -68,7 +68,7 @@ def works(device: torch.device) -> bool:
             kernel = TritonKernel(device)
             kernel.add((0,), torch.zeros(TILE, device=device), Need.SQUARES)
             kernel.collect(1)
-        except torch.cuda.OutOfMemoryError:  # says nothing of Triton
+        except torch.cuda.OutOfMemoryError:  # no error of Triton
             del _is_working[device]
             raise
         # Triton, its C compiler and the driver fail in many ways; the torch kernel needs none of them.
@@ -167,7 +167,7 @@ class TritonKernel:
             if in_rows or other.stride() != tensor.stride() or not _is_dense(other):
                 other, is_ordered = other.contiguous(), True
         tensor, place = _readable(tensor, is_ordered=is_ordered, in_rows=in_rows)
-        cut = _cut((tensor.numel(),), (place.length,), num_programs_of(self._device))
+        cut = _spans((tensor.numel(),), (place.length,), num_programs_of(self._device))
         parts = self._parts.reserve(cut.num_programs)
         counts = self._reserve_counts(needs, 1)
         launch(
@@ -242,7 +242,6 @@ class TritonKernel:
         return parts.number, counts
 
     def _merge_launches(self, parts: Tensor, places: Sequence[tuple[int, int]], merged: Tensor) -> None:
-        """Merge the parts of each launch."""
         num = len(places)
         layout = copied(self._device, np.concatenate([np.arange(num + 1), *np.array(places, dtype=np.int64).T]))
         merge = self._functions.merge
@@ -315,7 +314,7 @@ def _place(tensor: Tensor, *, in_rows: bool) -> _Place | None:
     return None
 
 
-class _Cut(NamedTuple):
+class _Spans(NamedTuple):
     """How tensors are cut into spans, each of ``steps`` blocks of ``TILE // columns`` rows, a program for each span."""
 
     columns: int
@@ -333,7 +332,7 @@ def _columns(length: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], most: int) -> _Cut:
+def _spans(sizes: tuple[int, ...], lengths: tuple[int, ...], most: int) -> _Spans:
     """Cut tensors of ``sizes`` elements, with rows of ``lengths`` elements that are loaded alike (0: all elements are one stretch).
 
     There are at most ``most`` programs, plus one for each tensor.
@@ -341,7 +340,7 @@ def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], most: int) -> _Cut:
     columns = _columns(lengths[0])
     blocks = [-(-size // ((length or columns) * (TILE // columns))) for size, length in zip(sizes, lengths, strict=True)]
     steps = -(-sum(blocks) // most)
-    return _Cut(columns, steps, [-(-num // steps) for num in blocks])
+    return _Spans(columns, steps, [-(-num // steps) for num in blocks])
 
 
 @functools.lru_cache(maxsize=16)
@@ -351,9 +350,9 @@ def _layout(
     addresses: tuple[int, ...],
     sizes: tuple[int, ...],
     places: tuple[_Place, ...],
-) -> tuple[_Cut, Tensor]:
+) -> tuple[_Spans, Tensor]:
     """How tensors are cut, and the layout that ``measure_all`` reads. Cached: addresses are often those of the previous step."""
-    cut = _cut(sizes, tuple(place.length for place in places), PROGRAMS_OF_TENSORS)
+    cut = _spans(sizes, tuple(place.length for place in places), PROGRAMS_OF_TENSORS)
     firsts = np.cumsum([0, *cut.num_programs[:-1]])
     table = np.column_stack([addresses, sizes, np.array(places), firsts])
     return cut, copied(device, np.concatenate([table.reshape(-1), np.repeat(np.arange(len(sizes)), cut.num_programs)]))

@@ -38,11 +38,11 @@ class Form(Enum):
     SCALED = "one tensor of a scaled loss"
     DIFFERENCE = "a difference of tensors"
     PRODUCT = "a product of tensors"
-    """Of which only the mean is needed."""
+    """Only its mean is needed."""
 
 
 class Launch(NamedTuple):
-    """What will be measured, of which each is compiled for itself."""
+    """A measurement that is compiled by itself."""
 
     dtype: torch.dtype
     needs: int
@@ -71,7 +71,7 @@ def check_triton(device: torch.device, launches: Collection[Launch]) -> None:
             return
         for launch in sorted(launches, key=repr):
             compare(device, launch)
-    except OutOfMemoryError:  # says nothing of Triton
+    except OutOfMemoryError:  # no error of Triton
         return
     except Exception as error:
         triton_kernel.give_up(device, error)

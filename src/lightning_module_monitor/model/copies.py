@@ -264,7 +264,6 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
 
 
 def _what_cannot_be_copied(module: nn.Module) -> str | None:
-    """The name of the first attribute that cannot be copied."""
     known = _without_graph(tensors_within(module)) | {id(part): part for part in module.modules()}
     for name, part in module.named_modules():
         state = _state(part)

@@ -353,7 +353,6 @@ def find_blocks(blocks: str | Sequence[str], by_name: Mapping[str, nn.Module]) -
 
 
 def _matching(blocks: str, by_name: Mapping[str, nn.Module]) -> list[str]:
-    """The names that a pattern matches."""
     try:
         names = [name for name in by_name if re.fullmatch(blocks, name)]
     except re.error as error:
@@ -366,7 +365,6 @@ def _matching(blocks: str, by_name: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _children(name: str, by_name: Mapping[str, nn.Module]) -> list[str]:
-    """The names of the observed children of a container."""
     module = by_name[name]
     if not isinstance(module, _HOLDS_BLOCKS):
         containers = [other for other, candidate in by_name.items() if isinstance(candidate, _HOLDS_BLOCKS)]

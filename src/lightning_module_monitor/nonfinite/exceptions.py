@@ -69,7 +69,7 @@ def _statements(frame: traceback.FrameSummary) -> list[ast.stmt]:
 
 
 def _tested(around: Sequence[ast.stmt]) -> list[ast.AST]:
-    """What the innermost of some statements tests: an ``assert`` its condition, a ``raise`` that of its ``if``, another all of it."""
+    """The code that the innermost statement tests: the condition of an ``assert``, that of the ``if`` around a ``raise``, or all of it."""
     match around:
         case [*_, ast.Assert(test=test)]:
             return [test]

@@ -36,7 +36,6 @@ class _Flag(ABC):
         """The biases and normalization weights to observe lightly, in groups; ``None`` before the first gradients."""
 
     def observe_loss(self, loss: Tensor) -> None:
-        """Observe a loss."""
         if not is_tracing():
             self._add(loss)
 
@@ -79,8 +78,7 @@ class _Flag(ABC):
         return [*groups.values()], others
 
     @abstractmethod
-    def _add(self, tensor: Tensor) -> None:
-        """Observe a tensor."""
+    def _add(self, tensor: Tensor) -> None: ...
 
 
 class ReadFlag(_Flag):
@@ -116,7 +114,6 @@ class MarkedSteps(_Flag):
         super().__init__(sites)
         self._marks: dict[tuple[torch.device, torch.dtype], _Mark] = {}
         self._first_step: int | None = None
-        """The first marked step; ``None`` without one."""
 
     @torch.no_grad()
     def _add(self, tensor: Tensor) -> None:
@@ -173,7 +170,6 @@ class _Mark:
         """``num_finite`` is the number of steps before the first with a non-finite value."""
 
     def add(self, extreme: Tensor) -> None:
-        """Take an extreme of a tensor."""
         self._sum.addcmul_(extreme, self._zero)
 
     def count(self, num_steps: int) -> None:
@@ -183,6 +179,5 @@ class _Mark:
         torch.fmax(self.num_finite, self._step, out=self.num_finite)  # leaves out NaN
 
     def reset(self) -> None:
-        """Begin anew."""
         self._sum.zero_()
         self.num_finite.zero_()

@@ -192,14 +192,12 @@ class NonfiniteProbe:
     # Hooks
 
     def _enter(self, site: ModuleSite, args: Args, kwargs: Kwargs, _output: object) -> None:
-        """A module with submodules was called."""
         value, index, is_new, others = self._inputs(args, kwargs, None)
         call = Call(site, self._caller(), index, is_new, UNKNOWN, NO_CALL, others)
         self._running.append(len(self._passes[-1].calls))
         self._add_call(call, value, None)
 
     def _leave(self, site: ModuleSite, _args: Args, _kwargs: Kwargs, output: object) -> None:
-        """A module with submodules has returned."""
         calls = self._passes[-1].calls
         while self._running:
             entered = self._running.pop()
@@ -211,7 +209,6 @@ class NonfiniteProbe:
             self._add_call(Call(site, self._caller(), UNKNOWN, is_new=False, output=index, entered=entered), None, tensor)
 
     def _observe_call(self, site: ModuleSite, args: Args, kwargs: Kwargs, output: object) -> None:
-        """A module without submodules was called, and has returned."""
         value, index, is_new, others = self._inputs(args, kwargs, output)
         for tensor, output_index in self._outputs(output):
             self._add_call(Call(site, self._caller(), index, is_new, output_index, NO_CALL, others), value, tensor)
@@ -256,7 +253,6 @@ class NonfiniteProbe:
         return index, True
 
     def _outputs(self, output: object) -> Iterator[tuple[Tensor, Number]]:
-        """The tensors of an output, each with its index."""
         for _path, tensor in named_tensors(output):
             if has_fractions(plain(tensor)):
                 yield tensor, self._index(tensor)[0]  # a container may return the output of its last part

@@ -54,15 +54,12 @@ def kind_of(value: float) -> str:
 
 
 class _MicroBatchSearch:
-    """The search in one micro-batch."""
-
     def __init__(self, observed: ObservedPasses, micro_batch: int) -> None:
         self._values, self._weights = observed.values, observed.weights
         self._micro_batch, observed_pass = micro_batch, observed.passes[micro_batch]
         self._calls, self._gradients, self._loss = observed_pass.calls, observed_pass.gradients, observed_pass.loss
 
     def _is_bad(self, number: Number) -> bool:
-        """Whether a tensor has non-finite elements."""
         return not math.isfinite(self._values[number])
 
     # Forward
@@ -184,7 +181,7 @@ class _MicroBatchSearch:
     def _producer(
         self, site: str, index: int, kind: str, words: str, largest: Mapping[str, float], *, is_forward: bool = True, cause: str = ""
     ) -> Producer:
-        """The result; ``largest`` has largest magnitudes, by what they are of."""
+        """The result; ``largest`` has largest magnitudes by the name of their tensor."""
         weights = [value for value in self._weights_of(site).values() if math.isfinite(value)]
         largest = {**largest, "its weights": max(weights)} if weights else largest
         words = " ".join([words, *(f"The largest magnitude of {what} is {value:.4g}." for what, value in largest.items())])
@@ -207,7 +204,7 @@ class _MicroBatchSearch:
         return {key: value for key, value in self._weights.items() if name != ROOT and key.startswith(f"{name}.")}
 
     def _nonfinite_weights(self, weights: Mapping[str, float]) -> str:
-        """Those of some parameters that are not finite, in words; empty if all are."""
+        """The parameters that are not finite, in words; empty if all are."""
         return shortened([f"{key} has {kind_of(value)}" for key, value in weights.items() if not math.isfinite(value)])
 
     def _last_output(self, index: Event) -> dict[str, float]:

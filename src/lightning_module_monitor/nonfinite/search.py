@@ -1,4 +1,4 @@
-"""The search for the first non-finite value of a run: what it is told of the run."""
+"""The search for the first non-finite value of a run: the events that it receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALWAYS_NAMES = "health: {nonfinite: always} names the module."
 
 
 class NonfiniteSearch:
-    """What a search is told of a run, from when the model exists to :meth:`close`. This one finds nothing: ``ignore``."""
+    """Receives the events of a run, from when the model exists to :meth:`close`. This class finds nothing: ``ignore``."""
 
     is_on = False
     """Whether steps are searched: otherwise none begins here."""

@@ -180,7 +180,6 @@ class SecondRun:
         return sibling, [ModuleSite(site.name, site.aliases, counterparts[site.module]) for site in self._sites]
 
     def _run(self, sibling: LightningModule, kept: _Kept) -> Tensor | None:
-        """Run a micro-batch uncompiled; returns its loss."""
         with unchanged_random_states(self._model.device), OriginalCode():
             kept.random_states.restore()
             output = run_training_step(sibling, self._model.trainer, kept.batch, kept.batch_idx)

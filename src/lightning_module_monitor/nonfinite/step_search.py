@@ -30,8 +30,6 @@ _Search: TypeAlias = Callable[[], Producer | None]
 
 @dataclass
 class _SearchedStep:
-    """The search in one step."""
-
     is_light: bool
     """Whether the flag covers only the loss and the gradients of some biases and normalization weights."""
     has_probe: bool
@@ -39,11 +37,10 @@ class _SearchedStep:
     second_run: SecondRun | None
     """Runs the first non-finite micro-batch again, with the probe; ``None`` if no second run is possible or needed."""
     batch_indices: list[int] = field(default_factory=list)
-    """``batch_idx`` of each micro-batch."""
 
 
 class StepSearch(NonfiniteSearch):
-    """Searches a step before its update: ``always`` and ``stop``, and ``warn`` where reading a value makes nobody wait.
+    """Searches a step before its update: ``always`` and ``stop``, and ``warn`` where reading a value does not make the host wait.
 
     A flag of losses and gradients is read before the optimizer's step; if it is raised, the micro-batch is run again. Manual
     optimization, and strategies that only run a model as a whole, allow no second run: there the probe observes the step itself.
@@ -218,7 +215,7 @@ class StepSearch(NonfiniteSearch):
         return self._finding(step, rank, first)
 
     def _prepared(self, micro_batch: int) -> tuple[_Search | None, str]:
-        """What finds the source in this step; or ``None``, and the reason."""
+        """The search for the source in this step; or ``None``, and the reason."""
         if self._step is None:
             return None, "an error has ended the search in this step"
         try:
@@ -228,7 +225,7 @@ class StepSearch(NonfiniteSearch):
         return search, "" if search else f"under manual optimization no step can be run again. {ALWAYS_NAMES}"
 
     def _search(self, searched: _SearchedStep, micro_batch: int, error: Exception | None = None) -> _Search | None:
-        """What finds the source: the probe, which has observed the step that an ``error`` may have ended, or a second run."""
+        """The search for the source: by the probe, which has observed the step that an ``error`` may have ended, or by a second run."""
         if searched.has_probe:
             return lambda: producer(self._probe.observed(was_cut_short=error is not None))
         return None if searched.second_run is None else searched.second_run.prepare(micro_batch, error)

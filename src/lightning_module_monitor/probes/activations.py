@@ -75,9 +75,7 @@ class _Compared(NamedTuple):
     """A module whose outputs are compared."""
 
     stream: Stream
-    """The stream of the difference."""
     sibling: nn.Module
-    """The module's sibling in the reference."""
 
 
 class DifferenceProbe(Consumer[_Compared]):
@@ -125,7 +123,6 @@ def _floating_outputs(_args: object, _kwargs: object, output: object) -> NamedTe
 
 
 _Output = tuple[tuple[int, ...], str]
-"""Shape and dtype of an output."""
 
 
 class ModuleTable:

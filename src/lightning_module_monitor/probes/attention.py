@@ -207,14 +207,12 @@ class AttentionProbe(Probe):
                     self._accumulator.observe_pair(difference.at(name), tensor, references[name].to(tensor.device))
 
     def _tensors(self, watched: WatchedModule, call: AttentionCall) -> Iterator[tuple[str, Tensor]]:
-        """Query, key, value and output of every head, with their names."""
         tensors = {"query": call.query, "key": call.key, "value": call.value, "activation": call.output}
         for name, tensor in tensors.items():
             for head, head_tensor in enumerate(() if tensor is None else tensor.detach().unbind(1)):
                 yield self._tools.names.part_name(watched.site.name, f"head_{head}.{name}"), head_tensor
 
     def _enter(self, hooked: _HookedModule, *_call: object) -> None:
-        """The forward of a module begins."""
         if not self._tools.observes_calls() or self._tools.gate.is_redirected(hooked.module):
             return
         if not self._running:

@@ -1,4 +1,4 @@
-"""What probes share: what is recorded of a site, the gate, reports of errors, the tools of a step, and its phases."""
+"""Parts that probes share: the watched sites, the gate, reports of errors, the tools of a step, and its phases."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Watched(Generic[SiteT]):
 
 WatchedModule = Watched[ModuleSite]
 WatchedParameter = Watched[ParameterSite]
-Among = Collection[int] | None
+Selected = Collection[int] | None
 """Some of the parameters, by their ``id``; ``None`` for all."""
 
 
@@ -164,7 +164,7 @@ class ErrorReporter:
             yield
 
     def not_taken(self, what: str, error: Exception, accumulator: StepAccumulator) -> None:
-        """Report and count an error that costs one sort of values of a step."""
+        """Report and count an error that costs one kind of values of a step."""
         sentence = f"The {what} of this step could not be taken"
         self.count(sentence, sentence, error, accumulator)
 
@@ -197,7 +197,7 @@ class ErrorReporter:
 
         Args:
             what: Begin of a sentence, e.g. "The reference could not run".
-            once: Of what, together with the type of the error, one is reported.
+            once: One error is reported for each pair of this name and the type of the error.
             error: The error.
             accumulator: Of the step.
 
@@ -214,7 +214,7 @@ class ErrorReporter:
             self._reported.add(once or message)
             self._logger.log(level, message, exc_info=error)
 
-    def settle(self, once: str) -> None:
+    def suppress(self, once: str) -> None:
         """Log no message of this name any more, in all runs of the model: its cause is known not to exist."""
         self._reported.add(once)
 
@@ -252,9 +252,9 @@ class StepTools(NamedTuple):
 
     def log_unsupported(self, what: str, names: Mapping[torch.dtype | type, list[str]]) -> None:
         """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype or class."""
-        for sort, sites in names.items():
-            description = f"dtype {sort}" if isinstance(sort, torch.dtype) else f"class {sort.__name__}"
-            why = "only real floating ones are" if isinstance(sort, torch.dtype) else "no tensor is found in them"
+        for kind, sites in names.items():
+            description = f"dtype {kind}" if isinstance(kind, torch.dtype) else f"class {kind.__name__}"
+            why = "only real floating ones are" if isinstance(kind, torch.dtype) else "no tensor is found in them"
             self.reporter.log_once(f"{shortened(sites)}: {what} of {description} are not recorded; {why}.")
 
     def report_not_captured(self, what: str, error: Exception) -> None:

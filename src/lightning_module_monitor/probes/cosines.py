@@ -70,7 +70,7 @@ class Cosines:
         self._versions: dict[str, tuple[int, int]] = {}
         """By site the ``id`` and the version of a gradient that an optimizer is about to use."""
 
-    def note_gradients(self, watched: Iterable[WatchedParameter]) -> None:
+    def keep_versions(self, watched: Iterable[WatchedParameter]) -> None:
         """The gradients are those that optimizers are about to use."""
         for target in watched:
             for stream in target.streams.values():
@@ -80,7 +80,7 @@ class Cosines:
                         self._versions[target.site.name] = id(parameter.grad), parameter.grad._version
 
     def compare_with_gradient(
-        self, stream: Stream, target: WatchedParameter, tensor: Tensor, optimizers: Sequence[Optimizer], *, is_opposite: bool = False
+        self, stream: Stream, target: WatchedParameter, tensor: Tensor, optimizers: Sequence[Optimizer], *, is_negated: bool = False
     ) -> None:
         """Compare an update (with the opposite sign), or a state, with the gradient that the optimizer has left."""
         parameter = target.site.tensor() if "gradient" in stream.compared_with else None
@@ -97,7 +97,7 @@ class Cosines:
             return
         part, gradient_part = self._own_part(stream, tensor), self._own_part(stream, gradient)
         if part is not None and gradient_part is not None:
-            self._tools.accumulator.measure_comparison(stream, "gradient", part, gradient_part, is_opposite=is_opposite)
+            self._tools.accumulator.measure_comparison(stream, "gradient", part, gradient_part, is_negated=is_negated)
 
     def compare_with_previous(self, stream: Stream, update: Tensor, dtype: torch.dtype, is_skipped: bool | Tensor) -> None:
         """Compare an update with that of the monitored step before, in whose place it is kept in the dtype of the parameter."""

@@ -21,7 +21,7 @@ from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.kernels.torch_kernel import widest
 from lightning_module_monitor.model.hooks import HookSet, is_capturing, is_tracing, register_gradient_hook, requires_gradient
 from lightning_module_monitor.model.names import ParameterSite
-from lightning_module_monitor.probes.base import Among, Probe, StepTools
+from lightning_module_monitor.probes.base import Probe, Selected, StepTools
 from lightning_module_monitor.probes.tap import ModuleTap
 from lightning_module_monitor.record import UNDEFINED, NumbersOfStep, is_undefined
 from lightning_module_monitor.statistics.functions import Value
@@ -32,7 +32,7 @@ from lightning_module_monitor.statistics.stream import Stream
 KIND = "gradient_noise"
 
 VALUES = ("noise", "signal", "scale", "largest", "largest_rank", "largest_micro_batch")
-"""What is recorded of a site."""
+"""Names of the values of a site."""
 
 _Index: TypeAlias = tuple[int, int]
 """A micro-batch of the step, and the rank that ran it."""
@@ -85,15 +85,15 @@ def of_rank(number: int, rank: int) -> str:
 
 @dataclass(eq=False)
 class NoiseState:
-    """What lives from step to step."""
+    """State that lives from step to step."""
 
     averages: dict[str, NoiseAndSignal] = field(default_factory=dict)
     """By site."""
     in_parts: set[str] = field(default_factory=set)
     """Parameters whose gradient arrives in several parts in one backward pass: shared weights under reentrant checkpointing."""
     loss_divisor: int | None = None
-    """What the loss of each micro-batch is divided by; ``None`` for the number of micro-batches in the step."""
-    trained: Among = None
+    """Divisor of the loss of each micro-batch; ``None`` for the number of micro-batches in the step."""
+    trained: Selected = None
     """The parameters that an optimizer has; ``None`` for all. Nothing clears the gradients of others."""
 
     def state(self) -> dict[str, list[float]]:
@@ -126,7 +126,6 @@ class GradientNoiseProbe(Probe):
         self._hooks = HookSet()
         self._parameters = [site.registered() for site in sites.parameters]  # also those of lazy layers
         self._number = 0
-        """Number of the micro-batch that runs."""
         self._size: float | Tensor | None = None
         """Its number of samples; ``None`` while it is not known."""
         self._norms: dict[torch.device, Tensor] = {}
@@ -194,10 +193,10 @@ class GradientNoiseProbe(Probe):
             is_first = (norm_of(before) - norm).abs() <= 1e-9 * norm
             norm.copy_(torch.where(is_first, norm_of(self._parts[index]), math.nan))
 
-    def observe_gradients(self, among: Among, scale: Scale) -> None:
+    def observe_gradients(self, selected: Selected, scale: Scale) -> None:
         """Observe the gradients of the whole step, of some parameters or of all: before clipping, and of all ranks together."""
         for index, parameter in enumerate(self._parameters):
-            if parameter is None or index in self._observed or not (among is None or id(parameter) in among):
+            if parameter is None or index in self._observed or not (selected is None or id(parameter) in selected):
                 continue
             gradient = parameter.grad
             self._observed.add(index)

@@ -1,4 +1,4 @@
-"""What optimizers keep of parameters."""
+"""States that optimizers keep of parameters."""
 
 from __future__ import annotations
 

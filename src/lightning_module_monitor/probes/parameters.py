@@ -26,7 +26,7 @@ from lightning_module_monitor.kernels.elements import WIDE, in_memory, own_eleme
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.table import Scale
 from lightning_module_monitor.model.names import ParameterSite
-from lightning_module_monitor.probes.base import Among, Probe, StepTools, Watched, WatchedParameter, failing_alone
+from lightning_module_monitor.probes.base import Probe, Selected, StepTools, Watched, WatchedParameter, failing_alone
 from lightning_module_monitor.probes.capture import CaptureProbe
 from lightning_module_monitor.probes.cosines import Cosines, PreviousUpdates
 from lightning_module_monitor.probes.optimizer_states import STATE, StateReader
@@ -162,8 +162,8 @@ PARAMETER, DIFFERENCE, GRADIENT, UPDATE = "parameter", "parameter_difference", "
 class ParameterTap(Probe):
     """Reads parameters, gradients and updates, each once at its moment of the step, under ``torch.no_grad``.
 
-    What is read is measured, given to the user's functions, compared with the reference, and kept if it is captured. Of a tensor that is
-    laid out over ranks this rank's part is measured.
+    Each tensor is measured, passed to the user's functions, compared with the reference, and kept if it is captured. A tensor that is laid
+    out over ranks is measured on each rank by its part.
     """
 
     watched: Sequence[WatchedParameter]
@@ -206,9 +206,9 @@ class ParameterTap(Probe):
         known = {target.site.name for target in self.watched} if self.captured else ()
         self._sites = [*self.watched, *(Watched(target.site, {}) for target in self.captured if target.site.name not in known)]
 
-    def observe_parameters(self, among: Among = None) -> None:
+    def observe_parameters(self, selected: Selected = None) -> None:
         """Observe parameters, and copy those whose update is recorded."""
-        for read in self._read({PARAMETER, DIFFERENCE, UPDATE}, among, self.access.parameter):
+        for read in self._read({PARAMETER, DIFFERENCE, UPDATE}, selected, self.access.parameter):
             self._observe(PARAMETER, "parameters", read)
             # One after the other: all differences at once would take as much memory as the parameters.
             differences: dict[Stream, Difference] = {}
@@ -222,12 +222,12 @@ class ParameterTap(Probe):
                     with self._failing({UPDATE}, target, parameter):
                         self._copy(target, parameter)
 
-    def observe_gradients(self, kind: str, among: Among = None, scale: Scale = None) -> None:
+    def observe_gradients(self, kind: str, selected: Selected = None, scale: Scale = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-        for gradients in self._read({kind}, among, self.access.gradient):
+        for gradients in self._read({kind}, selected, self.access.gradient):
             self._observe(kind, "gradients", gradients, scale)
         if kind == GRADIENT:
-            self._cosines.note_gradients(self.watched)
+            self._cosines.keep_versions(self.watched)
 
     def observe_arriving(self, parameter: Tensor, gradient: Tensor, scale: Scale) -> None:
         """Observe a gradient that arrives at a parameter, whose ``grad`` does not have it yet."""
@@ -235,14 +235,16 @@ class ParameterTap(Probe):
         for gradients in read:
             self._observe(GRADIENT, "gradients", gradients, scale)
 
-    def observe_updates(self, among: Among = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()) -> None:
+    def observe_updates(
+        self, selected: Selected = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()
+    ) -> None:
         """Observe parameters minus their copies, release the copies, and observe what optimizers keep of the parameters.
 
         The update of a skipped step is 0, whatever else moved them. Where ``is_skipped`` is a tensor, its value is not read.
         """
         optimizers = [*optimizers]
-        self._observe_states(among, optimizers, is_skipped)
-        before = [(target, copy) for target, identity, copy in self._before.values() if among is None or identity in among]
+        self._observe_states(selected, optimizers, is_skipped)
+        before = [(target, copy) for target, identity, copy in self._before.values() if selected is None or identity in selected]
         if not before:
             return
         for target, _copy in before:
@@ -251,7 +253,7 @@ class ParameterTap(Probe):
         self._accumulator.measure_all(self._own(relative_to), are_bases=True)
         updates: list[tuple[WatchedParameter, Tensor]] = []
         dtypes: dict[str, torch.dtype] = {}
-        """Those of the parameters, by site: the update of a parameter in half precision is in float32."""
+        """Dtype of each parameter by site. The update of a half-precision parameter is float32."""
         for target, copy in before:
             parameter = target.site.tensor()
             if parameter is not None:
@@ -265,7 +267,7 @@ class ParameterTap(Probe):
             stream = target.streams.get(UPDATE)
             if stream is not None and stream.compared_with and tensor.is_floating_point():
                 with self._failing({UPDATE}, target, tensor):
-                    self._cosines.compare_with_gradient(stream, target, tensor, optimizers, is_opposite=True)
+                    self._cosines.compare_with_gradient(stream, target, tensor, optimizers, is_negated=True)
                     self._cosines.compare_with_previous(stream, tensor, dtypes[target.site.name], is_skipped)
 
     def finish(self) -> None:
@@ -280,12 +282,14 @@ class ParameterTap(Probe):
         self._before.clear()
         self.whole_tensors.close()
 
-    def _read(self, kinds: Set[str], among: Among, read: Callable[[Tensor], Tensor | None]) -> Iterator[_Tensors]:
+    def _read(self, kinds: Set[str], selected: Selected, read: Callable[[Tensor], Tensor | None]) -> Iterator[_Tensors]:
         """Read the parameters with a stream or a capture of these kinds: all at once, where that takes no memory."""
         captured = {site for kind, site in self._captured if kind in kinds}
         wanted = [target for target in self._sites if not kinds.isdisjoint(target.streams) or target.site.name in captured]
         present = [
-            (target, tensor) for target in wanted if (tensor := target.site.tensor()) is not None and (among is None or id(tensor) in among)
+            (target, tensor)
+            for target in wanted
+            if (tensor := target.site.tensor()) is not None and (selected is None or id(tensor) in selected)
         ]
         if not self.access.makes_copies:
             yield [(target, tensor) for target, parameter in present if (tensor := read(parameter)) is not None]
@@ -366,11 +370,13 @@ class ParameterTap(Probe):
     def _use_difference(self, stream: Stream, site: ParameterSite, parameter: Tensor, reference: Tensor) -> None:
         self._accumulator.observe_matrices({stream: Difference(matrices_of(site, parameter), matrices_of(site, reference))})
 
-    def _observe_states(self, among: Among, optimizers: Sequence[Optimizer], is_skipped: bool | Tensor) -> None:
+    def _observe_states(self, selected: Selected, optimizers: Sequence[Optimizer], is_skipped: bool | Tensor) -> None:
         """Measure the states that optimizers keep of some parameters, and call the user's functions with them."""
         if self.states is None:
             return
-        watched = [target for target in self._sites if STATE in target.streams and (among is None or id(target.site.tensor()) in among)]
+        watched = [
+            target for target in self._sites if STATE in target.streams and (selected is None or id(target.site.tensor()) in selected)
+        ]
         with self.tools.reporter.guard("optimizer states", self._accumulator):
             read = [*self.states.states(optimizers, watched, has_stepped=is_skipped is False)]
             self._accumulator.measure_all(self._own([(stream, tensor) for _target, stream, tensor in read]))
@@ -391,7 +397,7 @@ class ParameterTap(Probe):
                 self._accumulator.observe_matrices(matrices)
 
     def _own(self, pairs: Iterable[tuple[Stream, Tensor]]) -> list[tuple[Stream, Tensor]]:
-        """What this rank has of each tensor: all of a plain one, which counts once where all ranks have the same."""
+        """This rank's part of each tensor. Plain tensors are returned whole; equal copies on other ranks are not counted again."""
         parts = []
         for stream, tensor in pairs:
             try:

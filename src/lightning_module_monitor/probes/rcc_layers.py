@@ -297,7 +297,7 @@ def layer_parts(module: nn.Module) -> LinearMaps:
 
 
 def _is_supported(weight: Tensor) -> bool:
-    """Whether it is a real tensor of its own elements, or laid out over ranks: not a quantized one, say."""
+    """Whether a weight is real and plain, or laid out over ranks; a quantized one is not supported."""
     return weight.is_floating_point() and (is_plain(weight) or is_sharded(weight))
 
 

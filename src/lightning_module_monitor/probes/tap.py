@@ -38,8 +38,8 @@ MAX_WAITING_CALLS = 1024
 Awaited = tuple[Tensor | None, Hashable, Any]
 """A gradient that a consumer awaits: the output tensor, the name of its series of calls, and the call.
 
-A consumer whose calls are all alike has no name, ``None``. Otherwise the calls of one name are matched with their recomputations: an
-output without a tensor, or without a gradient, is a call too; a recomputation has no call."""
+The name is ``None`` if calls need not be distinguished. Otherwise recomputed calls are matched with original calls by this name, in order,
+including calls without a gradient. A recomputation has no call."""
 
 
 class Consumer(Probe, Generic[TargetT], ABC):
@@ -237,7 +237,7 @@ class GradientHook:
     def __call__(self, gradient: Tensor | None) -> None:
         """Give the gradient to the consumers, if it is one of the loss."""
         tap = self._tap
-        # None: of several outputs of one function (of ``chunk``, say) this one was not used.
+        # None: this output of a multi-output function, such as ``chunk``, was not used.
         if gradient is None or not tap.counts_gradients or is_tracing() or (gradient.is_cuda and is_capturing()):
             return
         with tap.lock:

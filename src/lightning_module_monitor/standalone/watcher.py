@@ -148,7 +148,7 @@ class TorchWatcher:
         is_training = self.model.training and torch.is_grad_enabled()
         mode, other = (self._training, self._evaluation) if is_training else (self._evaluation, self._training)
         if is_training:
-            other.monitor.engine.abandon()  # training continues: the evaluation was not logged
+            other.monitor.engine.drop_steps()  # training continues: the evaluation was not logged
             is_expected = self._next_step is None or self._schedule(self._next_step)
             if mode.is_over and mode.is_open:
                 self._report("A step was observed, but watch() was not called. Set every_n_steps.", logging.INFO)
@@ -171,7 +171,7 @@ class TorchWatcher:
         is_first = self._next_step is None
         self._awaits_update, self._next_step = not mode.is_over, step + 1
         if not self._schedule(step):
-            mode.monitor.engine.abandon()
+            mode.monitor.engine.drop_steps()
             return False
         if not mode.is_open and not is_first:
             self._report(f"The layers were not observed in step {step}: after the previous step, another number was expected.")
@@ -206,13 +206,12 @@ class _Mode:
 
     @property
     def is_open(self) -> bool:
-        """Whether the model has been observed since."""
         return self.monitor.current_step is not None
 
     def begin_forward(self, is_expected: bool) -> None:
         """Begin a forward pass in this mode; values from before the last optimizer step are dropped."""
         if self.is_over:
-            self.monitor.engine.abandon()
+            self.monitor.engine.drop_steps()
         self.is_over = False
         if is_expected and not self.is_open:
             self.monitor.begin_step(0)

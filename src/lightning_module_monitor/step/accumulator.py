@@ -141,7 +141,7 @@ class StepAccumulator:
         if "reference" in stream.compared_with:
             self._table.add_product(row + OTHER, row + PRODUCT, current, reference)
 
-    def measure_comparison(self, stream: Stream, name: str, tensor: Tensor, other: Tensor, *, is_opposite: bool = False) -> None:
+    def measure_comparison(self, stream: Stream, name: str, tensor: Tensor, other: Tensor, *, is_negated: bool = False) -> None:
         """Take another tensor and the product with it, for statistics that compare a tensor with it; not the tensor itself.
 
         Args:
@@ -149,7 +149,7 @@ class StepAccumulator:
             name: The other tensor's name: ``gradient`` or ``previous``.
             tensor: The tensor, or this rank's part of it.
             other: The other tensor, of the same shape, on any device.
-            is_opposite: Whether minus the tensor is compared.
+            is_negated: Whether minus the tensor is compared.
 
         Raises:
             ValueError: If their shapes differ.
@@ -157,7 +157,7 @@ class StepAccumulator:
         tensor, other = strided(tensor).detach(), strided(other).detach()
         Difference(tensor, other)  # checks the shapes
         first, (_tensor, other_row, product_row) = self._row(stream), COMPARED_ROWS[name]
-        self._table.add_product(first + other_row, first + product_row, other.to(tensor.device), tensor, is_opposite=is_opposite)
+        self._table.add_product(first + other_row, first + product_row, other.to(tensor.device), tensor, is_negated=is_negated)
 
     def observe_all(self, pairs: Iterable[tuple[Stream, Tensor]]) -> None:
         """Like :meth:`observe` for many tensors that exist at the same time, which is cheaper. A tensor that cannot be read fails alone."""

@@ -118,7 +118,7 @@ class RunController:
             if self._origin is not None:
                 reference, self._origin = self._origin.make(), None
             if not options.dry_run:
-                run.engine.agree()
+                run.engine.check_agreement()
             if run.trainer.is_global_zero:
                 self._describe_step()
         self.steps = StepController(run, health, self._sinks, reference)

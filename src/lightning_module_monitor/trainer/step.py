@@ -178,7 +178,7 @@ class StepController:
         if isinstance(error, RanksLostError):
             self._engine.lose_ranks(error)
             return
-        self._engine.lose()
+        self._engine.discard()
         name = type(error).__name__
         message = f"{event} failed ({name}: {error}); this step is not monitored. Logged once."
         self._run.reporter.log_once(message, logging.WARNING, f"{event} {name}", error)

@@ -170,7 +170,7 @@ def _raw_tensors(captured: Plan) -> str:
 
 def description_of(options: Options, monitor: ModuleMonitor, results: RunResults) -> Description:
     """The rules, the health, the store and the findings of a callback, for the prompt and a notebook."""
-    rules = [rule for rule in monitor.engine.own_recipe.rules if rule.label != WATCH_LABEL]
+    rules = [rule for rule in monitor.engine.base_recipe.rules if rule.label != WATCH_LABEL]
     findings, store, record = results.findings, results.store_path, results.last_record
     last = "none" if record is None else f"of step {record.step}: {counted(len(record.values), 'value')}"
     is_default = options.arguments["rules"] is None
