@@ -165,7 +165,7 @@ def judge(mutation: Mutation, copies: queue.Queue[Path], *, own_tests: bool) -> 
 
 def copied(folder: Path) -> Path:
     """A copy of the repository in a folder, which Python imports there."""
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "build", "dist"))
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist"))
     command = [sys.executable, "-c", "import lightning_module_monitor as package; print(package.__file__)"]
     variables = os.environ | {"PYTHONPATH": str(folder / "src")}
     imported = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=True).stdout
@@ -182,8 +182,8 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", help="indices of mutations in the table")
     parser.add_argument("--own-tests", action="store_true", help="run the tests of the package alone")
     options = parser.parse_args()
-    picked = pick(options.seed, options.count)
-    chosen = [(index, picked[index]) for index in options.only or range(len(picked))]
+    chosen = [entry for entry in enumerate(pick(options.seed, options.count)) if options.only is None or entry[0] in options.only]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, and tests that interrupt would fail
     copies: queue.Queue[Path] = queue.Queue()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as pool:
         for number in range(options.workers):
