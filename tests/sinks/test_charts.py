@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.lightning_package import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from helpers.offline_wandb import config, history
+from helpers.stores import write_store
 from helpers.tiny import KeepRecords, Tiny, fit
 from PIL import Image
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from lightning_module_monitor import GradientFlow, ModuleMonitorCallback, Rule, 
 from lightning_module_monitor.keys import Columns, Key
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks import heat_maps
-from lightning_module_monitor.sinks.charts import charts_of
+from lightning_module_monitor.sinks.charts import Chart, charts_of
 from lightning_module_monitor.sinks.roll_ups import LoggedValues
 
 COUNT = "activation/blink/nonfinite_count"
@@ -367,3 +368,17 @@ def test_the_first_charts_are_those_that_are_looked_at_first(tmp_path: Path) -> 
     assert re.match(layout["activation"]["activation: rms"][0], "my+run-activation/_root_/rms")
     modules = {"model.0", "model.2"}
     assert charts_of(["gradient/_root_/rms", "gradient/model.0/rms", "gradient/model.0.weight/rms"], modules).total() == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "fc", "head"), [(10_000, [0, 10, 20, 40, 50], [0, 20, 30, 50]), (10, [0, 20, 40], [0, 20]), (5, [0], [0, 30])]
+)
+def test_lines_of_a_chart_keep_their_order_within_the_limit_of_wandb(
+    limit: int, fc: list[int], head: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each site but totals, of its finite values; every second or third row is taken where all are too many."""
+    of_fc, of_head = [0.0, 1.0, 2.0, None, 4.0, 5.0], [0.0, np.nan, 2.0, 3.0, np.inf, 5.0]
+    series = {"gradient/fc/norm": of_fc, "gradient/head/norm": of_head, "gradient/_root_/norm": of_fc, "gradient/fc/rms": of_fc}
+    monkeypatch.setattr(heat_maps, "_MAX_ROWS", limit)
+    lines = heat_maps.lines(load_store(write_store(tmp_path / "m.h5", series)), Chart("gradient", "norm"))
+    assert lines == {site: (steps, [step / 10 for step in steps]) for site, steps in (("fc", fc), ("head", head))}
