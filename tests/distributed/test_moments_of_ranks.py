@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_module_monitor import STATISTICS, Statistic
-from lightning_module_monitor.distributed.rank_moments import ReducedMoments, Replicas, reduce_moments
+from lightning_module_monitor.distributed.rank_moments import BITS, ReducedMoments, Replicas, fingerprints_of, reduce_moments
 from lightning_module_monitor.kernels.elements import to_host
 from lightning_module_monitor.kernels.moments import NUM_FIELDS, Moments, Need
 from lightning_module_monitor.kernels.table import MomentTable
@@ -157,3 +157,20 @@ def test_any_split_over_ranks_is_the_whole(elements: list[float], owners: list[i
     for token, owner in zip(tokens, owners, strict=False):
         dealt[owner].append(token)
     assert_merged([[tensors] for tensors in dealt])
+
+
+def test_each_bit_of_a_fingerprint_depends_on_all_bits_of_its_numbers() -> None:
+    """A flipped bit of a number changes about half of them, as two numbers that change places do; only its item is concerned."""
+    numbers = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    items = torch.tensor([0, 1] * 4)
+
+    def bits_of(numbers: Tensor) -> Tensor:
+        values = fingerprints_of(numbers, items, 2).long()
+        return torch.stack([value >> bit & 1 for value in values for bit in range(BITS)])
+
+    flipped = [(numbers.view(torch.int64) ^ (torch.arange(8) == 2).long() * (1 << bit)).view(torch.float64) for bit in range(63)]
+    changes = torch.stack([bits_of(changed) != bits_of(numbers) for changed in [*flipped, numbers[[2, 1, 0, 3, 4, 5, 6, 7]]]]).double()
+    assert changes.shape == (64, 2 * BITS, 2)
+    assert (changes[:, :, 0].mean(0) - 0.5).abs().max() < 0.3
+    assert (changes[:, :, 0].mean(1) - 0.5).abs().max() < 0.3
+    assert not changes[:, :, 1].any()
