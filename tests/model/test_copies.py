@@ -82,6 +82,44 @@ def test_what_copies_itself_is_not_searched() -> None:
     assert set(map(id, tensors_within(linear))) == set(map(id, linear.parameters()))
 
 
+def test_a_copy_leaves_hooks_of_others_and_keeps_those_of_the_model() -> None:
+    """A logger's hook would record the copy's values; hooks that are the model's own methods belong to the model."""
+
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.utils.spectral_norm(nn.Linear(4, 4))
+            self.head = nn.Linear(4, 2)
+            self.body.register_forward_hook(self.keep)
+            self.kept: list[Tensor] = []
+
+        def keep(self, _module: nn.Module, _args: object, output: Tensor) -> None:
+            self.kept.append(output.detach())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.body(x)
+            return self.head(self.kept[-1])
+
+    model = Features()
+    calls: list[str] = []
+    model.head.register_forward_hook(lambda *_args: calls.append("head"))
+    twin = frozen_copy(model)
+    twin(torch.ones(1, 4))
+    assert calls == []
+    assert len(twin.kept) == 1  # type: ignore[arg-type]
+    assert len(model.kept) == 0
+    assert len(twin.body._forward_pre_hooks) == 1  # type: ignore[union-attr, arg-type]
+    assert not any(parameter.requires_grad for parameter in twin.parameters())
+
+
+def test_an_attribute_that_cannot_be_copied_is_named() -> None:
+    """A lock on a nested submodule."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    model[1][0].lock = threading.Lock()  # type: ignore[index, union-attr, assignment]
+    with pytest.raises(ConfigError, match=r"reference is a copy of the model, and 1\.0\.lock cannot be copied \(TypeError"):
+        frozen_copy(model)
+
+
 class Shape(tuple):  # type: ignore[type-arg]
     """A tuple with attributes, as the shapes of mup."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import re
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
@@ -52,6 +54,109 @@ def differences(
     differences = {key: value for key, value in record.values.items() if key.startswith("activation_difference")}
     assert differences
     return differences
+
+
+class Noisy(nn.Module):
+    """Draws from every generator, changes a buffer, and replaces another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return self.norm(F.dropout(self.linear(x) * noise, 0.5, self.training))
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_the_reference_leaves_no_trace_on_random_states_buffers_modes_and_graph(follows: bool) -> None:
+    """It draws the model's next random numbers, in the model's mode, and restores all state: differences are exactly 0."""
+    model = Noisy()
+    reference = copy.deepcopy(model).eval()
+    model.norm.eval()
+    with ModuleMonitor(rules=Rule(kinds="activation_difference", statistics=["abs_max", "norm"]), on_error="raise") as monitor:
+        monitor.set_module(model)
+        monitor.set_reference_module(reference, follows=follows)
+        before = {name: buffer.clone() for name, buffer in reference.named_buffers()}
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        x = torch.randn(8, 6, requires_grad=True)
+        states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        monitor.begin_step(0)
+        if not follows:
+            with monitor.no_monitor():
+                output = reference(x)
+            assert not output.requires_grad
+            assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+        assert torch.is_grad_enabled()
+        assert model(x).requires_grad
+        drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        record = monitor.end_step()
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        torch.randn(8, 6)
+        model(x)
+        assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == drawn
+    assert record is not None
+    assert {key: value for key, value in record.values.items() if value != 0} == {}
+    assert len(record.values) == 7
+    assert all(torch.equal(before[name], buffer) for name, buffer in reference.named_buffers())
+    assert reference.calls == 0
+    assert not any(part.training for part in reference.modules())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for root in (model, reference) for part in root.modules())
+
+
+def test_a_reference_that_fails_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """If the user calls it, the error is raised, and all state is restored; if it follows the model, the error is logged."""
+
+    class Breaks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand(3)
+            if self.bias.sum() > 1e6:
+                raise RuntimeError("on purpose")
+            return super().forward(x)
+
+    model = Breaks(6, 3)
+    reference = copy.deepcopy(model)
+    reference.bias.data.fill_(1e6)
+    monitor = ModuleMonitor(rules=Rule(kinds="activation_difference", statistics="norm"))
+    monitor.set_module(model)
+    monitor.set_reference_module(reference)
+    monitor.begin_step(0)
+    state = torch.get_rng_state()
+    with monitor.no_monitor(), pytest.raises(RuntimeError, match="on purpose"):
+        reference(torch.ones(1, 6))
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+    monitor.set_reference_module(reference, follows=True)
+    monitor.begin_step(1)
+    with caplog.at_level("WARNING"):
+        model(torch.ones(1, 6)).sum().backward()
+    record = record_of(monitor)
+    assert record.values == {"monitor/errors": 1}
+    assert "The reference could not run (RuntimeError: on purpose)" in caplog.text
+    assert model.weight.grad is not None
+
+
+def test_a_reference_that_writes_into_its_input_does_not_write_into_the_models() -> None:
+    """A pre-activation block, which begins with an in-place layer, gets the same input as without a reference."""
+    model = nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), nn.Linear(6, 3))
+    reference = copy.deepcopy(model[0])
+    reference[1].weight.data.zero_()
+    x = torch.randn(8, 6)
+    expected = model(x.clone())
+    with in_step(
+        model, rules=Rule(kinds="activation_difference", statistics="norm"), module="0", on_error="raise", reference=reference, follows=True
+    ) as monitor:
+        inputs: list[Tensor] = []
+        handle = model[0].register_forward_pre_hook(lambda _module, args: inputs.append(args[0].clone()))
+        output = model(x)
+        handle.remove()
+        record = record_of(monitor)
+    assert torch.equal(output, expected)
+    assert (inputs[0] < 0).any()
+    assert set(record.values) == {f"activation_difference/{site}/norm" for site in ("0", "0.0", "0.1")} | {"monitor/errors"}
+    assert record.values["activation_difference/0/norm"] > 0
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
