@@ -122,13 +122,13 @@ class StepContext:
 
     def observe_gradients(self, kind: str, parameters: Iterable[Tensor] | None, scale: Scale) -> None:
         """Observe the gradients of some parameters, or of all."""
-        selected = _identities(parameters)
+        only = _identities(parameters)
         if self.parameters is not None:
             with self.guard("gradients"):
-                self.parameters.observe_gradients(kind, selected, scale)
+                self.parameters.observe_gradients(kind, only, scale)
         if self.noise is not None:
             with self.guard("gradient noise"):
-                self.noise.observe_gradients(selected, scale)
+                self.noise.observe_gradients(only, scale)
 
     def observe_arriving(self, parameter: Tensor, gradient: Tensor, scale: Scale) -> None:
         """Observe the gradient of a parameter while it arrives, before anything uses it."""

@@ -193,10 +193,10 @@ class GradientNoiseProbe(Probe):
             is_first = (norm_of(before) - norm).abs() <= 1e-9 * norm
             norm.copy_(torch.where(is_first, norm_of(self._parts[index]), math.nan))
 
-    def observe_gradients(self, selected: Selected, scale: Scale) -> None:
+    def observe_gradients(self, only: Selected, scale: Scale) -> None:
         """Observe the gradients of the whole step, of some parameters or of all: before clipping, and of all ranks together."""
         for index, parameter in enumerate(self._parameters):
-            if parameter is None or index in self._observed or not (selected is None or id(parameter) in selected):
+            if parameter is None or index in self._observed or not (only is None or id(parameter) in only):
                 continue
             gradient = parameter.grad
             self._observed.add(index)

@@ -152,9 +152,9 @@ class ParameterTap(Probe):
         known = {target.site.name for target in self.watched} if self.captured else ()
         self._sites = [*self.watched, *(Watched(target.site, {}) for target in self.captured if target.site.name not in known)]
 
-    def observe_parameters(self, selected: Selected = None) -> None:
+    def observe_parameters(self, only: Selected = None) -> None:
         """Observe parameters, and copy those whose update is recorded."""
-        for read in self._read({PARAMETER, DIFFERENCE, UPDATE}, selected, self.access.parameter):
+        for read in self._read({PARAMETER, DIFFERENCE, UPDATE}, only, self.access.parameter):
             self._observe(PARAMETER, "parameters", read)
             # One after the other: all differences at once would take as much memory as the parameters.
             differences: dict[Stream, Difference] = {}
@@ -168,9 +168,9 @@ class ParameterTap(Probe):
                     with self._failing({UPDATE}, target, parameter):
                         self._copy(target, parameter)
 
-    def observe_gradients(self, kind: str, selected: Selected = None, scale: Scale = None) -> None:
+    def observe_gradients(self, kind: str, only: Selected = None, scale: Scale = None) -> None:
         """Observe the gradients that there are, of ``gradient`` or ``gradient_before_clip``."""
-        for gradients in self._read({kind}, selected, self.access.gradient):
+        for gradients in self._read({kind}, only, self.access.gradient):
             self._observe(kind, "gradients", gradients, scale)
         if kind == GRADIENT:
             self._cosines.keep_versions(self.watched)
@@ -181,16 +181,14 @@ class ParameterTap(Probe):
         for gradients in read:
             self._observe(GRADIENT, "gradients", gradients, scale)
 
-    def observe_updates(
-        self, selected: Selected = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()
-    ) -> None:
+    def observe_updates(self, only: Selected = None, *, is_skipped: bool | Tensor = False, optimizers: Iterable[Optimizer] = ()) -> None:
         """Observe parameters minus their copies, release the copies, and observe what optimizers keep of the parameters.
 
         The update of a skipped step is 0, whatever else moved them. Where ``is_skipped`` is a tensor, its value is not read.
         """
         optimizers = [*optimizers]
-        self._observe_states(selected, optimizers, is_skipped)
-        before = [(target, copy) for target, identity, copy in self._before.values() if selected is None or identity in selected]
+        self._observe_states(only, optimizers, is_skipped)
+        before = [(target, copy) for target, identity, copy in self._before.values() if only is None or identity in only]
         if not before:
             return
         for target, _copy in before:
@@ -228,14 +226,12 @@ class ParameterTap(Probe):
         self._before.clear()
         self.whole_tensors.close()
 
-    def _read(self, kinds: Set[str], selected: Selected, read: Callable[[Tensor], Tensor | None]) -> Iterator[_Tensors]:
+    def _read(self, kinds: Set[str], only: Selected, read: Callable[[Tensor], Tensor | None]) -> Iterator[_Tensors]:
         """Read the parameters with a stream or a capture of these kinds: all at once, where that takes no memory."""
         captured = {site for kind, site in self._captured if kind in kinds}
         wanted = [target for target in self._sites if not kinds.isdisjoint(target.streams) or target.site.name in captured]
         present = [
-            (target, tensor)
-            for target in wanted
-            if (tensor := target.site.tensor()) is not None and (selected is None or id(tensor) in selected)
+            (target, tensor) for target in wanted if (tensor := target.site.tensor()) is not None and (only is None or id(tensor) in only)
         ]
         if not self.access.makes_copies:
             yield [(target, tensor) for target, parameter in present if (tensor := read(parameter)) is not None]
@@ -316,13 +312,11 @@ class ParameterTap(Probe):
     def _use_difference(self, stream: Stream, site: ParameterSite, parameter: Tensor, reference: Tensor) -> None:
         self._accumulator.observe_matrices({stream: Difference(matrices_of(site, parameter), matrices_of(site, reference))})
 
-    def _observe_states(self, selected: Selected, optimizers: Sequence[Optimizer], is_skipped: bool | Tensor) -> None:
+    def _observe_states(self, only: Selected, optimizers: Sequence[Optimizer], is_skipped: bool | Tensor) -> None:
         """Measure the states that optimizers keep of some parameters, and call the user's functions with them."""
         if self.states is None:
             return
-        watched = [
-            target for target in self._sites if STATE in target.streams and (selected is None or id(target.site.tensor()) in selected)
-        ]
+        watched = [target for target in self._sites if STATE in target.streams and (only is None or id(target.site.tensor()) in only)]
         with self.tools.reporter.guard("optimizer states", self._accumulator):
             read = [*self.states.states(optimizers, watched, has_stepped=is_skipped is False)]
             self._accumulator.measure_all(self._own([(stream, tensor) for _target, stream, tensor in read]))
