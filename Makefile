@@ -9,7 +9,7 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
 # Tests of one number of ranks are a group: one worker runs them.
 PYTEST := -m pytest -n $(WORKERS) --dist loadgroup
-CORE := $(PYTEST) $(addprefix tests/,statistics kernels model probes trainer integration sinks)
+CORE := $(PYTEST) -m "not slow" $(addprefix tests/,statistics kernels model probes trainer integration sinks)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 # Each version of numba has a cache of its own: it writes the new index before the new code, so a second process may read the old version's code.
@@ -39,7 +39,7 @@ test-slow: $(VENV)/dev.stamp ## run the slow tests alone
 test-all: test test-slow ## run all tests
 
 test-pytorch-lightning: $(VENV)/dev.stamp ## run the tests of whole runs, on one and on two ranks, with the package pytorch_lightning
-	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/integration tests/trainer tests/sinks/test_loggers.py tests/sinks/test_charts.py tests/report/test_report.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
+	LIGHTNING_PACKAGE=pytorch_lightning OMP_NUM_THREADS=1 $(PY) $(PYTEST) -m "not slow" tests/integration tests/trainer tests/sinks/test_loggers.py tests/sinks/test_charts.py tests/report/test_report.py tests/distributed/test_ddp.py tests/distributed/test_launchers.py
 
 test-lowest: $(LOWEST)/core.stamp ## test the core with the lowest versions that pyproject.toml allows; needs Python 3.10, 3.11 or 3.12
 	$(NUMBA_CACHE)/$(LOWEST)/numba OMP_NUM_THREADS=1 $(LOWEST)/bin/python $(CORE)
