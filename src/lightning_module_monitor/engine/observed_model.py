@@ -177,12 +177,17 @@ class ObservedModel:
     # Steps
 
     def report_not_run(self, step: int) -> None:
-        """After the first step report modules that may have run in a compiled function which nothing in the model holds."""
-        has_compiled = self.planner.recipe.keeps_compiled and num_compile_attempts() > self._num_attempts_before
-        names = self.table.not_run() if has_compiled else []
-        if names:
-            what = f"{shortened(names)} did not run in step {step}, or inside a compiled function, where nothing is observed"
-            self.reporter.log_once(f"{what}. compiled: uncompiled observes it, and runs monitored steps uncompiled.")
+        """After the first step report modules that ran, or may have run, where hooks do not observe them."""
+        sites = self.table.not_run()
+        if self.planner.recipe.keeps_compiled and num_compile_attempts() > self._num_attempts_before:
+            what = f"did not run in step {step}, or inside a compiled function, where nothing is observed"
+            advice = "compiled: uncompiled observes it, and runs monitored steps uncompiled"
+        else:
+            sites = [site for site in sites if site.name != ROOT and site.is_leaf and _has_gradient(site.module)]
+            what = f"had gradients in step {step}, but no call that hooks observe, so there are no values of the output"
+            advice = "Call the module itself, and not its forward or another method"
+        if sites:
+            self.reporter.log_once(f"{shortened([site.name for site in sites])} {what}. {advice}.")
 
     def read_names_again(self) -> None:
         """Look for what was compiled since the names were read, if anything was, and for what was taken out of the model."""
@@ -216,3 +221,7 @@ class ObservedModel:
             streams += [self.stream_of_value(OWN_KIND, figure, "sum") for figure in plan.figures()]
             self._states[stage, due] = SeriesState(streams, self.columns[stage], self._units)
         return self._states[stage, due]
+
+
+def _has_gradient(module: nn.Module) -> bool:
+    return any(parameter is not None and parameter.grad is not None for parameter in module._parameters.values())

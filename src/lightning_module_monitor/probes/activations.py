@@ -146,10 +146,10 @@ class ModuleTable:
         waiting = self.waiting()
         return OutputShapeProbe(waiting, self._outputs) if waiting else None
 
-    def not_run(self) -> list[str]:
-        """The names of modules with trainable weights and without an observed call, except modules that are never called."""
+    def not_run(self) -> list[ModuleSite]:
+        """The modules with trainable weights of their own and without an observed call, except modules that are never called."""
         return [
-            site.name
+            site
             for site in self.waiting()
             if not isinstance(site.module, NonDynamicallyQuantizableLinear)  # nn.MultiheadAttention reads its weight
             and any(parameter is not None and parameter.requires_grad for parameter in site.module._parameters.values())
