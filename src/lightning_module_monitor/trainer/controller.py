@@ -77,6 +77,8 @@ class RunController:
         """Makes the reference, if the run has one."""
         self.steps: StepController | None = None
         """The controller of the steps, from when the model is about to run."""
+        self._is_over = False
+        """Whether the run ends: its last state is that of the results."""
 
     # From setup to the end
 
@@ -183,6 +185,8 @@ class RunController:
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint: path of the store with the steps until now, state of health and gradient noise, and the reference."""
+        if self._is_over:  # a signal's handler saves a checkpoint while the run ends
+            return self._run.results.state
         state: dict[str, Any] = {"format": 1, **{name: self._resumed.get(name, {}) for name in ("health", "gradient_noise")}}
         reference: dict[str, Any] = {}
         if not self._run.is_fit:
@@ -229,6 +233,7 @@ class RunController:
             if leaves_device and steps is not None and steps.reference is not None:
                 steps.reference.leave_device()
             self._run.results.state = self.state()
+            self._is_over = True
             try:
                 findings = [] if steps is None else steps.health.finish(exception)
             except Exception as error:

@@ -84,6 +84,8 @@ class Writer(ABC):
         self._resumed_run = resumed_run
         self._logger = logger
         self._is_closed = False
+        self._is_at_work = False
+        """Whether the files are being written: a signal's handler, which may save a checkpoint, runs in the middle of it."""
         self._lock: lock.Lock | None = None
         """Held from the first record of this file to the end."""
         self.has_begun = False
@@ -103,6 +105,7 @@ class Writer(ABC):
         Never raises; nothing is written after :meth:`close`.
         """
         entry = Entry(record, findings, facts)
+        self._is_at_work = True
         try:
             if self._is_closed or not self._concerns(entry):
                 return
@@ -125,6 +128,8 @@ class Writer(ABC):
             if self._num_missing:
                 self._logger.info("%s is written again from step %d on; %d records are missing.", self.path, record.step, self._num_missing)
             self._num_missing = 0
+        finally:
+            self._is_at_work = False
 
     def close(self) -> None:
         """End the writing: the file then has all records. Never raises; a second call does nothing."""

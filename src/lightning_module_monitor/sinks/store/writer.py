@@ -65,11 +65,17 @@ class Store(Writer):
         self._has_failed_to_replace = False
 
     def checkpoint(self) -> None:
-        """Bring the file up to date for a checkpoint, if that is cheap. Never raises."""
-        if self._journal is not None and not self._is_closed and self._journal.has_records:
-            with suppress(OSError):  # a file that was removed is reported with the next record
-                if self._journal.size + self.path.stat().st_size <= _SMALL or self._is_cheap():
-                    self._replace_file()
+        """Bring the file up to date for a checkpoint, if that is cheap, and nothing is being written. Never raises."""
+        if self._is_at_work:
+            return
+        self._is_at_work = True
+        try:
+            if self._journal is not None and not self._is_closed and self._journal.has_records:
+                with suppress(OSError):  # a file that was removed is reported with the next record
+                    if self._journal.size + self.path.stat().st_size <= _SMALL or self._is_cheap():
+                        self._replace_file()
+        finally:
+            self._is_at_work = False
 
     # -------------------------------------------------------------- content
 
