@@ -100,6 +100,53 @@ def test_manual_optimization_has_the_losses_of_manual_backward_and_the_rates_of_
     assert "context/lr_3" not in series
 
 
+class GetsAGroup(Tiny):
+    """The first of two optimizers gets a further group for the second epoch, as from a callback that unfreezes layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.model(batch[0]).pow(2).mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([self.model[0].weight], lr=0.1), torch.optim.SGD(self.model[2].parameters(), lr=0.02)]
+
+    def on_fit_start(self) -> None:
+        if self.trainer.ckpt_path is not None:
+            self.add_group()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.trainer.ckpt_path is None:
+            self.add_group()
+
+    def add_group(self) -> None:
+        self.trainer.optimizers[0].add_param_group({"params": [self.model[0].bias], "lr": 0.5})
+
+
+def test_the_rate_of_a_group_keeps_its_key_if_another_optimizer_gets_a_group(tmp_path: Path) -> None:
+    """The new group has the next number, also in a resumed run, in which it is there from the first step on; so have the facts."""
+    options: dict[str, Any] = {"limit_train_batches": 2, "limit_val_batches": 0}
+    for first_epochs in (2, None):
+        callback = ModuleMonitorCallback(1, rules=NORMS)
+        run = trainer(tmp_path, [callback], max_epochs=first_epochs or 3, **options)
+        module = GetsAGroup()
+        run.fit(module, loader(), loader(1), ckpt_path=None if first_epochs else tmp_path / "two.ckpt")
+        run.save_checkpoint(tmp_path / "two.ckpt")
+    assert callback.store_path is not None
+    store = load_store(callback.store_path)
+    expected = {"lr": (range(6), 0.1), "lr_1": (range(6), 0.02), "lr_2": (range(2, 6), 0.5)}
+    for name, (steps, rate) in expected.items():
+        assert [values.tolist() for values in store.series(f"context/{name}")] == [list(steps), [rate] * len(steps)]
+    groups = {name: facts.group for name, facts in store.facts()[-1][1].parameters.items()}
+    assert groups == {"model.0.weight": 0, "model.0.bias": 2, "model.2.weight": 1, "model.2.bias": 1}
+    assert [group.number for group in store.facts()[-1][1].groups] == [0, 1, 0]
+
+
 def test_parameter_groups_are_stored_with_their_names(tmp_path: Path) -> None:
     """The group's own ``name``, as LearningRateMonitor uses it; empty without one, or where it is no text."""
 

@@ -183,8 +183,9 @@ class MonitoredStep:
             self._add(name, value)
         for optimizer in self._trainer.optimizers:
             self._observe_rates(optimizer)
-        rates = [rate for optimizer in self._trainer.optimizers for rate in self._rates[optimizer]]
-        for number, rate in enumerate(rates):
+        for number, (optimizer, group) in enumerate(self._run.groups.numbered(self._trainer.optimizers)):
+            rates = self._rates[optimizer]
+            rate = rates[group] if group < len(rates) else None  # the group was added after the optimizer's step
             if isinstance(rate, Tensor | float | int):
                 self._run.monitor.monitor_context(name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
         # This converts metrics of the progress bar to numbers, which waits for the device; Lightning does so again right afterwards.

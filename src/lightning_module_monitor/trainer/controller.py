@@ -192,6 +192,7 @@ class RunController:
         if not self._run.is_fit:
             state |= self._run.results.state
         elif self.steps is not None:
+            state["groups"] = self._run.groups.places
             state["health"] = self.steps.health.state()
             state["gradient_noise"] = self._run.model.noise.state()
             reference = {} if self.steps.reference is None else self.steps.reference.state()
@@ -203,6 +204,7 @@ class RunController:
         if not self._run.is_fit:
             return
         self._resumed = state
+        self._run.groups.places = state.get("groups", [])
         self._sinks.resume(state)
         if self._origin is not None:
             self._origin.load(state)

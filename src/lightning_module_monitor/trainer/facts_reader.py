@@ -22,6 +22,10 @@ _OPTIONS = ("momentum", "weight_decay", "eps", "name", "maximize", "betas")
 """Options of a group that are among the facts."""
 
 
+_Group = tuple[Optimizer, Mapping[str, Any]]
+"""A parameter group of an optimizer."""
+
+
 class FactsReader:
     """Reads the facts of a run. They are read anew where something changes, and are the same object otherwise."""
 
@@ -73,10 +77,10 @@ class FactsReader:
         if fingerprint != self._fingerprint:
             sites = self._run.planner.index.parameters
             self._parameters = [tensor for site in sites if (tensor := site.tensor()) is not None]
-            parameters = _parameters(self._run, optimizers, elsewhere)
-            facts = facts_of(
-                self._run, optimizers, parameters, self._loss, calls, no_gradient=self._has_loss and self._has_gradient is False
-            )
+            numbered = self._run.groups.numbered(self._run.trainer.optimizers)
+            groups = [(optimizer, optimizer.param_groups[group]) for optimizer, group in numbered if optimizer in optimizers]
+            parameters = _parameters(self._run, groups, elsewhere)
+            facts = facts_of(self._run, groups, parameters, self._loss, calls, no_gradient=self._has_loss and self._has_gradient is False)
             self._facts = self._facts if facts == self._facts else facts
             self._fingerprint = (calls, elsewhere, self._fingerprint_of(optimizers))
         return self._facts
@@ -99,7 +103,7 @@ class FactsReader:
 
 def facts_of(
     run: Run,
-    optimizers: Sequence[Optimizer],
+    groups: Sequence[_Group],
     parameters: dict[str, ParameterFacts],
     loss: LossFacts,
     calls: CallFacts,
@@ -107,11 +111,11 @@ def facts_of(
     no_gradient: bool,
 ) -> Facts:
     """The facts of a step, when it is over."""
-    groups = [(number, optimizer, group) for number, optimizer in enumerate(optimizers) for group in optimizer.param_groups]
+    optimizers = [*dict.fromkeys(optimizer for optimizer, _group in groups)]
     dropouts = (site.module for site in run.planner.index.modules if isinstance(site.module, _Dropout) and site.module.training)
     return Facts(
         parameters=parameters,
-        groups=tuple(_group(*group) for group in groups),
+        groups=tuple(_group(optimizers.index(optimizer), optimizer, group) for optimizer, group in groups),
         in_eval=tuple(_in_eval(run, parameters)),
         softmax_twice=loss.softmax_twice,
         is_classification=loss.is_classification,
@@ -125,11 +129,11 @@ def facts_of(
         is_linear=loss.is_linear,
         of_tokens=loss.of_tokens,
         num_unregistered=loss.num_unregistered,
-        has_swapped_betas=any(_are_swapped(group.get("betas")) for _number, _optimizer, group in groups),
+        has_swapped_betas=any(_are_swapped(group.get("betas")) for _optimizer, group in groups),
         in_two_optimizers=tuple(_in_two(parameters, run, optimizers)),
         dropout=max((float(module.p) for module in dropouts), default=0.0),
         no_gradient=no_gradient,
-        maximizes=any(bool(group.get("maximize")) for _number, _optimizer, group in groups),
+        maximizes=any(bool(group.get("maximize")) for _optimizer, group in groups),
         computes_targets=calls.without_gradient,
         mixes_samples=calls.mixes_samples,
         of_two_values=calls.of_two_values,
@@ -173,19 +177,18 @@ def _in_eval(run: Run, parameters: dict[str, ParameterFacts]) -> Iterable[str]:
                 yield site.name
 
 
-def _parameters(run: Run, optimizers: Sequence[Optimizer], elsewhere: Set[int]) -> dict[str, ParameterFacts]:
+def _parameters(run: Run, groups: Sequence[_Group], elsewhere: Set[int]) -> dict[str, ParameterFacts]:
     """Facts of each parameter, by the name of its site. Optimizers that hold none of the parameters hold copies: all are trained.
 
     What other code moves (``elsewhere``) is trained, too.
     """
-    optimized = parameter_ids(optimizers) | elsewhere
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    group_by_id = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    group_by_id = {id(parameter): number for number, (_optimizer, group) in enumerate(groups) for parameter in group["params"]}
+    optimized = group_by_id.keys() | elsewhere
     parameters = {site.name: site.tensor() for site in run.planner.index.parameters}
     has_copies = not any(id(parameter) in optimized for parameter in parameters.values())
 
     def training_of(parameter: Tensor | None) -> Training:
-        if parameter is None or not parameter.requires_grad or run.monitor.access.is_empty(parameter) or not optimizers:
+        if parameter is None or not parameter.requires_grad or run.monitor.access.is_empty(parameter) or not groups:
             return "frozen"
         return "trained" if has_copies or id(parameter) in optimized else "untrained"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_module_monitor.engine.observed_model import ObservedModel
@@ -20,6 +20,7 @@ from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.record import Finding, Record
 from lightning_module_monitor.trainer.checks import AwaitedKeys
 from lightning_module_monitor.trainer.options import Options
+from lightning_module_monitor.trainer.parameter_groups import ParameterGroups
 
 passed_keys: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
 """The keys that monitors have passed to Lightning by ``callback_metrics``: all callbacks of a Trainer find them among its metrics."""
@@ -75,6 +76,7 @@ class Run:
     trainer: Trainer
     module: LightningModule
     stage: str
+    groups: ParameterGroups = field(default_factory=ParameterGroups)
 
     @property
     def engine(self) -> StepEngine:
