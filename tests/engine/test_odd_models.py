@@ -16,6 +16,7 @@ import torch
 from helpers.plain_steps import in_step, record_of
 from helpers.training import Classifier, loader, trainer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Record, RefinedCoordinateCheck, Rule, load_store
 
@@ -331,6 +332,46 @@ def test_weights_that_are_there_while_their_module_runs_end_nothing() -> None:
             assert record.values["rcc_output/2/rms"] == pytest.approx(expected.double().square().mean().sqrt().item(), rel=1e-6)
             assert record.values["rcc_effective_update/2/rms"] == 0
             assert record.values["monitor/errors"] > 0
+
+
+class TooLarge(nn.Module):
+    """Raises an error after its layer has run, for more than two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inner(x)
+        if len(x) > 2:
+            raise MemoryError
+        return h
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_an_error_that_the_caller_catches_ends_no_observation(is_checkpointed: bool) -> None:
+    """A batch that is too large is cut in two: what returned counts once, also if the backward pass runs it again."""
+    block, x = TooLarge(), torch.randn(4, 4)
+
+    def run(part: Tensor) -> Tensor:
+        result: Tensor = checkpoint(block, part, use_reentrant=False) if is_checkpointed else block(part)
+        return result
+
+    outputs: list[Tensor] = []
+    with in_step(block, rules=RULES, on_error="raise") as monitor:
+        try:
+            run(x)
+        except MemoryError:
+            outputs = [run(part) for part in x.split(2)]
+        monitor.begin_backward()
+        (torch.cat(outputs) ** 3).sum().backward()
+        values, whole = record_of(monitor).values, torch.cat(outputs).detach().double()
+    assert values["activation/_root_/rms"] == pytest.approx(whole.square().mean().sqrt().item(), rel=1e-6)
+    gradient = 3 * whole.square()
+    assert values["activation_gradient/_root_/rms"] == pytest.approx(gradient.square().mean().sqrt().item(), rel=1e-5)
+    inner = torch.cat([block.inner(part) for part in (x, *x.split(2))]).detach().double()
+    assert values["activation/inner/max"] == pytest.approx(inner.max().item(), rel=1e-6)
+    assert values["activation/inner/rms"] == pytest.approx(inner.square().mean().sqrt().item(), rel=1e-6)
 
 
 class Splits(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.lightning_package import CSVLogger, ModelCheckpoint
+from helpers.lightning_package import Callback, CSVLogger, LightningModule, ModelCheckpoint, Trainer
 from helpers.stores import digests
 from helpers.training import Classifier, loader, seed, trainer
 from torch import nn
@@ -113,6 +113,39 @@ def test_the_same_place_goes_on_in_the_same_file_and_keeps_what_runs_again(first
     assert numbered.store_path == str(first / "monitor-2.h5")
     assert steps_of(numbered.store_path) == list(range(17))
     assert steps_of(path) == list(range(14))
+
+
+class SavesOnException(Callback):
+    """Saves a checkpoint when an exception ends the run, as OnExceptionCheckpoint does; it raises one itself, at a step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._path, self._step = path, step
+
+    def on_train_batch_end(self, trainer: Trainer, *_args: Any) -> None:
+        if trainer.global_step == self._step:
+            raise ValueError("the end")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        trainer.save_checkpoint(self._path)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_checkpoint_saved_on_an_exception_is_resumed(is_first: bool, tmp_path: Path) -> None:
+    """Also if the monitor has closed the run before: the resumed run goes on in its store, with the same reference."""
+    ratio = Rule(kinds="parameter_difference", statistics="ratio")
+    for step in (3, 6):
+        callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm"), ratio], reference="init")
+        others = [SavesOnException(tmp_path / f"{step}.ckpt", step)]
+        run = trainer(tmp_path, [*others, callback] if is_first else [callback, *others], max_steps=9, max_epochs=-1)
+        seed()
+        with pytest.raises(ValueError, match="the end"):
+            run.fit(Classifier(nn.Linear(6, 3)), loader(), loader(8), ckpt_path=tmp_path / "3.ckpt" if step == 6 else None)
+    assert callback.store_path == str(tmp_path / "monitor.h5")
+    # The last step of a run ends for the callbacks behind the one that raises: its record is there in one order alone.
+    assert steps_of(callback.store_path) == ([0, 1, 3, 4] if is_first else [0, 1, 2, 3, 4, 5])
+    differences = load_store(callback.store_path).series("parameter_difference/model.weight/ratio")[1]
+    assert differences[0] == 0
+    assert all(difference > 0 for difference in differences[1:])
 
 
 def test_a_store_that_no_longer_exists_is_reported(first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
