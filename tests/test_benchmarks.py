@@ -17,6 +17,8 @@ from helpers.lightning_package import Callback, LightningModule, Trainer
 
 from lightning_module_monitor import load_store
 
+pytestmark = pytest.mark.slow
+
 OVERHEAD = BENCHMARKS / "overhead.py"
 
 

@@ -24,6 +24,8 @@ from helpers.documents import ROOT
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.warm_up import Form, Launch
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MONITORED, OTHER = "default callback, monitored step", "default callback, other steps"
 AVERAGE = "default callback, average of 50 steps"
@@ -45,7 +47,6 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Import:
 # ------------------------------------------------------------------ the command
 
 
-@pytest.mark.slow
 def test_all_of_it_as_a_trial_on_a_cpu(tmp_path: Path, module: Import) -> None:
     """Without a GPU every stage ends well, with figures of its own; the page says that they mean nothing, and is made of the JSON."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}

@@ -421,7 +421,7 @@ print("alive")
 """
 
 
-@pytest.mark.parametrize("kernel", ["with", "without"])
+@pytest.mark.parametrize("kernel", ["with", pytest.param("without", marks=pytest.mark.slow)])
 def test_the_interpreter_lives(kernel: str) -> None:
     """Outputs that have no memory where they seem to have some, of modules whose output is not contiguous; the next step is as ever."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, kernel], capture_output=True, text=True, timeout=120, check=False)

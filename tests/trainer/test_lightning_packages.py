@@ -100,6 +100,7 @@ def _states(imports: str, folder: Path) -> list[dict[str, str]]:
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_either_package_alone_is_enough(name: str, tmp_path: Path) -> None:
     """Without the other package the callback trains, and its reference and its check run."""
@@ -117,6 +118,7 @@ def test_imports_and_runs_leave_the_process_as_it_was(name: str, tmp_path: Path)
         assert states[1] == after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_callback_becomes_one_of_a_package_that_is_imported_later(name: str) -> None:
     """Its class for LightningCLI, and objects that were made before."""
