@@ -85,7 +85,7 @@ def assert_nothing_is_left(model: nn.Module) -> None:
     assert not _global_optimizer_post_hooks
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _nothing_left_on_optimizers() -> Iterator[None]:
     yield
     gc.collect()
