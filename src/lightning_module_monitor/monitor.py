@@ -37,7 +37,7 @@ from lightning_module_monitor.plan.blocks import BLOCK_LABEL
 from lightning_module_monitor.plan.matching import WATCH_LABEL
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
-from lightning_module_monitor.plan.totals import of_modules
+from lightning_module_monitor.plan.totals import per_module_phrase
 from lightning_module_monitor.probes.attention_calls import RawCall
 from lightning_module_monitor.probes.base import ErrorReporter
 from lightning_module_monitor.probes.parameters import ParameterAccess
@@ -173,7 +173,7 @@ class ModuleMonitor(Described):
         rules, last = [rule for rule in self.engine.recipe.rules if rule.label not in (WATCH_LABEL, BLOCK_LABEL)], self.storage.last_step()
         module = "no module" if self.module is None else type(self.module).__name__
         title = f"{module}, {counted(len(rules), 'rule')}, {'no record' if last is None else f'last record of step {last}'}"
-        sites = [shortened([site.pattern for site in rule.sites]) + of_modules(rule) for rule in rules]
+        sites = [shortened([site.pattern for site in rule.sites]) + per_module_phrase(rule) for rule in rules]
         rows = [(", ".join(rule.kinds), site, ", ".join(rule.outputs), str(rule.schedule)) for rule, site in zip(rules, sites, strict=True)]
         return Description(title, ("kinds", "sites", "statistics", "when"), rows)
 

@@ -21,7 +21,7 @@ from lightning_module_monitor.plan.matching import WATCH_LABEL, check_rule, idle
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.recipe import ActiveRules, Recipe
 from lightning_module_monitor.plan.states import StateRules
-from lightning_module_monitor.plan.totals import Totals, check_per_module, joined, parameters_by_module
+from lightning_module_monitor.plan.totals import Totals, check_per_module, joined_outputs, parameters_by_module
 from lightning_module_monitor.probes.base import ErrorReporter, SiteT, Watched, WatchedModule
 from lightning_module_monitor.probes.gradient_flow import Chain
 from lightning_module_monitor.probes.gradient_noise import NoiseSites
@@ -165,7 +165,7 @@ class Planner:
         ]
         totals.plan(parameters, stage, self.recipe.prefix)
         states = StateRules.of([rule for rule in rules if self._is_recorded(STATE, stage)], totals, parameters, index, self.reporter)
-        return Plan(modules, parameters, [*totals.rules], states)
+        return Plan(modules, parameters, [*totals.rule_by_total], states)
 
     def _watched(
         self, site: SiteT, rules: Mapping[str, Sequence[ParsedRule]], shared: Mapping[str, Mapping[str, Output]], stage: str
@@ -178,7 +178,7 @@ class Planner:
             stream = Stream(
                 kind,
                 site.name,
-                joined(rules.get(kind, ()), kind, site.name),
+                joined_outputs(rules.get(kind, ()), kind, site.name),
                 stage,
                 self.recipe.prefix,
                 is_compared=self.shares_input and is_module,

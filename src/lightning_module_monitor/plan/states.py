@@ -38,8 +38,8 @@ class StateRules:
     """
 
     rules: Sequence[ParsedRule]
-    rules_by_total: Mapping[Stream, ParsedRule]
-    """The planned totals of states, each with its rule."""
+    rule_by_total: Mapping[Stream, ParsedRule]
+    """The rule of each planned total of states."""
     watched: Mapping[str, WatchedParameter]
     """The parameters whose states are planned, by name."""
     index: ModelIndex
@@ -57,11 +57,11 @@ class StateRules:
         index: ModelIndex,
         reporter: ErrorReporter,
     ) -> StateRules | None:
-        """The rules about states among some; ``None`` if there are none."""
+        """Select the rules and totals for optimizer states; ``None`` if no rule is for states."""
         of_states = [rule for rule in rules if any(KINDS[kind].of_states for kind in rule.kinds)]
-        rules_by_total = {total: rule for total, rule in totals.rules.items() if KINDS[total.kind].of_states}
+        rule_by_total = {total: rule for total, rule in totals.rule_by_total.items() if KINDS[total.kind].of_states}
         planned = {target.site.name: target for target in watched if STATE in target.streams}
-        return cls(of_states, rules_by_total, planned, index, reporter) if of_states else None
+        return cls(of_states, rule_by_total, planned, index, reporter) if of_states else None
 
     def stream(self, watched: WatchedParameter, state: str) -> Stream | None:
         """The stream of a state of a parameter, always the same object; ``None`` if no rule picks it."""
@@ -77,14 +77,14 @@ class StateRules:
     def _streams_of(self, state: str) -> _StateStreams:
         streams = {name: self._stream(watched, state) for name, watched in self.watched.items()}
         recorded = {name: stream for name, stream in streams.items() if stream is not None}
-        totals = [self._total(planned, rule, state, recorded) for planned, rule in self.rules_by_total.items()]
+        totals = [self._total(planned, rule, state, recorded) for planned, rule in self.rule_by_total.items()]
         return _StateStreams(recorded, [total for total in totals if total.members])
 
     def _stream(self, watched: WatchedParameter, state: str) -> Stream | None:
         rules = [rule for rule in self.rules if self._is_picked(watched, state, rule)]
         recorded = {name for rule in rules if not rule.per_module for name in rule.outputs}
         planned = watched.streams[STATE]
-        is_member = bool(planned.shared) and any(rule.per_module for rule in rules)
+        is_member = bool(planned.shared) and any(rule.per_module for rule in rules)  # of a total
         if not recorded and not is_member:
             return None
         return planned.at(self.index.part_name(watched.site.name, state), [name for name in planned.outputs if name in recorded])
@@ -101,7 +101,7 @@ class StateRules:
         return is_picked(site, rule) and not matches(site.aliases, self.index.exclude)
 
     def unmatched_patterns(self) -> dict[str, list[re.Pattern[str]]]:
-        """The patterns that match no parameter's name, and wait for names of states, by the path of their option."""
+        """The patterns that match no name of a parameter, by the path of their option. They may match names of states, not yet known."""
         names = {name for site in self.index.parameters for name in (site.name, *site.aliases)}
         by_option = {
             f"{rule.label}.{option}": [pattern for pattern in patterns if not any(map(pattern.fullmatch, names))]
@@ -109,7 +109,7 @@ class StateRules:
             for option, patterns in (("sites", rule.sites), ("exclude", rule.exclude))
             if not rule.is_optional
         }
-        return {label: patterns for label, patterns in by_option.items() if patterns}
+        return {option: patterns for option, patterns in by_option.items() if patterns}
 
     def report_unmatched(self, states: Collection[tuple[ParameterSite, str]]) -> None:
         """Warn of patterns that match no name of a parameter or a state. Later calls do nothing.
@@ -120,14 +120,13 @@ class StateRules:
         if self._has_reported:
             return
         self._has_reported = True
-        waiting = self.unmatched_patterns()
-        names_of_states = {name for site, state in states for name in with_names_of_state(site, state).aliases} if waiting else set()
-        for label, patterns in waiting.items():
+        names_of_states = {name for site, state in states for name in with_names_of_state(site, state).aliases}
+        for option, patterns in self.unmatched_patterns().items():
             without_match = [pattern.pattern for pattern in patterns if not any(map(pattern.fullmatch, names_of_states))]
             if without_match:
                 names = [*(site.name for site in self.index.parameters), *(f"{site.name}.{state}" for site, state in states)]
-                message = f"{label} {unmatched(without_match, names, 'names of parameters and of their states')}"
-                self.reporter.log_once(message, logging.WARNING, f"{label} of states")
+                message = f"{option} {unmatched(without_match, names, 'names of parameters and of their states')}"
+                self.reporter.log_once(message, logging.WARNING, f"{option} of states")
 
 
 def with_names_of_state(site: ParameterSite, state: str) -> ParameterSite:

@@ -22,7 +22,7 @@ from lightning_module_monitor.monitor import ModuleMonitor
 from lightning_module_monitor.plan.matching import WATCH_LABEL
 from lightning_module_monitor.plan.plan import Plan
 from lightning_module_monitor.plan.planner import Planner
-from lightning_module_monitor.plan.totals import of_modules
+from lightning_module_monitor.plan.totals import per_module_phrase
 from lightning_module_monitor.probes.base import WatchedParameter
 from lightning_module_monitor.probes.gradient_noise import VALUES as NOISE_VALUES
 from lightning_module_monitor.probes.parameters import matrices_of
@@ -189,7 +189,7 @@ def description_of(options: Options, monitor: ModuleMonitor, results: RunResults
 
 def _describe_rule(rule: ParsedRule) -> str:
     sites = shortened([pattern.pattern for pattern in rule.sites])
-    where = (f" of {sites}" if sites != ".*" else "") + of_modules(rule)
+    where = (f" of {sites}" if sites != ".*" else "") + per_module_phrase(rule)
     return f"{', '.join(rule.kinds)}{where}: {', '.join(rule.outputs)}, {rule.schedule}"
 
 
