@@ -27,28 +27,29 @@ MAX_BOUND = 8
 """Number of columns to which the judge is bound at once: a run has those of its stages, and records made by hand have their own."""
 
 _NO_RATE = np.array([math.nan])
+"""The last element of the judge's vector: the learning rate of series without one, whose column is -1."""
 
 
 class _Binding(NamedTuple):
     """Keys and rules bound to the columns of records; valid until the columns or the facts change."""
 
     version: int
-    """Number of the columns."""
+    """Number of columns of the record."""
     fact_values: NDArray[np.float64]
     """The values of the facts, which follow the numbers of a record in the judge's vector."""
     keys: Sequence[Key]
-    """The keys of both."""
+    """The keys of the record's columns and of the facts."""
     by_rule: Sequence[Bound]
     """The series of each rule, in the order of the model."""
     kept: KeptColumns
     """The columns that the history uses."""
-    is_recorded: NDArray[np.bool_]
+    was_recorded: NDArray[np.bool_]
     """Whether any record had a value, shape ``(keys,)``."""
-    has_value: NDArray[np.bool_]
+    had_value: NDArray[np.bool_]
     """Whether any record had a value that is not NaN, of the same shape."""
 
 
-class _Judged(NamedTuple):
+class _JudgedRecord(NamedTuple):
     """The part of a record that all rules share."""
 
     step: int
@@ -94,57 +95,47 @@ class Judge:
             self._unbind()
             self.history.facts = facts
         binding = self._binding_of(record.columns, len(record.numbers), has_facts=facts is not None)
-        # Behind the facts a NaN: the learning rate of what has none.
         numbers = np.concatenate([record.numbers, binding.fact_values, _NO_RATE])
         is_recorded = ~is_absent(numbers)
-        binding.is_recorded[:] |= is_recorded[:-1]
-        binding.has_value[:] |= numbers[:-1] == numbers[:-1]
+        binding.was_recorded[:] |= is_recorded[:-1]
+        binding.had_value[:] |= numbers[:-1] == numbers[:-1]  # not NaN
         self.history.add(record.step, numbers, binding.kept)
-        judged = _Judged(record.step, numbers, is_recorded, self.history.losses.first, self.history.loss, has_facts=facts is not None)
+        judged = _JudgedRecord(record.step, numbers, is_recorded, self.history.losses.first, self.history.loss, has_facts=facts is not None)
         with np.errstate(invalid="ignore"):
             alarms = [self._judge(state, bound, judged) for state, bound in zip(self.states, binding.by_rule, strict=True)]
         return [alarm for alarm in alarms if alarm is not None]
 
-    def _judge(self, state: RuleState, bound: Bound, judged: _Judged) -> Alarm | None:
-        rule, history, step = state.rule, self.history, judged.step
-        numbers, is_recorded = judged.numbers, judged.is_recorded
-        values, is_judged = numbers[bound.columns], is_recorded[bound.columns]
+    def _judge(self, state: RuleState, bound: Bound, record: _JudgedRecord) -> Alarm | None:
+        """The alarm of one rule, whose series in the record are bound; ``None`` if it does not fire."""
+        rule, history = state.rule, self.history
+        values, is_judged = record.numbers[bound.columns], record.is_recorded[bound.columns]
         if rule.needs_rate:
-            is_judged &= numbers[bound.rates] != 0
+            is_judged &= record.numbers[bound.rates] != 0
         if False in is_judged:
             bound, values = bound.where(is_judged), values[is_judged]
         if not len(values):
-            if rule.is_of_facts and judged.has_facts:  # of training: a record of validation has none
+            if rule.is_of_facts and record.has_facts:  # a record of validation has no facts
                 state.count_unjudged()
             return None
         if rule.judges_rise:
             values = np.full(len(values), history.rise)
         if rule.needs_step and history.was_skipped:
             return None
-        # Under manual optimization a loss need not fall, and its fall means nothing; nor does that of a loss without a lower bound.
-        may_pass_over = rule.unless_loss_falls < math.inf and not history.facts.is_manual and not judged.loss < 0
-        has_loss_fallen = may_pass_over and has_fallen(judged.first_loss, judged.loss, rule.unless_loss_falls)
-        if step > rule.until_step or has_loss_fallen:
+        # A fall of the loss shows nothing under manual optimization, where a loss need not fall, or below 0, where it may have no bound.
+        may_pass_over = rule.unless_loss_falls < math.inf and not history.facts.is_manual and not record.loss < 0
+        has_loss_fallen = may_pass_over and has_fallen(record.first_loss, record.loss, rule.unless_loss_falls)
+        if record.step > rule.until_step or has_loss_fallen:
             state.count_unjudged(has_loss_fallen=has_loss_fallen)
             return None
-        is_low = not rule.needs_fall or (not history.facts.is_manual and has_fallen(judged.first_loss, judged.loss, 0.0))
-        fired = state.observe(step, bound, values, can_meet=is_low)
+        can_meet = not rule.needs_fall or (not history.facts.is_manual and has_fallen(record.first_loss, record.loss, 0.0))
+        fired = state.observe(record.step, bound, values, can_meet=can_meet)
         if fired and rule.needs_rate and history.facts.is_manual:
             fired = self._without_clamped(state, fired)
         if not fired:
             return None
         if rule.is_unchanged:
-            history.frozen[step] = {Key.parse(figure.key).site: figure.value for figure in fired}
-        finding = Finding(
-            step=step,
-            name=rule.name,
-            site=Key.parse(fired[0].key).site,
-            key=fired[0].key,
-            words=words_of(rule, fired, step),
-            severity=rule.severity,
-            steps_before=step - min(figure.since for figure in fired),
-        )
-        return Alarm(finding, rule.then, fired)
+            history.frozen[record.step] = {Key.parse(figure.key).site: figure.value for figure in fired}
+        return _alarm_of(rule, fired, record.step)
 
     # Binding to columns
 
@@ -166,8 +157,8 @@ class Judge:
         rates = {key.statistic: column for column, key in kept.items() if key.kind == CONTEXT_KIND and is_rate(key.statistic)}
         columns_by_rule: list[list[int]] = [[] for _state in self.states]
         for column in sorted(range(len(keys)), key=lambda column: self._order.get(keys[column].site, -1)):
-            for rule in self._rules_of(keys[column]):
-                columns_by_rule[rule].append(column)
+            for index in self._indices_of_rules(keys[column]):
+                columns_by_rule[index].append(column)
         rate_by_site = {site: rates.get(name_of_rate(facts.group), -1) for site, facts in self.history.facts.parameters.items()}
         by_rule = [
             Bound(
@@ -177,9 +168,9 @@ class Judge:
             )
             for columns in columns_by_rule
         ]
-        flags = np.zeros((2, len(keys)), bool)
+        was_recorded, had_value = np.zeros((2, len(keys)), bool)
         values = np.array([*of_facts.values()], np.float64)
-        return _Binding(len(recorded), values, keys, by_rule, KeptColumns(kept, self.history.facts), *flags)
+        return _Binding(len(recorded), values, keys, by_rule, KeptColumns(kept, self.history.facts), was_recorded, had_value)
 
     def _unbind(self) -> None:
         """Drop the bound keys and rules, and keep which series had a value."""
@@ -189,43 +180,45 @@ class Judge:
     def _had_values(self) -> dict[Key, bool]:
         had = dict(self._has_value)
         for binding in self._bindings.values():
-            for column in np.flatnonzero(binding.is_recorded).tolist():
+            for column in np.flatnonzero(binding.was_recorded).tolist():
                 key = binding.keys[column]
-                had[key] = had.get(key, False) or bool(binding.has_value[column])
+                had[key] = had.get(key, False) or bool(binding.had_value[column])
         return had
 
     def _without_clamped(self, state: RuleState, fired: Sequence[Fired]) -> list[Fired]:
-        """The figures of parameters in groups that stand still as a whole.
+        """The figures of parameters in groups of which no parameter moves.
 
-        In other groups, code of the user holds weights, as the clamp of a WGAN does.
+        In a group with others that move, code of the user may hold the weight, as the clamp of a WGAN does.
         """
-        moving = {self._parameter(Key.parse(name).site).group for name, num in state.num_met().items() if num == 0}
-        return [figure for figure in fired if self._parameter(Key.parse(figure.key).site).group not in moving]
+        moving_groups = {self._parameter(Key.parse(name).site).group for name, num in state.num_met().items() if num == 0}
+        return [figure for figure in fired if self._parameter(Key.parse(figure.key).site).group not in moving_groups]
 
     def _parameter(self, site: str) -> ParameterFacts:
         return self.history.facts.parameters.get(site, UNKNOWN_PARAMETER)
 
-    def _rules_of(self, parts: Key) -> list[int]:
+    def _indices_of_rules(self, key: Key) -> list[int]:
         """Indices of the rules that judge a key."""
-        key = parts.format()
+        text = key.format()
         rules = [*enumerate(state.rule for state in self.states)]
-        if is_total(parts, self._modules):
-            known = {facts.training for facts in self.history.facts.parameters.values()}
-            counted = known - ({"frozen"} if parts.kind.startswith("gradient") else set()) or {UNKNOWN_PARAMETER.training}
-            # A total is of the trained parameters only where all are trained.
-            accepted = (None, *counted) if len(counted) == 1 else (None,)
-            return [index for index, rule in rules if rule.parameters in accepted and rule.concerns_total(parts, key)]
-        accepted, order = (None, self._parameter(parts.site).training), self.history.facts.order
-        if order and parts.site not in order:
+        if is_total(key, self._modules):
+            trainings = {facts.training for facts in self.history.facts.parameters.values()}
+            if key.kind.startswith("gradient"):
+                trainings.discard("frozen")  # without a gradient
+            trainings = trainings or {UNKNOWN_PARAMETER.training}
+            # A rule on parameters of one state judges a total only if all parameters have that state.
+            accepted = (None, *trainings) if len(trainings) == 1 else (None,)
+            return [index for index, rule in rules if rule.parameters in accepted and rule.concerns_total(key, text)]
+        accepted, order = (None, self._parameter(key.site).training), self.history.facts.order
+        if order and key.site not in order:
             rules = [(index, rule) for index, rule in rules if not rule.of_samples]
-        return [index for index, rule in rules if rule.parameters in accepted and rule.concerns(parts, key)]
+        return [index for index, rule in rules if rule.parameters in accepted and rule.concerns(key, text)]
 
     def alarms_of_whole_run(self) -> list[Alarm]:
         """The alarms that need the whole run."""
         return alarms_of(self.history)
 
     def have_values(self, detector: Detector) -> list[bool]:
-        """Whether each series that a detector judges has a value, without the series of other kinds that it uses besides."""
+        """Whether each series that a detector judges has a value; only series of its main kinds."""
         series = []
         for key, has_value in self._had_values().items():
             concerns = detector.concerns_total if is_total(key, self._modules) else detector.concerns
@@ -242,3 +235,16 @@ class Judge:
         self.history.load(content.get("history", {}))
         for state in self.states:
             state.load(content.get(conditions(state.rule), (0, 0, {})))
+
+
+def _alarm_of(rule: AlertRule, fired: Sequence[Fired], step: int) -> Alarm:
+    finding = Finding(
+        step=step,
+        name=rule.name,
+        site=Key.parse(fired[0].key).site,
+        key=fired[0].key,
+        words=words_of(rule, fired, step),
+        severity=rule.severity,
+        steps_before=step - min(figure.since for figure in fired),
+    )
+    return Alarm(finding, rule.then, fired)
