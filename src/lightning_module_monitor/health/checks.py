@@ -35,7 +35,7 @@ _DOUBTS = {
     "none": "no loss was recorded",
     "manual": "a loss is not judged under manual optimization",
 }
-"""Why it is not known whether the loss falls, by the result of :attr:`History.learning`."""
+"""Why it is not known whether the loss falls, by the result of :attr:`History.learning`; results without an entry leave no doubt."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def status_of(detector: Detector, judged: Judged, history: History, doubt: str, 
     """
     name, num_series, num_records = detector.name, judged.num_series, judged.num_records
     not_found = PASSED_OVER if judged.num_passed_over else NOT_FOUND
-    has_types = not (detector.types and types) or not {*types}.isdisjoint(detector.types)
-    is_known = num_series > 0 and num_records > 0
+    lacks_types = bool(detector.types and types) and {*types}.isdisjoint(detector.types)
+    has_judged = num_series > 0 and num_records > 0
     is_recorded = num_series > 0 or detector.is_always_recorded or (judged.is_watched and not detector.recorded_by)
     option = detector.recorded_by or f"health: {{watch: {name}}}"
     rows = (
@@ -121,16 +121,21 @@ def status_of(detector: Detector, judged: Judged, history: History, doubt: str, 
             NOT_COMPUTED,
             f"no value could be computed: NaN in all of {judged.num_without_value} series",
         ),
-        (not has_types, NOT_APPLICABLE, f"no {' or '.join(filter(None, [', '.join(detector.types[:-1]), *detector.types[-1:]]))} module"),
+        (lacks_types, NOT_APPLICABLE, f"no {_alternatives(detector.types)} module"),
         (name in (NOT_LEARNING, DIVERGING) and history.learning == "manual", NOT_APPLICABLE, doubt),
         (name == DIVERGING and history.losses.has_negative, NOT_APPLICABLE, "a loss below 0 has no factor by which it grows"),
         (name == ONE_SIDED and not history.gradients_by_optimizer, NOT_APPLICABLE, detector.without),
         (detector.judges_facts and not num_records, NOT_APPLICABLE, "known of a Trainer's runs alone"),
         (detector.judges_facts, not_found, ""),
         (num_series > 0 and not num_records and detector.needs_rate and history.has_no_rate, NOT_APPLICABLE, "all learning rates are 0"),
-        (not is_known and not is_recorded, NOT_RECORDED, f"add {option}"),
-        (not is_known, NOT_APPLICABLE, detector.without),
+        (not has_judged and not is_recorded, NOT_RECORDED, f"add {option}"),
+        (not has_judged, NOT_APPLICABLE, detector.without),
         (num_records < detector.num_needed, TOO_FEW, f"{num_records} of {detector.num_needed}"),
         (name == NOT_LEARNING and doubt != "", UNCLEAR, doubt),
     )
     return next(((status, reason) for is_true, status, reason in rows if is_true), (not_found, ""))
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    """Names as in ``Sigmoid, Tanh or Softmax``."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
