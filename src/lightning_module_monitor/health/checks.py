@@ -11,7 +11,7 @@ from lightning_module_monitor.health.detector import Detector
 from lightning_module_monitor.health.finding_names import DIVERGING, NOT_LEARNING, ONE_SIDED
 from lightning_module_monitor.health.losses import MIN_LOSSES
 from lightning_module_monitor.health.run_history import History
-from lightning_module_monitor.health.whole_run import has_only_constant_targets, sees_its_labels, still_part
+from lightning_module_monitor.health.whole_run import flat_part, has_only_constant_targets, sees_its_labels
 
 FOUND, NOT_FOUND, TOO_FEW, UNCLEAR = "found", "not found", "too few records", "unclear"
 PASSED_OVER = "skipped: the loss has fallen"
@@ -82,7 +82,7 @@ def doubt_about_loss(history: History) -> str:
     losses, facts, learning = history.losses, history.facts, history.learning
     if learning == "falls" and facts.compares_outputs:
         return "the loss falls, and whether outputs differ between samples was not looked at"
-    if learning == "falls" and (part := still_part(history)):
+    if learning == "falls" and (part := flat_part(history)):
         return f"the loss falls, and {part}, which is logged, does not"
     if learning == "falls" and sees_its_labels(history):
         return f"loss {losses.last_median:.3g} for tokens: the model may see its labels (look at shift and mask)"

@@ -1,4 +1,4 @@
-"""Alarms that need the history of a whole run, and the questions about it that causes ask, too."""
+"""Alarms that need the history of a whole run, and conditions on this history, which checks and causes use as well."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS
 from lightning_module_monitor.record import Finding
 
 RUNAWAY = 100.0
-"""Weights whose norm is more than so many times its start have run away."""
-MOST = 0.9
-"""The probability of a dropout module that leaves next to nothing."""
+"""Growth of the norm of all parameters above which they have run away."""
+MAX_DROPOUT = 0.9
+"""The largest probability of a dropout module that is not reported."""
 
-UNLEARNED = ("flat", "still", "chance", "stalled", "at once", "unclear", "above")
-"""Results of :attr:`History.learning` of losses that may not fall."""
-UNLEARNED_AT_ALL = ("flat", "chance", "hardly")
-"""Results of losses that do not fall."""
+NOT_FALLING = ("flat", "chance", "hardly")
+"""Results of :attr:`History.learning` if the loss does not fall."""
+NOT_SURELY_FALLING = ("flat", "still", "chance", "stalled", "at once", "unclear", "above")
+"""Results of :attr:`History.learning` if it is not known that the loss falls."""
 
 _LOSS_PHRASES = {
     "flat": "does not fall by more than its noise",
@@ -48,19 +48,23 @@ _LOSS_PHRASES = {
     "stopped": "falls no more, and the weights hardly move",
 }
 """What is wrong with the loss, by the result of :attr:`History.learning`."""
-BAD_START, MIN_FOR_START = 5.0, 3
-"""A first cross-entropy that is so many times that of guessing shows outputs that are far too large; least number of losses."""
-WITHOUT_BOUND = 100.0
-"""A loss below 0 that is so many times as large as the first one, or as 1, has no lower bound."""
+MAX_START = 5.0
+"""A first cross-entropy of more than so many times that of guessing shows outputs that are far too large."""
+MIN_LOSSES_AT_START = 3
+"""Number of losses below which their start is not judged."""
+UNBOUNDED_BELOW = 100.0
+"""A loss below 0 has no lower bound if its magnitude is more than so many times that of the first loss, or 1 if that is larger."""
 LARGE_CHANGE = 0.3
 """Weights are written over if all steps together can move one by more than this part of its norm, and none moves."""
-FADED, MIN_OF_OPTIMIZERS = 1e-3, 6
-"""An optimizer's gradients have faded below this part of their start; number of records below which that is not judged."""
+FADED = 1e-3
+"""Gradients of an optimizer have faded if their norm is below this part of its start, and exploded if it is above the inverse of it."""
+MIN_RECORDS_OF_OPTIMIZER = 6
+"""Number of records with gradients of an optimizer below which they are not judged."""
 HARDLY_VARIES = 1e-3
 """An output hardly differs between samples if its variation was never above this."""
 GROWN = 1.25
-"""An input whose largest magnitude is more than so many times as large as at first has grown."""
-KNOWN = 0.05
+"""An input has grown if its largest magnitude is more than so many times that of the first records."""
+FORESEEN = 0.05
 """A cross-entropy of tokens below this part of its start predicts nearly all of them, which no text allows."""
 MIN_SAMPLES = 8
 """The least number of samples in a batch whose targets are compared."""
@@ -105,36 +109,37 @@ def hardly_varies(history: History) -> bool:
 
 
 def has_only_constant_targets(history: History) -> bool:
-    """Whether all labels that were looked at are one."""
+    """Whether all batches whose targets were compared have the same single target."""
     return len(history.targets) >= MIN_LOSSES and all(target == history.targets[0] for target in history.targets)  # not if any is NaN
 
 
 def sees_its_labels(history: History) -> bool:
     """Whether tokens are predicted from tokens with almost no error, as by a language model that sees its labels."""
-    return history.facts.of_tokens and 0 < history.losses.last_median < KNOWN * history.losses.first
+    return history.facts.of_tokens and 0 < history.losses.last_median < FORESEEN * history.losses.first
 
 
-def is_sorted(history: History) -> bool:
-    """Whether so many batches have targets of one class each as a random order would have once in a million runs, or less often."""
-    numbers = [*collections.Counter(target for target in history.targets if not math.isnan(target)).values()]
-    num = sum(numbers)
-    if len(numbers) < 2:
+def is_sorted_by_class(history: History) -> bool:
+    """Whether more batches have targets of one class only than a random order gives, except for once in a million runs."""
+    num_by_class = [*collections.Counter(target for target in history.targets if not math.isnan(target)).values()]
+    if len(num_by_class) < 2:
         return False
-    # The largest probability of this result, given that each batch has at least so many samples, over all frequencies of classes.
-    orders = math.lgamma(num + 1) - sum(math.lgamma(number + 1) for number in numbers)
-    chosen = math.lgamma(len(history.targets) + 1) - math.lgamma(num + 1) - math.lgamma(len(history.targets) - num + 1)
-    likelihood = MIN_SAMPLES * sum(number * math.log(number / num) for number in numbers)
-    return orders + chosen + likelihood < math.log(1e-6)
+    # The largest probability of this result for batches of at least MIN_SAMPLES samples, whatever the frequencies of the classes are:
+    # the number of ways to choose the batches of one class, and their classes, and the probability of each way.
+    num_batches, num_constant = len(history.targets), sum(num_by_class)
+    log_choices = math.lgamma(num_batches + 1) - math.lgamma(num_constant + 1) - math.lgamma(num_batches - num_constant + 1)
+    log_orders = math.lgamma(num_constant + 1) - sum(math.lgamma(num + 1) for num in num_by_class)
+    log_likelihood = MIN_SAMPLES * sum(num * math.log(num / num_constant) for num in num_by_class)
+    return log_orders + log_choices + log_likelihood < math.log(1e-6)
 
 
 def is_overwritten(history: History) -> bool:
-    """Whether no parameter's norm has changed by a thousandth of itself, nor of what the steps can change."""
+    """Whether no parameter's norm has changed by a thousandth of itself, or of the change that all steps can make if that is less."""
     expected = history.max_relative_change
     is_judged = len(history.relative_steps) >= MIN_RELATIVE_STEPS and LARGE_CHANGE < expected < math.inf
     if not is_judged or not history.first_norms or any(group.is_half for group in history.facts.groups):
         return False
-    last = ((site, history.norm_of(site)) for site in history.first_norms if _is_trained(history, site))
-    changes = [abs(norm - history.first_norms[site]) / history.first_norms[site] for site, norm in last if history.first_norms[site] > 0]
+    first = {site: norm for site, norm in history.first_norms.items() if norm > 0 and _is_trained(history, site)}
+    changes = [abs(history.norm_of(site) - norm) / norm for site, norm in first.items()]
     return bool(changes) and max(changes) < 1e-3 * min(expected, 1.0)
 
 
@@ -143,37 +148,40 @@ def _is_trained(history: History, site: str) -> bool:
     return parameter is not None and parameter.training == "trained"
 
 
-def one_sided(history: History) -> tuple[int, float] | None:
-    """An optimizer whose gradients have faded or exploded, and their size relative to their start; ``None`` without one."""
+def optimizer_out_of_balance(history: History) -> tuple[int, float] | None:
+    """The first optimizer whose gradients have faded or exploded, and their size relative to their start; ``None`` without one."""
     for number, sizes in enumerate(np.array(history.gradients_by_optimizer).T):
-        known = sizes[np.isfinite(sizes)]  # not of records in which the optimizer had no gradient: it may step now and then
-        if len(known) >= MIN_OF_OPTIMIZERS and known[0] > 0:
+        known = sizes[np.isfinite(sizes)]  # an optimizer that steps only now and then has no gradients in other records
+        if len(known) >= MIN_RECORDS_OF_OPTIMIZER and known[0] > 0:
             times = float(np.median(known[-(len(known) // 3) :]) / known[0])
             if times < FADED or times > 1 / FADED:
                 return number, times
     return None
 
 
-def still_part(history: History) -> str:
-    """The name of a logged loss that does not fall, though it differs from record to record; empty if all fall."""
+def flat_part(history: History) -> str:
+    """The name of a further logged loss that does not fall, though it varies from record to record; empty if all fall."""
     for name, losses in history.parts.items():
         num = num_at_end(len(losses))
-        is_judged = len(losses) >= MIN_LOSSES and len({*losses}) > 0.8 * len(losses) and 0 < min(losses) <= max(losses) < math.inf
-        if is_judged and not has_fallen(max(losses[0], float(np.median(losses[:num]))), float(np.median(losses[-num:])), A_LITTLE):
+        varies = len({*losses}) > 0.8 * len(losses)
+        if len(losses) < MIN_LOSSES or not varies or not 0 < min(losses) <= max(losses) < math.inf:
+            continue
+        start, end = max(losses[0], float(np.median(losses[:num]))), float(np.median(losses[-num:]))
+        if not has_fallen(start, end, A_LITTLE):
             return name
     return ""
 
 
 def is_unbounded(history: History) -> bool:
-    """Whether the loss falls below 0 by orders of magnitude: nothing that a model is to learn has such a loss."""
+    """Whether the loss falls below 0 by orders of magnitude, which no useful loss does."""
     is_judged = not history.facts.is_manual and len(history.losses) >= MIN_LOSSES
-    return is_judged and history.losses.last_median < -WITHOUT_BOUND * max(1.0, abs(history.losses.first))
+    return is_judged and history.losses.last_median < -UNBOUNDED_BELOW * max(1.0, abs(history.losses.first))
 
 
 def has_large_start(history: History) -> bool:
-    """Whether the first cross-entropy was many times that of guessing."""
+    """Whether the first cross-entropy was many times that of guessing among the classes."""
     guessing = math.log(max(history.facts.num_classes, 1))
-    return guessing > 0 and len(history.losses) >= MIN_FOR_START and history.losses.first > BAD_START * guessing
+    return guessing > 0 and len(history.losses) >= MIN_LOSSES_AT_START and history.losses.first > MAX_START * guessing
 
 
 def _zero_rates(history: History) -> list[Alarm]:
@@ -194,19 +202,22 @@ def _zero_loss(history: History) -> list[Alarm]:
 
 
 def _skipped(history: History) -> list[Alarm]:
-    without, num = history.num_without_loss, history.num_without_loss + len(history.losses)
-    if num < MIN_LOSSES or not history.losses or 3 * without < num or history.facts.is_manual:
+    num_without, num_records = history.num_without_loss, history.num_without_loss + len(history.losses)
+    if num_records < MIN_LOSSES or not history.losses or 3 * num_without < num_records or history.facts.is_manual:
         return []
-    words = f"training_step has returned no loss in {without} of {num} records."
+    words = f"training_step has returned no loss in {num_without} of {num_records} records."
     return [_alarm_of_run(history, SKIPPED, "", LOSS, words)]
 
 
 def _growing_input(history: History) -> list[Alarm]:
     sizes = history.inputs
-    num = len(sizes) // 3
-    if len(sizes) < MIN_LOSSES or not 0 < GROWN * max(sizes[:num]) < (last := float(np.median(sizes[-num:]))) < math.inf:
+    if len(sizes) < MIN_LOSSES:
         return []
-    words = f"The largest magnitude of the input is at most {max(sizes[:num]):.3g} in the first {num} records, and {last:.3g} in the last."
+    num = len(sizes) // 3
+    first, last = max(sizes[:num]), float(np.median(sizes[-num:]))
+    if not 0 < GROWN * first < last < math.inf:
+        return []
+    words = f"The largest magnitude of the input is at most {first:.3g} in the first {num} records, and {last:.3g} in the last."
     return [_alarm_of_run(history, GROWING_INPUT, "", "input_abs_max", words)]
 
 
@@ -222,7 +233,7 @@ def _not_learning(history: History) -> list[Alarm]:
 
 
 def _constant_target(history: History) -> list[Alarm]:
-    if not is_sorted(history):
+    if not is_sorted_by_class(history):
         return []
     num_constant = sum(not math.isnan(target) for target in history.targets)
     words = f"The targets of a batch are all the same in {num_constant} of {len(history.targets)} records, and differ between records."
@@ -253,7 +264,7 @@ def _runaway_weights(history: History) -> list[Alarm]:
 
 
 def _one_sided(history: History) -> list[Alarm]:
-    found, facts = one_sided(history), history.facts
+    found, facts = optimizer_out_of_balance(history), history.facts
     if found is None:
         return []
     number, times = found
@@ -278,20 +289,21 @@ def _large_start(history: History) -> list[Alarm]:
 
 
 def _linear(history: History) -> list[Alarm]:
-    if not history.facts.is_linear or history.learning not in UNLEARNED_AT_ALL:
+    if not history.facts.is_linear or history.learning not in NOT_FALLING:
         return []
     return [_alarm_of_run(history, LINEAR, "", LOSS, "No function between the layers is other than linear, and the loss does not fall.")]
 
 
 def _dropout(history: History) -> list[Alarm]:
     probability = history.facts.dropout
-    if probability <= MOST or history.learning not in UNLEARNED:
+    if probability <= MAX_DROPOUT or history.learning not in NOT_SURELY_FALLING:
         return []
     words = f"A dropout module has a probability of {probability:.3g}, and it is not known that the loss falls."
     return [_alarm_of_run(history, DROPOUT, "", LOSS, words)]
 
 
 def _alarm_of_run(history: History, name: str, site: str, statistic: str, words: str, *, since: int | None = None) -> Alarm:
+    """An alarm at the last step, about a value of the context. Its condition is met since a step, by default the first of the run."""
     steps = history.losses.steps or [0]
     first = steps[0] if since is None else since
     last, key = steps[-1], Key(CONTEXT_KIND, "", statistic).format()
