@@ -1,7 +1,7 @@
-"""Several processes that train together, as a cluster's launcher would start them, forked from one that has imported what they need.
+"""Starts the ranks of a training as a cluster's launcher does, but forks them from a server process that has imported torch and Lightning.
 
-An import of torch and Lightning takes four seconds of a core. Other processes of the tests are interpreters of their own: those of
-``helpers.processes`` import neither, and commands, examples and launchers are tested as users start them.
+The import takes four seconds of a core. Other processes of the tests are new interpreters: those of ``helpers.processes`` import neither
+package, and commands, examples and launchers are tested as users start them.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ _SERVER.set_forkserver_preload(["helpers.preloaded"])
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free TCP port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 class Rank:
-    """A process that runs a script, forked with the environment of its rank."""
+    """A rank: a forked process that runs a script with its own environment and output."""
 
     def __init__(self, script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._output = tempfile.NamedTemporaryFile("r", prefix="rank_", errors="replace")  # noqa: SIM115  # closed by finish()
-        what = (str(script), list(arguments), dict(environment), self._output.name)
-        self._process: BaseProcess = _SERVER.Process(target=_run, args=what, daemon=True)  # killed with the process of the tests
+        args = (str(script), list(arguments), dict(environment), self._output.name)
+        self._process: BaseProcess = _SERVER.Process(target=_run, args=args, daemon=True)  # killed with the process of the tests
         self._process.start()
 
     def finish(self, timeout: float) -> str:
-        """What it has printed, once it has ended; it is killed if it does not end in time."""
+        """Wait until the process ends, or kill it after ``timeout`` seconds; returns its output."""
         self._process.join(timeout)
-        late = f"\nkilled: it had not ended after {timeout:g} s" if self._process.is_alive() else ""
+        note = f"\nkilled: it had not ended after {timeout:g} s" if self._process.is_alive() else ""
         self._process.kill()
         self._process.join()
         with self._output as file:
-            return file.read() + late
+            return file.read() + note
 
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
-    """Run the script as an interpreter would that is started with these arguments; the forked process does nothing else."""
-    multiprocessing.current_process().daemon = False  # it may start processes
+    """Run the script in the forked process as ``python script *arguments`` does, with its output in a file."""
+    multiprocessing.current_process().daemon = False  # so that it may start processes
     with open(output, "w") as file:  # noqa: PTH123  # for its descriptor
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -71,21 +71,21 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], output:
 
 
 def start(script: Path, num_ranks: int, *arguments: object) -> list[Rank]:
-    """A process for each rank."""
-    together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks), "NODE_RANK": "0"}
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    with patch.dict(os.environ, own):  # of the server, which the first rank starts
+    """Start one process for each rank, with the environment variables that a launcher sets."""
+    cluster = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks), "NODE_RANK": "0"}
+    interpreter = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    with patch.dict(os.environ, interpreter):  # also for the server, which starts with the first rank
         return [
-            Rank(script, [*map(str, arguments)], {**os.environ, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            Rank(script, [*map(str, arguments)], {**os.environ, **cluster, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(num_ranks)
         ]
 
 
 def finish(ranks: Sequence[Rank], timeout: float = TIMEOUT) -> list[str]:
-    """What each of them printed, once all have ended; those that do not end in time are killed."""
+    """The outputs of all ranks, once they have ended; see :meth:`Rank.finish`."""
     return [rank.finish(timeout) for rank in ranks]
 
 
 def results(folder: Path, scenario: str, num_ranks: int) -> list[Any]:
-    """What a scenario returned on each rank."""
+    """The result of a scenario on each rank."""
     return [torch.load(folder / f"{scenario}.{rank}.pt", weights_only=False) for rank in range(num_ranks)]
