@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_module_monitor.health.causes_in_setup import CURE
+from lightning_module_monitor.health.causes_in_setup import ADVICE_ON_RANKS
 from lightning_module_monitor.kinds import RANK_DISAGREEMENT
 from lightning_module_monitor.record import Finding
 from lightning_module_monitor.statistics.stream import Stream
@@ -23,7 +23,6 @@ class ReplicaAlert:
             return []
         first, num_sites = differing[0], len({stream.site for stream in differing})
         what = f"{first.kind} {first.site}" + (f" and {num_sites - 1} more" if num_sites > 1 else "")
-        words = (
-            f"Ranks have different values of {what}, which must be equal. Recorded statistics cover the elements of all ranks. Try: {CURE}."
-        )
+        coverage = "Recorded statistics cover the elements of all ranks"
+        words = f"Ranks have different values of {what}, which must be equal. {coverage}. Try: {ADVICE_ON_RANKS}."
         return [Finding(step, RANK_DISAGREEMENT, first.site, next(iter(first.number_keys), ""), words)]

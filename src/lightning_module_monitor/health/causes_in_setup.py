@@ -1,4 +1,4 @@
-"""Causes in the set-up of training: data, targets, loss, optimizers, modes and precision. What shows them is certain."""
+"""Causes in the set-up of training: data, targets, loss, optimizers, modes and precision. Their evidence is certain."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_module_monitor.health.finding_names import (
 )
 from lightning_module_monitor.kinds import RANK_DISAGREEMENT
 
-CURE = "look for code that changes it on a single rank, e.g. a parameter that the reduction of gradients leaves out"
-"""What to try where ranks disagree."""
+ADVICE_ON_RANKS = "look for code that changes it on a single rank, e.g. a parameter that the reduction of gradients leaves out"
+"""Advice if parameters differ between ranks."""
 
 CAUSES_IN_SETUP = (
     Cause(
@@ -34,7 +34,7 @@ CAUSES_IN_SETUP = (
         RANK_DISAGREEMENT,
         "Ranks have come apart: copies of one parameter differ",
         evidence_for=(RANK_DISAGREEMENT,),
-        advice=CURE,
+        advice=ADVICE_ON_RANKS,
         explains=GROWTH,
     ),
     Cause(
