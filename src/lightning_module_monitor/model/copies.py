@@ -28,10 +28,14 @@ Tensors = Mapping[str, Tensor]
 
 
 def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
-    """A deep copy of a module without gradients; see :func:`independent_copy`. Errors call the module ``name``.
+    """A deep copy of a module that requires no gradients; see :func:`independent_copy`.
+
+    Args:
+        module: The module.
+        name: Its name in errors.
 
     Raises:
-        ConfigError: If it cannot be copied, with the name of the attribute, or if it has tensors that the first batch creates.
+        ConfigError: If an attribute cannot be copied, or if a tensor is created only by the first batch; with its name.
     """
     lazy = lazy_tensors(module)
     if lazy:
@@ -41,7 +45,7 @@ def frozen_copy(module: nn.Module, name: str = "") -> nn.Module:
     try:
         clone = independent_copy(module)
     except Exception as error:
-        where = ".".join(filter(None, (name, _what_cannot_be_copied(module)))) or type(module).__name__
+        where = ".".join(filter(None, (name, _uncopyable_attribute(module)))) or type(module).__name__
         cure = "Take it off before the fit, or define __deepcopy__; or give a module as the reference"
         cause = f"{type(error).__name__}: {str(error).partition('. ')[0][:100]}"
         message = f"reference is a copy of the model, and {where} cannot be copied ({cause}). {cure}."
@@ -61,22 +65,28 @@ def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) 
         known: Existing copies by the ``id`` of the original.
 
     Raises:
-        RuntimeError: If a module within it is copied as itself.
+        RuntimeError: If the copy contains a module of the original.
         Exception: Whatever the copy of an attribute raises.
     """
     tensors = tensors_within(module)
-    memo = {**_without_graph(tensors), **(known or {})}
+    memo = {**_copies_of_non_leaves(tensors), **(known or {})}
     # With a graph, copied tensors of TorchScript are no leaves and cannot be frozen.
     with torch.no_grad():
         clone = copy.deepcopy(module, memo)
         for tensor in tensors:
             if id(tensor) in memo:
-                _keep_attributes(tensor, memo[id(tensor)], functools.partial(copy.deepcopy, memo=memo))
+                _copy_attributes(tensor, memo[id(tensor)], functools.partial(copy.deepcopy, memo=memo))
     modules, copies = set(module.modules()), set(clone.modules())
     if modules & copies:
         raise RuntimeError(f"a copy of {type(module).__name__} shares its {type((modules & copies).pop()).__name__} with it")
     _rebind((*module.modules(), *tensors), modules, memo)
     take_out_compiled_code([value for value in memo.values() if issubclass(type(value), nn.Module)])
+    _remove_observing_hooks(copies)
+    return clone
+
+
+def _remove_observing_hooks(copies: set[nn.Module]) -> None:
+    """Remove the hooks of copies that are no part of the computation: all but methods of the copies and hooks of torch itself."""
     for part in copies:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             for key, hook in list(hooks.items()):
@@ -85,36 +95,35 @@ def independent_copy(module: nn.Module, known: Mapping[int, Any] | None = None) 
                     del hooks[key]
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
-    return clone
 
 
 def _rebind(originals: Iterable[nn.Module | Tensor], modules: set[nn.Module], memo: dict[int, Any]) -> None:
-    """Make functions in the attributes of copies, also those in lists and dicts, call copies and no compiled code.
+    """Make functions in the attributes of copies refer to copies, and replace compiled code in lists and dicts.
 
     ``deepcopy`` keeps functions as they are: a patched ``forward`` in the attributes of a copy would run the original module.
     """
-    for original in originals:
-        for attribute, value in vars(original).items() if id(original) in memo else ():
+    for original in (original for original in originals if id(original) in memo):
+        for attribute, value in vars(original).items():
             if isinstance(value, types.FunctionType) and value.__closure__:
-                vars(memo[id(original)])[attribute] = _of_copy(value, modules, memo)
+                vars(memo[id(original)])[attribute] = _as_in_copy(value, modules, memo)
     for container in [value for value in memo.values() if type(value) in (list, dict)]:
         for key, value in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
             if is_compiled(value):
-                container[key] = _of_copy(value, modules, memo)
+                container[key] = _as_in_copy(value, modules, memo)
 
 
-def _of_copy(value: Any, modules: set[nn.Module], memo: dict[int, Any]) -> Any:  # noqa: ANN401  # of the type of the value
-    """What functions of a copy use in place of a value: the copy of a module, of its method or tensor; other values as they are."""
+def _as_in_copy(value: Any, modules: set[nn.Module], memo: dict[int, Any]) -> Any:  # noqa: ANN401  # of the type of the value
+    """The value for a copied function: a copy if it is a module, a method of a module, a tensor or a function with a closure."""
     value = original_of(value)
     if isinstance(value, types.FunctionType):
-        return _function_of_copy(value, modules, memo) if value.__closure__ else value
+        return _function_as_in_copy(value, modules, memo) if value.__closure__ else value
     if isinstance(value, Tensor):
         return memo.get(id(value), value)
-    owner = getattr(value, "__self__", value)  # of a bound method its module
+    owner = getattr(value, "__self__", value)  # the module of a bound method
     return copy.deepcopy(value, memo) if isinstance(owner, nn.Module) and owner in modules else value
 
 
-def _function_of_copy(function: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> types.FunctionType:
+def _function_as_in_copy(function: types.FunctionType, modules: set[nn.Module], memo: dict[int, Any]) -> types.FunctionType:
     """The same function with a closure that refers to copies."""
     known: types.FunctionType = memo.get(id(function), function)
     if known is not function:
@@ -123,15 +132,15 @@ def _function_of_copy(function: types.FunctionType, modules: set[nn.Module], mem
     cells = tuple(types.CellType() for _original in originals)
     clone = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     clone.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(clone, function)  # its attributes, name and documentation
+    functools.update_wrapper(clone, function)  # copies its attributes, name and docstring
     memo[id(function)] = clone  # before its cells are filled, which may refer to it
     for cell, original in zip(cells, originals, strict=True):
         with suppress(ValueError):  # a name that has no value yet
-            cell.cell_contents = _of_copy(original.cell_contents, modules, memo)
+            cell.cell_contents = _as_in_copy(original.cell_contents, modules, memo)
     return clone
 
 
-def _keep_attributes(tensor: Tensor, clone: Tensor, copy_of: Callable[[Any], Any]) -> None:
+def _copy_attributes(tensor: Tensor, clone: Tensor, copy_of: Callable[[Any], Any]) -> None:
     """Copy the Python attributes of a tensor that its copy lacks: torch copies those of few tensors, and of no parameter."""
     for name, value in vars(tensor).items():
         if name not in vars(clone):
@@ -162,10 +171,10 @@ def tensors_within(module: nn.Module) -> list[Tensor]:
     return tensors
 
 
-def _without_graph(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """Copies of tensors that are no leaves, which torch does not copy, by ``id``.
+def _copies_of_non_leaves(tensors: Iterable[Tensor]) -> dict[int, Any]:
+    """Copies of tensors that are not leaves, by the ``id`` of the original: torch refuses to ``deepcopy`` these.
 
-    A forward pass has left them in an attribute, also of another object, or ``weight_norm`` computes a weight from its factors.
+    A forward pass leaves such tensors in attributes, and ``weight_norm`` computes a weight from its factors.
     """
     return {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
 
@@ -184,7 +193,7 @@ def _state(module: nn.Module) -> object:
 
 
 def parameter_copy(module: nn.Module) -> nn.Module:
-    """A module of the same names with copies of the parameters only, which cannot run: for a sharded module, which cannot be copied."""
+    """A module that only has the parameters: copies with the same names. It cannot run; for sharded modules, which cannot be copied."""
     copies = {part: nn.Module() for part in module.modules()}
     for part, clone in copies.items():
         for name, parameter in part._parameters.items():
@@ -206,7 +215,7 @@ def lazy_tensors(module: nn.Module) -> list[str]:
 
 
 def differing_tensors(module: nn.Module, tensors: Tensors) -> list[str]:
-    """Names that are not in both, and parameters of different shapes. Shapes of buffers may differ, as a forward pass may resize them."""
+    """Names that only one of the two has, and parameters of different shapes; a forward pass may resize buffers."""
     parameters = dict(module.named_parameters())
     shapes = [
         f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items() if name in parameters and parameters[name].shape != tensor.shape
@@ -233,7 +242,7 @@ def set_tensors(module: nn.Module, tensors: Tensors) -> None:
 
 
 def load_weights(module: nn.Module, path: str, within: str | None) -> None:
-    """Load the weights of a checkpoint into a module.
+    """Load the weights of a checkpoint into a reference.
 
     Args:
         module: The module.
@@ -254,8 +263,8 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
     weights = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         raise ConfigError(f"reference {path!r} holds a {type(saved).__name__}; expected a Lightning checkpoint or a state_dict.")
-    start = f"{within}." if within and any(name.startswith(f"{within}.") for name in weights) else ""
-    weights = {name[len(start) :]: tensor for name, tensor in weights.items() if name.startswith(start)}
+    prefix = f"{within}." if within and any(name.startswith(f"{within}.") for name in weights) else ""
+    weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     try:
         module.load_state_dict(weights)
     except RuntimeError as error:
@@ -263,8 +272,9 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
         raise ConfigError(f"reference {path!r} is not of this model: {' '.join(rest)[:150] or first}") from error
 
 
-def _what_cannot_be_copied(module: nn.Module) -> str | None:
-    known = _without_graph(tensors_within(module)) | {id(part): part for part in module.modules()}
+def _uncopyable_attribute(module: nn.Module) -> str | None:
+    """The name of the first attribute that cannot be copied; ``None`` without one."""
+    known = _copies_of_non_leaves(tensors_within(module)) | {id(part): part for part in module.modules()}
     for name, part in module.named_modules():
         state = _state(part)
         rest = dict(state) if isinstance(state, dict) else {}
@@ -278,12 +288,12 @@ def _what_cannot_be_copied(module: nn.Module) -> str | None:
 
 
 def same_layout(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, by which torch selects kernels: ``clone`` keeps them only for a tensor without gaps."""
+    """A copy with the same strides, because torch selects kernels by them: ``clone`` keeps them only for a tensor without gaps."""
     clone = tensor.clone()
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or clone.stride() == tensor.stride():
         return clone
-    unique = tensor[_written_once(tensor)]
+    unique = tensor[_distinct_elements(tensor)]
     try:
         copied = torch.empty_strided(unique.shape, unique.stride(), dtype=unique.dtype, device=unique.device).copy_(unique)
         return copied.expand(tensor.shape)
@@ -292,15 +302,15 @@ def same_layout(tensor: Tensor) -> Tensor:
 
 
 def overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Write values into a tensor of the same shape, which may be an expanded one."""
+    """Write values into a tensor of the same shape, which may be expanded: torch refuses to write one element several times."""
     if tensor.layout is not torch.strided:
         tensor.copy_(values)
         return
-    index = _written_once(tensor)
+    index = _distinct_elements(tensor)
     tensor[index].copy_(values[index])
 
 
-def _written_once(tensor: Tensor) -> tuple[slice, ...]:
+def _distinct_elements(tensor: Tensor) -> tuple[slice, ...]:
     """The index of the elements that do not share memory: the first slice of each dimension that ``expand`` repeats."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
@@ -342,7 +352,7 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401  # as above
     kind = type(value)
     if isinstance(value, Tensor):
         memo[id(value)] = _tensor_copy(value)  # before its attributes, which may refer to it
-        _keep_attributes(value, memo[id(value)], functools.partial(plain_copy, memo=memo))
+        _copy_attributes(value, memo[id(value)], functools.partial(plain_copy, memo=memo))
         return memo[id(value)]
     if kind is np.ndarray and not value.dtype.hasobject:
         return value.copy()
