@@ -112,8 +112,8 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._is_on_cuda = torch.cuda.is_initialized()
-        """Whether a stream may be captured. Asked once: no call of a module pays for it where there is no CUDA."""
+        self._may_be_captured = torch.cuda.is_initialized()
+        """Whether CUDA is in use, so that a stream may be captured. Read once: without CUDA no call of a module checks for captures."""
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -123,17 +123,27 @@ class HookSet:
         self._handles.append(handle)
 
     def add_forward(self, module: nn.Module, hook: UncopiedHook, *, is_before: bool = False, **options: bool) -> None:
-        """Register a hook after forward, or before it, with options of torch's method, which the user's class may override without."""
+        """Register a hook after a module's forward, or before it.
+
+        Args:
+            module: The module.
+            hook: The hook.
+            is_before: Whether the hook runs before forward.
+            options: Options of torch's method. Others are not passed on, because the user's class may override the method without them.
+        """
         if not self._handles:
             _Compiling.add(self)
-        hook.may_be_captured = self._is_on_cuda
+        hook.may_be_captured = self._may_be_captured
         register: Callable[..., RemovableHandle] = module.register_forward_pre_hook if is_before else module.register_forward_hook
         # The call of a module that was compiled in place would compile its hooks.
         called = hook if module._compiled_call_impl is None else not_compiled(hook)
         self._handles.append(register(called, **options))
 
     def entries(self) -> Iterator[tuple[OrderedDict[int, Any], int]]:
-        """Torch's dictionaries that contain each hook (of all hooks, and of those with an option), with its key."""
+        """Each dictionary of torch that contains one of the hooks, with the key of the hook.
+
+        A module has a dictionary of all its hooks, and one for each option with the hooks that have it.
+        """
         for handle in self._handles:
             for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
                 hooks = reference()
@@ -205,7 +215,7 @@ class _Compiling:
     def _hide(cls, *_arguments: object) -> None:
         for hooks, key in (entry for hook_set in cls.hook_sets for entry in hook_set.entries()):
             if key in hooks:
-                if all(hooks is not other for other, _before in cls._hidden):
+                if all(hooks is not other for other, _before in cls._hidden):  # not yet saved
                     cls._hidden.append((hooks, dict(hooks)))
                 del hooks[key]
 
@@ -218,7 +228,7 @@ class _Compiling:
             for key, hook in before.items():
                 if (id(hooks), key) in entries:  # not if its set was closed meanwhile
                     hooks[key] = hook
-            for key in [key for key in (*before, *added) if key in hooks]:
+            for key in [key for key in (*before, *added) if key in hooks]:  # in the previous order, new hooks last
                 hooks.move_to_end(key)
             cls._hidden.pop()
 

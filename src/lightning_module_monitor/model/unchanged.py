@@ -27,7 +27,9 @@ _WITHOUT_TENSORS = frozenset((type(None), bool, int, float, str))
 class RandomStates:
     """Current states of the random generators that a model may use: Python's, numpy's, torch's on the CPU and on a device.
 
-    With ``torch_only`` those of torch, as those of Python and numpy take ten times as long to read.
+    Args:
+        device: The device.
+        torch_only: Leave out Python's and numpy's generators, whose states take ten times as long to read.
     """
 
     def __init__(self, device: torch.device, *, torch_only: bool = False) -> None:
@@ -62,7 +64,7 @@ def unchanged_random_states(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _generator_of_cuda_replaced(device: torch.device) -> Iterator[None]:
-    """Within the block the generator of a CUDA device has a copy of its state."""
+    """Within the block the generator of a CUDA device draws from a copy of its state."""
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     state = generator.graphsafe_get_state()
     generator.graphsafe_set_state(generator.clone_state())
@@ -85,7 +87,7 @@ def unchanged_dropout_of_cudnn(module: nn.Module, device: torch.device) -> Itera
         return
     dropout, before = _CudnnDropout(), [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = dropout.restored_after(layer.forward)
+        layer.forward = dropout.wrapped(layer.forward)
     try:
         yield
     finally:
@@ -106,14 +108,14 @@ class _CudnnDropout(TorchDispatchMode):
         self.was_seeded = False
         """Whether a call drew a seed for the state."""
 
-    def restored_after(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a layer, in which the mode is active, and not in the hooks of the layer."""
+    def wrapped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a layer with the mode active. A hook of the layer runs without the mode."""
 
-        def restored(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as forward
+        def wrapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as forward
             with self:
                 return forward(*args, **kwargs)
 
-        return restored
+        return wrapped
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401  # as torch's
         self.was_seeded |= function is torch.ops.aten._cudnn_init_dropout_state.default
@@ -127,9 +129,10 @@ class _CudnnDropout(TorchDispatchMode):
 
 @contextmanager
 def flags_of_model(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
-    """Within the block, modules have the training modes and ``requires_grad`` flags of a model: torch selects kernels by both.
+    """Within the block, modules have the training modes and ``requires_grad`` flags of a model, because torch selects kernels by both.
 
-    Each pair is a module of the model, and the module with the same parameters that gets its flags.
+    Args:
+        pairs: Modules of the model, each with the module that gets its flags, and has parameters of the same names.
     """
     pairs = list(pairs)
     flags = [[(tensor, tensor.requires_grad) for tensor in sibling.parameters(recurse=False)] for _live, sibling in pairs]
@@ -182,7 +185,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def _restore_entries(before: Iterable[tuple[Any, Mapping[str, Tensor | None]]]) -> None:
-    """Restore which tensors the tables of modules hold, given each with its entries."""
+    """Make dictionaries of modules, such as ``_buffers``, hold their earlier entries, given each with these."""
     for table, entries in before:
         for name in [name for name in table.keys() if name not in entries]:  # noqa: SIM118  # TorchScript's is no dict
             del table[name]
@@ -202,10 +205,10 @@ class UnchangedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._first_run: list[tuple[nn.Parameter, Tensor]] | None = None
-        """Parameters, and on their device whether the first run that ended without an error has written into them."""
+        self._write_flags: list[tuple[nn.Parameter, Tensor]] | None = None
+        """The parameters, each with a flag on its device: whether the first run that ended without an error has written into it."""
         self._written: list[nn.Parameter] | None = None
-        """The parameters into which that run wrote, once the host has read it."""
+        """The parameters into which that run wrote, once the host has read the flags."""
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -223,18 +226,18 @@ class UnchangedParameters:
             for parameter, data in memory:
                 if not parameter.is_set_to(data):
                     parameter.data = data
-            if is_complete and self._first_run is None:
-                self._first_run = [(parameter, _differ(parameter, values)) for parameter, values in saved]
+            if is_complete and self._write_flags is None:
+                self._write_flags = [(parameter, _bits_differ(parameter, values)) for parameter, values in saved]
             with torch.no_grad():
                 for parameter, values in saved:
                     overwrite(parameter, values)
 
     def _may_be_written(self, memory: Iterable[tuple[nn.Parameter, Tensor]]) -> list[nn.Parameter]:
         """The parameters of which a run needs copies."""
-        if self._first_run is None:
+        if self._write_flags is None:
             return [parameter for parameter, _data in memory]
         if self._written is None:
-            self._written = _true_ones(self._first_run)
+            self._written = _flagged(self._write_flags)
         return self._written
 
 
@@ -244,14 +247,14 @@ def _is_writable(parameter: nn.Parameter) -> bool:
     return is_plain and not (parameter.is_meta or parameter.is_nested or parameter.is_quantized or parameter.is_inference())
 
 
-def _differ(tensor: Tensor, values: Tensor) -> Tensor:
-    """Whether any bit differs, so that NaN equals NaN, and 0 differs from -0: a tensor on their device."""
+def _bits_differ(tensor: Tensor, values: Tensor) -> Tensor:
+    """Whether any bit of two tensors differs, as a tensor on their device. NaN equals NaN, and 0 differs from -0."""
     before, after = (each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (values, tensor))
     return (before != after).any()
 
 
-def _true_ones(flags: list[tuple[nn.Parameter, Tensor]]) -> list[nn.Parameter]:
-    """The parameters whose flag is true, by one read of the host."""
+def _flagged(flags: list[tuple[nn.Parameter, Tensor]]) -> list[nn.Parameter]:
+    """The parameters whose flag is true; the host reads all flags at once."""
     if not flags:
         return []
     device = flags[0][1].device
@@ -316,7 +319,7 @@ def no_warning_of_checkpoints() -> Iterator[None]:
 
 
 def saving_nothing() -> saved_tensors_hooks:
-    """Within the block no tensor is saved for a backward pass, which cannot be run."""
+    """Within the block no tensor is saved for a backward pass; one through its operations raises an error."""
 
     def not_saved(_nothing: None) -> Tensor:
         raise RuntimeError("no tensors are kept for a backward pass")
@@ -325,7 +328,7 @@ def saving_nothing() -> saved_tensors_hooks:
 
 
 def drop_graphs(module: nn.Module) -> None:
-    """Detach the tensors that a run has left in attributes of a module and its parts, and that keep its graph alive."""
+    """Detach the tensors that a run has left in attributes of a module and its parts: they would keep its graph alive."""
     for part in module.modules():
         for name, value in vars(part).items():
             if name not in MODULE_ATTRIBUTES and type(value) not in _WITHOUT_TENSORS:
