@@ -35,7 +35,7 @@ DETECTORS_OF_VALUES = (
     Detector(
         NONFINITE,
         [(ORDER_OF_EVENTS, FINITE_STATISTICS)],
-        formula="whether a tensor has NaN or infinity, in the order of events of a step; training searches for its origin instead",
+        formula="whether a tensor has NaN or infinity, in the order of events of a step; a training run searches for its origin instead",
         limit="one element",
         source=ARITHMETIC,
         severity="error",
@@ -48,7 +48,7 @@ DETECTORS_OF_VALUES = (
         formula="how much the last output of the model varies between the samples of a micro-batch: the norm of their differences from "
         "the first sample, over the norm of all elements; the largest of a step's calls",
         limit="below 1e-6 in 3 records, while that of the largest tensor of the batch is above 0.01",
-        source="plain arithmetic: what is below is rounding",
+        source="plain arithmetic: smaller variations are rounding errors",
         severity="error",
         without="no output of several samples was found",
         rule=condition(figures=constant_output, below=1e-6, for_steps=3, phrase="The output is the same for all samples, which differ"),
@@ -56,7 +56,7 @@ DETECTORS_OF_VALUES = (
     Detector(
         "shrinking_outputs",
         [(["activation"], ["rms"])],
-        formula="the rms of a module's first output, or 1 if it is larger, over the largest of its first 3 records",
+        formula="the rms of a module's first output, counted as at most 1, over the largest such value of its first 3 records",
         limit="below a tenth in 9 records in which the training loss is below the first one",
         source=HEURISTIC,
         without=_NO_OUTPUT,
@@ -118,7 +118,7 @@ DETECTORS_OF_VALUES = (
         [(["gradient"], ["rms"])],
         formula="the largest rms among the gradients of a weight and of the three weights before it, over the largest rms of all "
         "weight gradients; gradients that are exactly zero are left out",
-        limit="below a millionth of the largest weight gradient's rms in 3 records, as those of the weights before it",
+        limit="below a millionth in 3 records: the gradients of the weight and of the three weights before it are all that small",
         source="S. Hochreiter, Untersuchungen zu dynamischen neuronalen Netzen, 1991; Y. Bengio, P. Simard, P. Frasconi, "
         "Learning Long-Term Dependencies with Gradient Descent is Difficult, 1994; the limit is a heuristic",
         without=_NO_WEIGHT,
@@ -191,11 +191,11 @@ DETECTORS_OF_VALUES = (
     Detector(
         "frozen_updates",
         NORMS,
-        formula="whether the norm of a trained parameter equals that of the record before to the last bit; a parameter is passed over "
-        "while the norm of its gradient is below 1e-4 of the largest one, while it has no gradient but had one before, as an "
-        "expert that was not chosen, while its learning rate is 0, and, under manual optimization, while others of its group move",
+        formula="whether the norm of a trained parameter equals that of the previous record to the last bit; a parameter is not judged "
+        "while its learning rate is 0, while the norm of its gradient is below 1e-4 of the largest one, while it has no gradient but had "
+        "one before (an expert that was not chosen), or, under manual optimization, while other parameters of its group move",
         limit="3 times",
-        source="plain arithmetic: what moves changes its norm",
+        source="plain arithmetic: the norm of a parameter that moves changes",
         rule=condition(
             figures=moved_by_gradients,
             is_unchanged=True,
@@ -230,7 +230,8 @@ DETECTORS_OF_VALUES = (
     Detector(
         "growing_over_depth",
         [(["activation"], ["rms"]), ([CONTEXT_KIND], ["input_abs_max"])],
-        formula="the rms of a module's first output, over the smaller of that of the first module and the largest input, or over 1",
+        formula="the rms of a module's first output, over the rms of the first module's output or the largest magnitude of the input, "
+        "whichever is smaller, or over 1 if that is larger",
         limit="more than 10,000 times, in 3 records: magnitudes multiply from layer to layer, or from token to token",
         source="K. He, X. Zhang, S. Ren, J. Sun, Delving Deep into Rectifiers, arXiv 1502.01852, on what keeps magnitudes; "
         "the limit is a heuristic",
