@@ -14,7 +14,7 @@ from helpers.plain_steps import in_step, record_of
 from helpers.training import Classifier, loader, trainer
 from torch import Tensor, nn
 
-from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, monitor_scaled_dot_product_attention
+from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule, load_store, monitor_scaled_dot_product_attention
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.probes import parameters
 
@@ -64,6 +64,17 @@ def test_every_key_that_is_planned_is_recorded() -> None:
     """Of a model that runs as a whole: no more, no fewer, of numbers and of histograms."""
     sites = {key.split("/")[1] for key in planned_and_recorded(Contains(), RULES) if key.startswith("activation/")}
     assert sites == {"_root_", "blocks.0", "heads.a", "summed", "summed.0", "patched", "patched.0"}
+
+
+def test_no_line_names_keys_of_containers_as_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of functions and of singular values, in the first validation loop, whose record comes after the store has its columns."""
+    rules = [Rule(kinds="activation", statistics="effective_rank", functions={"median": torch.median})]
+    callback = ModuleMonitorCallback(1, rules=rules, stages=["train", "validate"])
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, [callback], max_steps=2, val_check_interval=1).fit(Classifier(Contains()), loader(), loader(8))
+    assert callback.store_path is not None
+    assert "validation/activation/model.patched/median" in load_store(callback.store_path)
+    assert [message for message in caplog.messages if "activation/" in message] == []
 
 
 def test_a_rule_on_containers_alone_is_refused() -> None:

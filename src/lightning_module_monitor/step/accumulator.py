@@ -279,7 +279,7 @@ class StepAccumulator:
         fine = {stream: numbers.counts[where] for stream, where in layout.slices_of(FINE).items()}
         self._state.finisher(numbers.observed).finish(numbers.moments, fine, written, self._fail)
         has_result, merged_results = numbers.results(layout)
-        written.write(self._state.columns_of_values[has_result], merged_results[has_result])
+        written.write(self._state.columns_of_values(has_result), merged_results[has_result])
         written.write(self._state.columns.add(results), [*results.values()])
         derived = numbers.channels(layout) | dead_fractions(numbers.counts, layout, self._state.units)
         written.write(self._state.columns.add(derived), [*derived.values()])

@@ -41,11 +41,12 @@ class SeriesState:
             self._finisher = Finisher(rows, self.columns)
         return self._finisher
 
-    @property
-    def columns_of_values(self) -> NDArray[np.intp]:
-        """Columns of the functions and values of the layout, shape ``(values,)``; a result that is a dict has none."""
-        known, values = len(self._columns_of_values), self.layout.values
-        if known < len(values):
-            new = self.columns.add(stream.series[name] for stream, name, _value in values[known:])
-            self._columns_of_values = np.concatenate([self._columns_of_values, new])
-        return self._columns_of_values
+    def columns_of_values(self, has_result: NDArray[np.bool_]) -> NDArray[np.intp]:
+        """Columns of the functions and values of the layout that have a result, which ``has_result`` marks, shape ``(values,)``."""
+        known = self._columns_of_values
+        if len(known) < len(has_result):
+            known = self._columns_of_values = np.concatenate([known, np.full(len(has_result) - len(known), -1)])
+        new = has_result & (known < 0)
+        if new.any():
+            known[new] = self.columns.add(stream.series[name] for stream, name, _value in itertools.compress(self.layout.values, new))
+        return known[has_result]
