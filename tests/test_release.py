@@ -20,7 +20,7 @@ from helpers.documents import snippets
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "lightning_module_monitor"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("release")]  # one worker makes what they share
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:

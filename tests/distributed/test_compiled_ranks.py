@@ -10,6 +10,8 @@ import torch
 from distributed.compiled_runs import SCENARIOS, compared
 from helpers.launch import finish, results, start
 
+pytestmark = pytest.mark.xdist_group("compiled_ranks")  # one worker makes what they share
+
 SCRIPT = Path(__file__).with_name("compiled_runs.py")
 EXPECTED_KEYS = {
     "parameters": ("gradient/model.blocks.0.fc.weight/norm",),

@@ -21,6 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_module_monitor import Alert, Capture, GradientFlow, Health, ModuleMonitorCallback, Rule, load_store
 
+pytestmark = pytest.mark.xdist_group("configs")  # one worker makes what they share
+
 ROOT = Path(__file__).parents[2]
 # A width check is no configuration of LightningCLI: tests/width_check/test_command.py runs it.
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "coordinate_check")

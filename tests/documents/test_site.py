@@ -21,7 +21,7 @@ from lightning_module_monitor import STATISTICS, ModuleMonitorCallback
 from lightning_module_monitor.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]  # one worker makes what they share
 PAGES_TO_LOOK_AT = (
     "index",
     "concepts",

@@ -24,7 +24,7 @@ from lightning_module_monitor.report.payload import pack
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]  # one worker makes what they share
 
 DOCS = Path(__file__).parents[2] / "docs"
 LAYERS = ("net.fc1", "net.relu", "net.fc2", "net.head")

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_module_monitor import ModuleMonitorCallback, Record, Rule
 
+pytestmark = pytest.mark.xdist_group("other_code")  # one worker makes what they share
+
 
 @pytest.fixture(scope="module", params=[False, True], ids=["automatic", "manual"])
 def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, list[Record]]:
