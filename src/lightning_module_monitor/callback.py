@@ -278,6 +278,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """The first micro-batch of a step begins the step, and registers the hooks."""
+        if self._run is not None and self._run.origin is not None:
+            self._run.make_reference()
         self._notify("on_train_batch_start", StepController.begin_batch, batch, batch_idx, also_idle=True)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:

@@ -112,6 +112,32 @@ class Talkative(Classifier):
         return loss
 
 
+@pytest.mark.parametrize("module", [None, "model"])
+def test_the_reference_has_what_hooks_set_before_the_first_batch(module: str | None, tmp_path: Path) -> None:
+    """Weights that on_train_start initializes, after a validation loop, and attributes that on_train_epoch_start sets."""
+
+    class Initializes(WithoutDropout):
+        def on_train_start(self) -> None:
+            for parameter in self.parameters():
+                nn.init.uniform_(parameter)
+
+        def on_train_epoch_start(self) -> None:
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.losses.append(super().training_step(batch, batch_idx))
+            return self.losses[-1]
+
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=[DIFFERENCES], reference="init", module=module, on_error="raise")
+    records = KeepRecords(callback)
+    trainer(tmp_path, [callback, records], max_steps=2, num_sanity_val_steps=1).fit(Initializes(), loader(), loader(8))
+    first, second = [
+        [value for key, value in one.values.items() if "difference/" in key and key.endswith("norm")] for one in records.records
+    ]
+    assert set(first) == {0.0}
+    assert min(second) > 0
+
+
 def test_a_reference_that_needs_the_optimizers_is_an_error_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It can read the model's optimizers, and not use them."""
 

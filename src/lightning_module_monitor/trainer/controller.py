@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from lightning_module_monitor.config.health_options import watch_rules
 from lightning_module_monitor.config.rules import Rule, as_tuple, attention_rules, coordinate_check_rules, default_rules
 from lightning_module_monitor.distributed.ranks import is_first_process
+from lightning_module_monitor.distributed.shards import is_laid_out
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.kernels.warm_up import warm_up
 from lightning_module_monitor.keys import is_context
@@ -73,8 +74,8 @@ class RunController:
         self._resumed: dict[str, Any] = {}
         """The state of the resumed run."""
         self._sinks = SinksController(run)
-        self._origin: ReferenceOrigin | None = None
-        """Makes the reference, if the run has one."""
+        self.origin: ReferenceOrigin | None = None
+        """Makes the reference, if the run has one that is not made yet."""
         self.steps: StepController | None = None
         """The controller of the steps, from when the model is about to run."""
         self._is_over = False
@@ -100,7 +101,7 @@ class RunController:
             self._set_module()
         can_copy = "parameter_difference" not in strategy.unavailable_kinds(run.trainer)
         if options.reference is not None and run.observes_training and can_copy:
-            self._origin = ReferenceOrigin(run)
+            self.origin = ReferenceOrigin(run)
 
     def observe(self) -> None:
         """The model is about to run: every layer exists now, and parameters are those that will be trained."""
@@ -110,20 +111,25 @@ class RunController:
         if run.monitor.module is None:
             checks.check_compiled(run.module, options, run.reporter)  # layers that were created since setup may be compiled
             self._set_module()
-        health, reference = HealthController(run, self._sinks), None
+        health = HealthController(run, self._sinks)
         health.load(self._resumed.get("health", {}))
         run.model.noise.load(self._resumed.get("gradient_noise", {}))
         if run.is_fit:
             run.model.wrapper = run.trainer.strategy.model
             if options.observes("validate") and run.trainer.is_global_zero:
                 checks.check_validation(run.trainer, run.module, run.reporter)
-            if self._origin is not None:
-                reference, self._origin = self._origin.make(), None
             if not options.dry_run:
                 run.engine.check_agreement()
             if run.trainer.is_global_zero:
                 self._describe_step()
-        self.steps = StepController(run, health, self._sinks, reference)
+        self.steps = StepController(run, health, self._sinks)
+        if self.origin is not None and is_laid_out(run.planner.index.within):
+            self.make_reference()  # before a validation loop, after which the outermost unit of FSDP1 has its parameters whole
+
+    def make_reference(self) -> None:
+        """Make the reference if there is none yet: the first batch of training begins, and until now hooks may initialize the model."""
+        if self.origin is not None and self.steps is not None:
+            self.steps.reference, self.origin = self.origin.make(), None
 
     def _describe_step(self) -> None:
         """Log what a monitored step records, or print it in a dry run."""
@@ -206,8 +212,8 @@ class RunController:
         self._resumed = state
         self._run.groups.places = state.get("groups", [])
         self._sinks.resume(state)
-        if self._origin is not None:
-            self._origin.load(state)
+        if self.origin is not None:
+            self.origin.load(state)
         if self.steps is not None:
             self.steps.health.load(state.get("health", {}))
             self._run.model.noise.load(state.get("gradient_noise", {}))
@@ -217,7 +223,7 @@ class RunController:
     def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The weights of a checkpoint were loaded."""
         # A checkpoint from before the first step resumes nothing: a finder of learning rates loads such a checkpoint.
-        reference = self._origin if self.steps is None else self.steps.reference
+        reference = self.origin or (None if self.steps is None else self.steps.reference)
         if reference is not None and checkpoint.get("global_step", 0) > 0:
             reference.note_checkpoint()
 

@@ -71,7 +71,7 @@ class ReferenceController:
 
 
 class ReferenceOrigin:
-    """Makes the reference of a fit; created in ``setup``, and used once, when the model is about to run.
+    """Makes the reference of a fit; created in ``setup``, and used once, when the first batch of training begins.
 
     With the option ``module`` the reference is called beside that submodule; else it is a copy of the whole model, and runs its own
     ``training_step``. It holds a copy of the model's present values, if there are any: a checkpoint may replace them before the first
@@ -115,8 +115,8 @@ class ReferenceOrigin:
     def make(self) -> ReferenceController:
         """Make the reference and set it in the monitor; the reference of a resumed run gets the values of the earlier run.
 
-        It is copied after everything that changes a model (its own ``setup``, other callbacks). If the weights of a checkpoint were loaded
-        since ``setup``, it gets the values of the model from before.
+        It is copied after everything that changes a model (its own hooks up to the first batch, other callbacks). If the weights of a
+        checkpoint were loaded since ``setup``, it gets the values of the model from before.
 
         Raises:
             ConfigError: If it cannot be made, or does not have the model's structure.

@@ -34,7 +34,7 @@ from lightning_module_monitor.trainer.variation import OutputVariation
 class StepController:
     """Begins and ends the steps of a run, notifies the monitor of the events in between, and gives every record to all receivers."""
 
-    def __init__(self, run: Run, health: HealthController, sinks: SinksController, reference: ReferenceController | None) -> None:
+    def __init__(self, run: Run, health: HealthController, sinks: SinksController) -> None:
         self._run = run
         self._monitor = run.monitor
         self._engine = run.engine
@@ -46,7 +46,8 @@ class StepController:
         self._variation = OutputVariation(run) if health.needs_facts else None
         self._elsewhere = MovedElsewhere(run)
         self._sinks = sinks
-        self.reference = reference
+        self.reference: ReferenceController | None = None
+        """Once it is made, which is before the first batch."""
         limit = run.options.max_overhead
         self._overhead = None if limit is None else Overhead(limit, clock_of(run.module.device))
         self._runs_training_step = run.engine.gate.is_in_step = runs_hook(run.module, "training_step")
