@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 PROLOGUE = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background has them ignore Ctrl-C
 from pathlib import Path
 from lightning_module_monitor.record import Record
 from lightning_module_monitor.sinks.store.writer import Store
