@@ -402,6 +402,8 @@ def test_checks_that_do_not_judge_say_why() -> None:
     modules = [ModuleInfo("fc", "Linear", 4)]
     verdict = verdict_on(healthy_tables(), [loss(FALLING)], modules=modules)
     assert status_of(verdict, "saturation") == ("does not apply", "no Sigmoid, Tanh or Softmax module")
+    reason = "batches have no tensor of two or more samples, or also objects of other classes, such as NumPy arrays"
+    assert status_of(verdict, "constant_input") == ("does not apply", reason)
     assert status_of(verdict, "large_logits") == ("not recorded", "add health: {watch: large_logits}")
     assert verdict.level == "healthy"
 

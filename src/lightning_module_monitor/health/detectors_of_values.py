@@ -77,7 +77,7 @@ DETECTORS_OF_VALUES = (
         formula="whether the largest tensor of a batch, and every other with several numbers a sample, is the same for all samples",
         limit="in 3 records",
         source=ARITHMETIC,
-        without="no tensor of two or more samples was found in a batch",
+        without="batches have no tensor of two or more samples, or also objects of other classes, such as NumPy arrays",
         rule=condition(above=0.5, for_steps=3, unless_loss_falls=0.5, phrase="The input is the same for all samples of a batch"),
     ),
     Detector(
