@@ -290,6 +290,28 @@ def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_compares_with_the_same(
         assert compared(values) == pytest.approx(compared(whole[step]), rel=0, abs=0, nan_ok=True), step
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_resumed_run_that_ends_before_its_first_batch_keeps_the_reference(tmp_path: Path) -> None:
+    """A checkpoint that is saved when training starts has the reference of the first run, though none was made yet."""
+
+    class SavesAtStart(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "start.ckpt")
+            trainer.should_stop = True
+
+    run(tmp_path, ModuleMonitorCallback(**ALL), model(0, "in __init__"))
+    callback = ModuleMonitorCallback(**ALL)
+    resumed = trainer(tmp_path / "resumed", [callback, SavesAtStart()], max_epochs=2)
+    resumed.fit(model(99, "in __init__"), loader(), loader(8), ckpt_path=str(tmp_path / "step=3.ckpt"), weights_only=False)
+    saved, again = (
+        torch.load(path, weights_only=True)["callbacks"]["ModuleMonitorCallback"]["reference"]
+        for path in (tmp_path / "step=3.ckpt", tmp_path / "start.ckpt")
+    )
+    assert saved["source"] == again["source"]
+    assert saved["tensors"].keys() == again["tensors"].keys()
+    assert all(torch.equal(again["tensors"][name], tensor) for name, tensor in saved["tensors"].items())
+
+
 @pytest.mark.parametrize("made", MODELS)
 def test_a_run_without_a_saved_reference_reports_it(made: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """save_reference: false makes checkpoints smaller, and a resumed run logs its reference."""

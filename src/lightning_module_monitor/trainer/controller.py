@@ -201,7 +201,8 @@ class RunController:
             state["groups"] = self._run.groups.places
             state["health"] = self.steps.health.state()
             state["gradient_noise"] = self._run.model.noise.state()
-            reference = {} if self.steps.reference is None else self.steps.reference.state()
+            maker = self.steps.reference or self.origin
+            reference = {} if maker is None else maker.state()
         self._sinks.checkpoint()
         return state | {"store": self._sinks.store_path, "run": self._sinks.store_run} | reference
 

@@ -108,6 +108,10 @@ class ReferenceOrigin:
         """Take the state of the resumed run, which may hold a reference."""
         self._saved = [state["reference"]] if "reference" in state else []
 
+    def state(self) -> dict[str, Any]:
+        """That reference, for a checkpoint from before the first batch."""
+        return {"reference": self._saved[0]} if self._saved and self._run.options.save_reference else {}
+
     def note_checkpoint(self) -> None:
         """A checkpoint's weights were loaded, possibly from a run without this callback."""
         self._is_resumed = True
