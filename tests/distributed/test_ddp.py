@@ -100,7 +100,7 @@ def outlier_channels(tensors: list[Tensor]) -> int:
     return int((rms > 6 * np.median(rms)).sum())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Uneven micro-batches, accumulation without synchronization, clipping, shared and frozen layers, outputs of all shapes."""
@@ -149,7 +149,7 @@ def test_every_statistic_of_every_kind_is_that_of_all_ranks(model: str, num_rank
                 assert record.values[f"update/{site}/ratio"] == pytest.approx(ratio, rel=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_only_rank_0_writes_and_speaks(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """The store is rank 0's; the others write no file, and say nothing that is no problem of theirs."""
     by_rank = run_scenarios(num_ranks, "zoo_outputs")
@@ -159,7 +159,7 @@ def test_only_rank_0_writes_and_speaks(num_ranks: int, run_scenarios: RunScenari
         assert (other["files"], other["messages"]) == ([], [])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_is_wrong_is_the_same_on_every_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A unit is dead if it is on all ranks; who made what is not finite is named with rank and micro-batch, and everywhere alike."""
     by_rank = run_scenarios(num_ranks, "sick")
@@ -176,7 +176,7 @@ def test_what_is_wrong_is_the_same_on_every_rank(num_ranks: int, run_scenarios: 
     assert not any("nonfinite" in message for result in by_rank[1:] for message in result["messages"])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_step_that_one_rank_cannot_run_again_is_run_by_none(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """The forward pass of the others would wait for it; every rank knows why no module is named."""
     for result in run_scenarios(num_ranks, "sick_and_not_copied"):
@@ -185,7 +185,7 @@ def test_a_step_that_one_rank_cannot_run_again_is_run_by_none(num_ranks: int, ru
         assert finding.words.endswith("the step could not be run again (TypeError: cannot pickle '_thread.lock' object).")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Without a collective of its own: in monitored steps; the same module is named as where every step is searched."""
     by_rank, every_step = run_scenarios(num_ranks, "sick_by_default"), run_scenarios(num_ranks, "sick")
@@ -198,7 +198,7 @@ def test_by_default_the_record_tells_that_something_is_wrong(num_ranks: int, run
         )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_steps_by_the_clock_are_the_same_on_all_ranks(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """All go by the slowest rank. Step 11, which one of them cannot begin, is lost on all, and the next one is as far away as it was."""
     for result in run_scenarios(num_ranks, "by_the_clock"):
@@ -207,7 +207,7 @@ def test_steps_by_the_clock_are_the_same_on_all_ranks(num_ranks: int, run_scenar
         assert times == [None, *[float(num_ranks)] * (len(times) - 1)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_next_record_tells_which_step_was_the_first(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A step that is not monitored has no collective of ours; every rank gets the same finding with the next record, and no other."""
     for result in run_scenarios(num_ranks, "sick_between"):
@@ -217,7 +217,7 @@ def test_the_next_record_tells_which_step_was_the_first(num_ranks: int, run_scen
         assert [record.values["monitor/steps_since_nonfinite"] for record in result["records"][1:]] == [2.0]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_limit_of_the_time_leaves_the_same_steps_out_on_all_ranks(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Each rank has another cost, and one cannot even begin the first step: all go by the slowest, and count from the same step."""
     by_rank = run_scenarios(num_ranks, "limited")
@@ -263,7 +263,7 @@ def test_other_code_that_runs_the_model(run_scenarios: RunScenarios) -> None:
             assert_same(result[""], records)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_step_or_loop_that_one_rank_cannot_begin(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """It is lost on all ranks, and none waits for it: the others, and training, go on."""
     results = run_scenarios(num_ranks, "one_rank_cannot_begin")
@@ -275,7 +275,7 @@ def test_a_step_or_loop_that_one_rank_cannot_begin(num_ranks: int, run_scenarios
     assert all(torch.equal(value, results[0]["state"][name]) for name, value in results[-1]["state"].items())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parameters_that_an_optimizer_of_the_module_s_own_moves(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Their values and updates are true from the second step on; gradients that arrive are of one rank, and there are none."""
     for result in run_scenarios(num_ranks, "own_optimizer"):

@@ -49,7 +49,7 @@ def assert_same(whole: dict[str, Any], result: dict[str, Any], num_shares: int) 
             assert histogram.row.sum() == merged.histograms[key].row.sum(), key
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shares_of_a_batch_give_the_values_of_the_whole_batch(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """All kinds, functions, aggregates, histograms, torchmetrics objects, heads and stages, on every rank."""
     whole = scenarios.whole_and_parts(tmp_path)
@@ -273,7 +273,7 @@ def test_raw_tensors_of_parameters_are_whole(scenario: str, num_ranks: int, run_
     torch.testing.assert_close(part, full[: full.shape[0] // rows, : full.shape[1] // columns], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_subclass_of_a_strategy_is_what_it_is(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """What a user derives from DDPStrategy or ModelParallelStrategy has the values of these."""
     for result in run_scenarios(num_ranks, "of_a_subclass"):
@@ -283,7 +283,7 @@ def test_a_subclass_of_a_strategy_is_what_it_is(num_ranks: int, run_scenarios: R
             np.testing.assert_equal(derived, plain)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Activations, their gradients and the loss of the rank's own batches, without a collective; one line names what is left out."""
     for rank, by_health in enumerate(run_scenarios(num_ranks, "of_an_unknown_strategy")):
@@ -313,7 +313,7 @@ def test_under_a_strategy_that_is_not_known_each_rank_has_its_own_values(num_ran
             ] * (rank == 0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """In a step, in a loop within one, in a loop after one: the step is lost on all ranks, no rank waits, and later steps do not mix."""
     torch.manual_seed(0)
@@ -330,7 +330,7 @@ def test_errors_that_a_loop_of_its_own_catches_on_one_rank(num_ranks: int, run_s
                     assert values[f"{prefix}monitor/errors"] == 0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Of one site: each rank has one of its own, all have one with an aggregate of theirs, one comes later."""
     for result in run_scenarios(num_ranks, "own_loop"):
@@ -343,7 +343,7 @@ def test_values_of_the_users_own_come_from_any_rank_in_any_step(num_ranks: int, 
             assert values == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_weight_that_differs_on_one_rank_is_named(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Once, with its number; its values are of all ranks' elements together, those of all others still count once: two collectives."""
     by_rank = run_scenarios(num_ranks, "corrupted")
@@ -367,7 +367,7 @@ def test_one_weight_that_differs_on_one_rank_is_named(num_ranks: int, run_scenar
                 assert record.histograms[f"gradient/{name}/hist"].row.sum() == together[0].numel(), name
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_of_ranks_that_train_alone_values_are_of_all_elements_together(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Local steps: gradients differ from the first step on, parameters from the second; a frozen one never does, and counts once."""
     by_rank = run_scenarios(num_ranks, "local_steps")
@@ -385,7 +385,7 @@ def test_of_ranks_that_train_alone_values_are_of_all_elements_together(num_ranks
                     assert record.values[f"gradient/{name}/mean"] == pytest.approx(float(gradients.mean()), rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Collectives of the monitor meet none of DDP's or of ``Join``'s; steps that all ranks have are recorded, and training is the same."""
     torch.manual_seed(0)
@@ -400,7 +400,7 @@ def test_in_join_a_rank_that_has_no_more_batches_ends_the_record_and_not_the_run
         assert ends == [True] * (rank < num_ranks - 1)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_ends_the_record_and_not_the_run(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Whichever collective it leaves, that of a record or of the search for what is not finite: one sentence, and no hook stays."""
     for result in run_scenarios(num_ranks, "one_rank_leaves"):
@@ -414,7 +414,7 @@ def test_a_rank_that_leaves_ends_the_record_and_not_the_run(num_ranks: int, run_
             assert [message.partition(":")[0] for message in ends] == ["Monitoring ends after the record of step 1"]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_rules_that_differ_from_rank_to_rank_are_refused(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """On every rank, before the first batch; what is of another rank, or in other steps, would wait for ever, or mix."""
     for result in run_scenarios(num_ranks, "other_rules"):
@@ -432,7 +432,7 @@ def test_rules_that_differ_from_rank_to_rank_are_refused(num_ranks: int, run_sce
         assert result["collectives"] == [["all_gather_object"] * 2] * 3
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_ranks_compare_with_one_reference(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A reference that every rank has made from a seed of its own is the first rank's, as the model is."""
     torch.manual_seed(0)
@@ -454,7 +454,7 @@ def expected_factor(key: str, num_ranks: int) -> float:
     return float(num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_monitoring_does_not_change_training(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Promise 1 on several ranks: weights, buffers and random states are bit-identical, with reference and coordinate check."""
     for result in run_scenarios(num_ranks, "unchanged"):
@@ -481,7 +481,7 @@ def test_monitoring_does_not_change_training_by_fsdp1(run_scenarios: RunScenario
         assert all(torch.equal(plain[name], monitored[name]) for name in plain)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_only_one_rank_has_mixes_with_nothing_and_costs_two_collectives(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A module, a second output, and from step 1 on heads of attention: two collectives a step, more only where something is new."""
     by_rank = run_scenarios(num_ranks, "branches")
@@ -519,7 +519,7 @@ def rest(result: dict[str, Any], step: int, x: torch.Tensor) -> float:
     return float(2 * h[:, 2:].detach().double().sum())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_error_on_one_rank_is_an_error_on_all(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """A function that raises on one rank is NaN for all; an error in the monitor on one rank loses the step on all; no rank waits."""
     by_rank = run_scenarios(num_ranks, "one_rank_fails")
@@ -541,7 +541,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(num_ranks: int, run_scenarios: 
     assert len(messages) == len({*scenarios.BROKEN.values()}) + 1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_error_on_one_rank_keeps_no_part_from_the_others(num_ranks: int, run_scenarios: RunScenarios, tmp_path: Path) -> None:
     """Whole tensors are gathered only if all ranks have their parts: no rank waits, and training continues."""
     whole = scenarios.one_rank_fails_of_those_with_parts(tmp_path)

@@ -38,7 +38,7 @@ def flat(names: list[tuple[int, int]], batches: list[Batch], module: nn.Module) 
     return {**expected, "largest_micro_batch": number, "largest_rank": rank}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num", [1, 2], ids=["one each", "two each"])
 def test_every_micro_batch_of_every_rank_is_a_gradient(num: int, num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Uneven sizes, clipping, a last step with one micro-batch a rank; the same on all ranks, by two collectives a step."""
@@ -79,7 +79,7 @@ def test_two_ranks_equal_two_micro_batches(run_scenarios: RunScenarios, tmp_path
             assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_own_loop(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """With ``no_sync``; a monitor of one rank alone is refused."""
     by_rank = run_scenarios(num_ranks, "noise")
