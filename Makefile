@@ -29,7 +29,7 @@ demo: $(VENV)/examples.stamp ## train a small network on the digits data set and
 rcc: $(VENV)/examples.stamp ## check how what a network learns depends on its width: the standard parametrization against muP
 	$(PY) examples/coordinate_check.py
 
-test: $(VENV)/dev.stamp ## run the tests that are quick (WORKERS=2 processes): about five minutes on two cores
+test: $(VENV)/dev.stamp ## run the tests that are quick (WORKERS=2 processes): less than six minutes on two cores
 	OMP_NUM_THREADS=1 $(PY) $(PYTEST) -m "not slow"
 	@echo "Slow tests were left out, as of tutorials, the site, releases and benchmarks, and most cases of large matrices: make test-all"
 
