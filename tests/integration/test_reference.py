@@ -302,7 +302,7 @@ def test_a_resumed_run_that_ends_before_its_first_batch_keeps_the_reference(tmp_
     run(tmp_path, ModuleMonitorCallback(**ALL), model(0, "in __init__"))
     callback = ModuleMonitorCallback(**ALL)
     resumed = trainer(tmp_path / "resumed", [callback, SavesAtStart()], max_epochs=2)
-    resumed.fit(model(99, "in __init__"), loader(), loader(8), ckpt_path=str(tmp_path / "step=3.ckpt"), weights_only=False)
+    resumed.fit(model(99, "in __init__"), loader(), loader(8), ckpt_path=str(tmp_path / "step=3.ckpt"))
     saved, again = (
         torch.load(path, weights_only=True)["callbacks"]["ModuleMonitorCallback"]["reference"]
         for path in (tmp_path / "step=3.ckpt", tmp_path / "start.ckpt")
