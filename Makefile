@@ -66,13 +66,12 @@ test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: inter
 test-deepspeed: $(VENV)/deepspeed.stamp ## test DeepSpeed on CPUs, in one to four processes: six minutes, of which its import takes most
 	OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/distributed/test_deepspeed.py
 
-check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, the code in the documents
+check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 	$(PY) -m codespell_lib
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/documents/test_docs.py
 
 docs: $(VENV)/docs.stamp ## build the site into build/site, without a network; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

@@ -17,7 +17,7 @@ from helpers.lightning_package import Callback, LightningModule, Trainer
 
 from lightning_module_monitor import load_store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("benchmarks")]  # groups are begun first, and these tests take long
 
 OVERHEAD = BENCHMARKS / "overhead.py"
 

@@ -24,7 +24,7 @@ from helpers.documents import ROOT
 from lightning_module_monitor.kernels.moments import Need
 from lightning_module_monitor.kernels.warm_up import Form, Launch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("on_gpu")]  # groups are begun first, and these tests take long
 
 CPU = torch.device("cpu")
 MONITORED, OTHER = "default callback, monitored step", "default callback, other steps"

@@ -18,7 +18,7 @@ from helpers.documents import program
 
 from lightning_module_monitor import load_store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("examples")]  # groups are begun first, and these tests take long
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 200

@@ -14,6 +14,8 @@ from nbclient import NotebookClient
 
 from lightning_module_monitor import load_store
 
+pytestmark = pytest.mark.xdist_group("tutorials")  # groups are begun first, and these tests take long
+
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 NAMES = sorted(path.stem for path in TUTORIALS.glob("*.ipynb"))
 
