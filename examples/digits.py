@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-from lightning_module_monitor import ModuleMonitorCallback, load_store
-from lightning_module_monitor.keys import Key
+from lightning_module_monitor import Key, ModuleMonitorCallback, load_store
 
 Batch = tuple[Tensor, Tensor]
 

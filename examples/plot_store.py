@@ -16,8 +16,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lightning_module_monitor import load_store
-from lightning_module_monitor.keys import Key
+from lightning_module_monitor import Key, load_store
 
 DEFAULT_PANELS = ["activation/rms", "activation_gradient/rms", "update/ratio", "gradient/norm"]
 """Shown where the store has them."""

@@ -1,4 +1,8 @@
-"""See inside a model while it trains: one Lightning callback, or the same engine in any loop."""
+"""See inside a model while it trains: one Lightning callback, or the same engine in any loop.
+
+The names in ``__all__``, and those in ``__all__`` of :mod:`.standalone`, are public and follow semantic versioning. All other modules are
+internal, and change in any version.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,20 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.config.rules import Capture as Capture
     from lightning_module_monitor.config.rules import Rule as Rule
     from lightning_module_monitor.health.diagnoses import Diagnosis as Diagnosis
+    from lightning_module_monitor.errors import ConfigError as ConfigError
+    from lightning_module_monitor.errors import MonitorError as MonitorError
+    from lightning_module_monitor.errors import NonfiniteError as NonfiniteError
+    from lightning_module_monitor.errors import RanksLostError as RanksLostError
     from lightning_module_monitor.histogram import Histogram as Histogram
+    from lightning_module_monitor.keys import Key as Key
     from lightning_module_monitor.monitor import ModuleMonitor as ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer as register_rcc_layer
     from lightning_module_monitor.record import Finding as Finding
     from lightning_module_monitor.record import Record as Record
     from lightning_module_monitor.report.page import write_report as write_report
     from lightning_module_monitor.sinks.recent_records import StorageManager as StorageManager
+    from lightning_module_monitor.sinks.store.plot import StorePlots as StorePlots
+    from lightning_module_monitor.sinks.store.reader import StoreReader as StoreReader
     from lightning_module_monitor.sinks.store.reader import load_store as load_store
     from lightning_module_monitor.standalone.forward import MonitorMixin as MonitorMixin
     from lightning_module_monitor.standalone.forward import monitor_scaled_dot_product_attention as monitor_scaled_dot_product_attention
@@ -41,19 +52,22 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
 _HOMES = {
     "callback": ("ModuleMonitorCallback",),
     "config.gradient_options": ("GradientFlow", "GradientNoise"),
-    "config.rules": ("Capture", "Rule"),
-    "health.diagnoses": ("Diagnosis",),
     "config.health_options": ("Alert", "Health"),
+    "config.rules": ("Capture", "Rule"),
+    "errors": ("ConfigError", "MonitorError", "NonfiniteError", "RanksLostError"),
+    "health.diagnoses": ("Diagnosis",),
+    "histogram": ("Histogram",),
+    "keys": ("Key",),
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),
-    "histogram": ("Histogram",),
     "record": ("Finding", "Record"),
     "report.page": ("write_report",),
     "sinks.recent_records": ("StorageManager",),
-    "sinks.store.reader": ("load_store",),
-    "standalone.refined_coordinate_check": ("RefinedCoordinateCheck",),
+    "sinks.store.plot": ("StorePlots",),
+    "sinks.store.reader": ("StoreReader", "load_store"),
     "standalone.forward": ("MonitorMixin", "monitor_scaled_dot_product_attention"),
     "standalone.gradient_gain": ("GradientGainMonitor",),
+    "standalone.refined_coordinate_check": ("RefinedCoordinateCheck",),
     "standalone.tracker": ("Event", "Stash", "Tracker", "track"),
     "standalone.watcher": ("TorchWatcher",),
     "statistics.registry": ("STATISTICS", "Statistic"),

@@ -1,4 +1,7 @@
-"""The Lightning callback: Lightning's events become the phases of a run and of its steps."""
+"""The Lightning callback: Lightning's events become the phases of a run and of its steps.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line ``lightning-module-monitor``: one subcommand for each entry of ``COMMANDS``."""
+"""The command line ``lightning-module-monitor``: one subcommand for each entry of ``COMMANDS``.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Display of objects at the prompt and in a notebook: a title and a short table."""
+"""Display of objects at the prompt and in a notebook: a title and a short table.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

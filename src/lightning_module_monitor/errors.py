@@ -1,4 +1,7 @@
-"""Exceptions, parts of messages, and what is installed."""
+"""Exceptions, parts of messages, and what is installed.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Histograms with fixed bins: one bin for each power of two and sign, so that histograms of any steps and ranks can be added."""
+"""Histograms with fixed bins: one bin for each power of two and sign, so that histograms of any steps and ranks can be added.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The names of series: ``[prefix/][stage/]kind/site/statistic``."""
+"""The names of series: ``[prefix/][stage/]kind/site/statistic``.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The kinds of observed tensors, :data:`KINDS`, and names that keys have in every run."""
+"""The kinds of observed tensors, :data:`KINDS`, and names that keys have in every run.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

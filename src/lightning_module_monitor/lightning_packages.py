@@ -1,4 +1,7 @@
-"""The two packages of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``: the same classes, each package with its own."""
+"""The two packages of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``: the same classes, each package with its own.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The monitor of a module, for any loop."""
+"""The monitor of a module, for any loop.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,6 @@ from lightning_module_monitor.model.compiled import COMPILED_CHOICES, KEEP
 from lightning_module_monitor.model.names import beginning_with, without_wrappers
 from lightning_module_monitor.plan.blocks import BLOCK_LABEL
 from lightning_module_monitor.plan.matching import WATCH_LABEL
-from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import Recipe
 from lightning_module_monitor.plan.totals import per_module_phrase
 from lightning_module_monitor.probes.attention_calls import RawCall
@@ -141,7 +143,7 @@ class ModuleMonitor(Described):
         rule_specs = default_rules() if rules is None else as_tuple(rules)
         self.distributed = distributed
         self.access = ParameterAccess()
-        """Reads parameters and their gradients, from the next :meth:`set_module` on."""
+        """Internal: reads parameters and their gradients, from the next :meth:`set_module` on."""
         self.storage = StorageManager(history)
         """The records in memory."""
         self._cpu_offload = cpu_offload
@@ -159,9 +161,9 @@ class ModuleMonitor(Described):
             keeps_compiled=compiled == KEEP,
         )
         self.engine = StepEngine(recipe, self._reporter, self.storage)
-        """Runs the steps."""
+        """Internal: runs the steps."""
         self.metrics: set[tuple[str, str]] = set()
-        """Kind and name of each metric that was added by function."""
+        """Internal: kind and name of each metric that was added by function."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy made in the middle of a run is a monitor without a module: hooks and an open step belong to the original."""
@@ -187,14 +189,14 @@ class ModuleMonitor(Described):
         """The name of every module of the monitored one, also of those that are excluded; empty before :meth:`set_module`."""
         return {} if self.engine.observed is None else self.engine.observed.index.names()
 
-    @property
-    def planner(self) -> Planner:
-        """The planner of the module, which knows the keys to record.
+    def planned_keys(self) -> list[str]:
+        """Every key of training, also of a histogram, that is known before the first step.
 
         Raises:
-            ValueError: If none was set.
+            ValueError: If no module was set.
         """
-        return self.engine.model.planner
+        planner = self.engine.model.planner
+        return [*planner.planned_keys(), *planner.planned_histograms()]
 
     def set_module(self, module: nn.Module) -> None:
         """Set the module to monitor.

@@ -1,4 +1,7 @@
-"""The record of a monitored step: a vector of numbers, histograms, raw tensors; and the findings about it."""
+"""The record of a monitored step: a vector of numbers, histograms, raw tensors; and the findings about it.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs ``training_step`` on a copy of a LightningModule, without effects outside of the copy: it logs nothing and moves no weight."""
+"""Runs ``training_step`` on a copy of a LightningModule, without effects outside of the copy: it logs nothing and moves no weight.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

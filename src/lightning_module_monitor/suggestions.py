@@ -1,4 +1,7 @@
-"""Suggestions for a misspelt name or pattern, for the end of a message."""
+"""Suggestions for a misspelt name or pattern, for the end of a message.
+
+Internal: it may change in any version.
+"""
 
 from __future__ import annotations
 

@@ -264,11 +264,11 @@ def test_other_classes_take_any_container(tmp_path: Path) -> None:
     for one in (of_lists, monitor):
         one.set_module(Tiny())
         one.add_rules(of_hydra([{"kinds": ["update"], "statistics": ["norm", "ratio"]}]))
-    assert monitor.planner.planned_keys() == of_lists.planner.planned_keys()
+    assert monitor.planned_keys() == of_lists.planned_keys()
     assert [step for step in range(5) if monitor.is_step_monitored(step)] == [0, 2, 3]
     monitor.set_reference_module(Tiny())
     RefinedCoordinateCheck(monitor, statistics=of_hydra(["rms", "norm"]))
-    assert "rcc_output/model.0/norm" in monitor.planner.planned_keys()
+    assert "rcc_output/model.0/norm" in monitor.planned_keys()
     monitor.close()
     of_lists.close()
 
@@ -336,7 +336,7 @@ def test_hydra_makes_the_callback_in_every_mode(convert: str) -> None:
     for one in (given, expected):
         assert [step for step in range(4) if one.monitor.is_step_monitored(step)] == [0, 1, 2, 3]
         one.monitor.set_module(Tiny())
-        keys.append(one.monitor.planner.planned_keys())
+        keys.append(one.monitor.planned_keys())
         one.monitor.close()
     assert keys[0] == keys[1]
     assert {"activation/model.0/spread", "activation/model.1/rms", "gradient/model.0.bias/norm"} <= {*keys[0]}

@@ -146,11 +146,11 @@ def test_a_shared_module_and_a_tied_weight_are_matched_by_either_name_and_counte
     for pattern, site in (("inner", "inner"), ("again", "inner")):
         with ModuleMonitor(rules=[Rule(kinds="activation", sites=pattern, statistics="norm")]) as monitor:
             monitor.set_module(Shared())
-            assert monitor.planner.planned_keys() == [f"activation/{site}/norm", "monitor/errors"]
+            assert monitor.planned_keys() == [f"activation/{site}/norm", "monitor/errors"]
     for pattern in ("encoder.weight", "decoder.weight"):
         with ModuleMonitor(rules=[Rule(kinds="gradient", sites=pattern, statistics="norm")]) as monitor:
             monitor.set_module(Shared())
-            assert monitor.planner.planned_keys() == ["gradient/encoder.weight/norm", "monitor/errors"]
+            assert monitor.planned_keys() == ["gradient/encoder.weight/norm", "monitor/errors"]
 
 
 def test_selection_by_type_leaf_exclusion_and_submodule() -> None:
@@ -159,7 +159,7 @@ def test_selection_by_type_leaf_exclusion_and_submodule() -> None:
     def planned(model: nn.Module, *rules: Rule, **options: object) -> set[str]:
         with ModuleMonitor(rules=rules, **options) as monitor:  # type: ignore[arg-type]
             monitor.set_module(model)
-            return {key.split("/")[1] for key in monitor.planner.planned_keys() if not key.startswith("monitor/")}
+            return {key.split("/")[1] for key in monitor.planned_keys() if not key.startswith("monitor/")}
 
     cnn = make("cnn")
     assert planned(cnn, Rule(kinds="activation", types=["torch.nn.Conv2d", nn.BatchNorm2d], statistics="rms")) == {
@@ -506,7 +506,7 @@ def test_a_logged_value_with_a_key_of_the_monitor_is_reported(caplog: pytest.Log
         for step in range(2):
             monitor.begin_step(step)
             monitor.log_scalar("activation/two.output_1/max", 7.0)
-            monitor.planner.index.within(torch.ones(2))
+            monitor.engine.model.planner.index.within(torch.ones(2))
             record = record_of(monitor)
             assert record.values["activation/two.output_1/max"] == 2.0
     [said] = [one.getMessage() for one in caplog.records]
@@ -518,7 +518,7 @@ def test_names_are_fit_for_every_logger(caplog: pytest.LogCaptureFixture) -> Non
     model = nn.ModuleDict({"a b": nn.Linear(2, 2), "a:b": nn.Linear(2, 2), "x" * 200: nn.Linear(2, 2)})
     with caplog.at_level(logging.INFO), ModuleMonitor(rules=[Rule(kinds="parameter", sites=".*weight", statistics="norm")]) as monitor:
         monitor.set_module(model)
-        keys = monitor.planner.planned_keys()
+        keys = monitor.planned_keys()
     assert keys[:2] == ["parameter/a_b.weight/norm", "parameter/a_b.weight_2/norm"]
     assert len(keys[2].split("/")[1]) == 128
     assert any("'a:b.weight' is called 'a_b.weight_2' in keys" in message for message in caplog.messages)
@@ -702,7 +702,7 @@ def test_no_wrapper_is_in_a_name(wrapper: str) -> None:
     for root in (model, wrapped(model)):
         with ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm", exclude=".*bias")) as monitor:
             monitor.set_module(root)
-            sites = {key.split("/")[1] for key in monitor.planner.planned_keys() if not key.startswith("monitor/")}
+            sites = {key.split("/")[1] for key in monitor.planned_keys() if not key.startswith("monitor/")}
         assert sites == {"_root_", "block", "block.0", "block.0.weight", f"my{wrapper}", f"my{wrapper}.weight"}
 
 
@@ -716,7 +716,7 @@ def test_module_names_has_every_module_by_the_name_that_it_has_in_keys() -> None
         monitor.set_module(model)
         names = monitor.module_names
         assert {names[module] for module in model if module is not model[3]} <= {
-            key.split("/")[1] for key in monitor.planner.planned_keys()
+            key.split("/")[1] for key in monitor.planned_keys()
         }
     assert names == {model: "_root_", shared: "a", model[1]: "b_c", model[3]: "_root_", model[3][0]: "0"}
     assert monitor.module_names == {}
@@ -832,7 +832,7 @@ def test_two_rules_that_give_one_name_to_different_things_are_refused(other: dic
     net = nn.Sequential(OrderedDict(fc=nn.Linear(2, 2)))
     with ModuleMonitor(1, rules=rules) as monitor:
         monitor.set_module(net)
-        assert "activation/fc/spread" in monitor.planner.planned_keys()
+        assert "activation/fc/spread" in monitor.planned_keys()
         with pytest.raises(ConfigError, match=r"two: another rule records something else as '.*' of kind 'activation' at '_root_'"):
             monitor.add_rules(Rule(kinds="activation", **other), "two")
         assert len(monitor.engine.recipe.rules) == 2

@@ -281,7 +281,7 @@ def test_complex_parameters_are_reported_once(
     rule = Rule(kinds=kinds, statistics=["norm", "hist"], functions={"mean": torch.mean})
     with ModuleMonitor(rules=[rule], capture=Capture(sites="wave.*", steps=[0], kinds=captured)) as monitor, caplog.at_level(logging.INFO):
         monitor.set_module(net)
-        planned = monitor.planner.planned_keys()
+        planned = monitor.planned_keys()
         for step in range(2):
             monitor.begin_step(step)
             monitor.begin_backward(scale)

@@ -74,7 +74,7 @@ def test_biases_from_zero_are_healthy(tmp_path: Path) -> None:
 
     class Plans(KeepRecords):
         def on_train_start(self, *_args: Any) -> None:
-            planned.extend(callback.monitor.planner.planned_keys())
+            planned.extend(callback.monitor.planned_keys())
 
     trainer(tmp_path, [callback, records, Plans(callback)], max_epochs=1).fit(Classifier(model), loader(), loader(8))
     keys = {f"{kind}/model.0.bias/ratio" for kind in ("update", "parameter_difference")}

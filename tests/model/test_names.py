@@ -63,7 +63,7 @@ def test_types_may_be_named_as_in_the_model() -> None:
     for types in ("MyBlock", MyBlock, "Linear", nn.Linear, ["MyBlock", "torch.nn.ReLU"]):
         with ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], types=types, statistics="rms")) as monitor:
             monitor.set_module(net)
-            sites[str(types)] = {Key.parse(key).site for key in monitor.planner.planned_keys()} - {""}
+            sites[str(types)] = {Key.parse(key).site for key in monitor.planned_keys()} - {""}
     assert list(sites.values()) == [
         *([{"0", "0.weight", "0.bias"}] * 2),
         *([{"0", "1", "0.weight", "0.bias", "1.weight", "1.bias"}] * 2),
@@ -105,7 +105,7 @@ def picked(model: nn.Module, **options: Any) -> set[str]:
     """The sites of a rule."""
     with ModuleMonitor(rules=Rule(statistics="rms", **options)) as monitor:
         monitor.set_module(model)
-        return {Key.parse(key).site for key in monitor.planner.planned_keys()} - {""}
+        return {Key.parse(key).site for key in monitor.planned_keys()} - {""}
 
 
 LISTED = "0.parametrizations.weight.original"

@@ -20,7 +20,7 @@ def test_any_number_of_odd_names_takes_one_line(caplog: pytest.LogCaptureFixture
     model = nn.ModuleDict({f"layer {number}": nn.Linear(1, 1) for number in range(500)})
     with caplog.at_level(logging.INFO), ModuleMonitor(rules=Rule(kinds=["activation", "parameter"], statistics="norm")) as monitor:
         monitor.set_module(model)
-        sites = {key.split("/")[1] for key in monitor.planner.planned_keys()} - {"errors"}
+        sites = {key.split("/")[1] for key in monitor.planned_keys()} - {"errors"}
     assert len(sites) == 1500
     (message,) = messages(caplog)
     examples = ", ".join(f"'layer {number}' is called 'layer_{number}' in keys" for number in range(3))

@@ -543,7 +543,7 @@ def test_which_modules_are_checked(caplog: pytest.LogCaptureFixture) -> None:
     monitor.set_reference_module(WithToken())
     with caplog.at_level("INFO"):
         RefinedCoordinateCheck(monitor)
-    planned = monitor.planner.planned_keys()
+    planned = monitor.planned_keys()
     projections = [f"attention.{name}_proj{weight}" for name in "qkv" for weight in ("", ".weight")]
     assert [key.split("/")[1] for key in planned if key.startswith("rcc_output/")] == [*projections, "blocks.0", "blocks.0.weight"]
     norms = ["attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.out_proj", "blocks.0"]

@@ -101,8 +101,8 @@ def test_the_planned_keys_are_the_gains_and_their_summary() -> None:
     model = Deep()
     with ModuleMonitor(gradient_flow=GradientFlow(blocks="blocks"), prefix="run1") as monitor:
         monitor.set_module(model)
-        planned = monitor.planner.planned_keys()
-        assert monitor.planner.planned_keys(["validation"]) == ["run1/validation/monitor/errors"]
+        planned = monitor.planned_keys()
+        assert monitor.engine.model.planner.planned_keys(["validation"]) == ["run1/validation/monitor/errors"]
     record = observe(model, backward(model, batch(4)), prefix="run1")
     assert planned == list(record.values)
     transitions = [f"run1/gradient_flow/blocks.{i}-blocks.{i + 1}/{name}" for i in range(3) for name in ("gain", "log_gain")]
@@ -121,7 +121,7 @@ def test_blocks_by_a_containers_name_a_list_and_a_pattern() -> None:
     def sites(blocks: Any, **options: Any) -> list[str]:
         with ModuleMonitor(gradient_flow=GradientFlow(blocks=blocks), **options) as monitor:
             monitor.set_module(model)
-            return [Key.parse(key).site for key in monitor.planner.planned_keys() if key.endswith("/gain")]
+            return [Key.parse(key).site for key in monitor.planned_keys() if key.endswith("/gain")]
 
     everything = ["body.0-body.1", "body.1-body.2", "body.2-body.3"]
     assert sites("body") == sites(r"body\.\d") == sites([f"body.{i}" for i in range(4)]) == everything
@@ -300,7 +300,7 @@ def test_names_that_loggers_would_not_take(caplog: pytest.LogCaptureFixture) -> 
     flow = GradientFlow(blocks=["a", "b-a", "b", "a-b", "a", "x y", "n" * 100, "m" * 100])
     with caplog.at_level(logging.INFO), ModuleMonitor(gradient_flow=flow) as monitor:
         monitor.set_module(model)
-        sites = [Key.parse(key).site for key in monitor.planner.planned_keys() if key.endswith("/gain")]
+        sites = [Key.parse(key).site for key in monitor.planned_keys() if key.endswith("/gain")]
     assert sites[:5] == ["a-b-a", "b-a-b", "b-a-b_2", "a-b-a_2", "a-x_y"]
     assert len(set(sites)) == 7
     assert max(map(len, sites)) <= 128

@@ -75,7 +75,7 @@ def test_each_module_has_the_noise_of_its_own_parameters() -> None:
     grads = gradients(model, micro_batches, loss_of)
     with ModuleMonitor(gradient_noise={"per_module": ["_root_", r"\d"]}, prefix="a/b") as monitor:
         monitor.set_module(model)
-        planned = monitor.planner.planned_keys()
+        planned = monitor.planned_keys()
         record = observe_step(monitor, model, micro_batches)
     assert planned == [key for key in record.values if key != "a/b/context/batch_size"]
     assert planned[:6] == [f"a/b/gradient_noise/_root_/{name}" for name in NAMES]
@@ -380,7 +380,7 @@ def test_without_the_option_nothing_is_recorded(option: Any) -> None:
     model = mlp()
     with in_step(model, rules=[Rule(kinds="gradient", statistics="norm")], gradient_noise=option) as monitor:
         assert not any(parameter._backward_hooks for parameter in model.parameters())
-        assert not any("noise" in key for key in monitor.planner.planned_keys())
+        assert not any("noise" in key for key in monitor.planned_keys())
 
 
 def linear_regression(num_steps: int, size: int, num_micro_batches: int) -> tuple[float, float]:

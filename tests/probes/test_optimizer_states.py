@@ -399,11 +399,11 @@ def test_keys_of_states_are_not_planned() -> None:
     """They are known after the first step; those of cosines of updates are known before."""
     with ModuleMonitor(rules=[*RULES]) as monitor:
         monitor.set_module(Net())
-        keys = monitor.planner.planned_keys()
+        keys = monitor.planned_keys()
         assert not any(key.startswith(STATES) for key in keys)
         assert "update/fc.weight/cosine_to_previous" in keys
-        assert not monitor.planner.plan().knows_all_keys(STATES)
-        assert monitor.planner.plan().knows_all_keys("update")
+        assert not monitor.engine.model.planner.plan().knows_all_keys(STATES)
+        assert monitor.engine.model.planner.plan().knows_all_keys("update")
 
 
 # What is not recorded

@@ -1,1 +1,4 @@
-"""The steps of a module that is monitored, in any loop: no Lightning."""
+"""The steps of a module that is monitored, in any loop: no Lightning.
+
+Internal: it may change in any version.
+"""

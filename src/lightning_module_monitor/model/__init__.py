@@ -1,1 +1,4 @@
-"""Models: names, compiled parts, hooks, outputs, copies, and contexts that undo side effects."""
+"""Models: names, compiled parts, hooks, outputs, copies, and contexts that undo side effects.
+
+Internal: it may change in any version.
+"""

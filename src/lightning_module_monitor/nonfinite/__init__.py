@@ -1,1 +1,4 @@
-"""The search for the first value that is not finite."""
+"""The search for the first value that is not finite.
+
+Internal: it may change in any version.
+"""

@@ -1,1 +1,4 @@
-"""Where tensors come from."""
+"""Where tensors come from.
+
+Internal: it may change in any version.
+"""

@@ -1,1 +1,4 @@
-"""Reports on stored runs: the verdict, and the HTML page with charts."""
+"""Reports on stored runs: the verdict, and the HTML page with charts.
+
+Internal: it may change in any version.
+"""

@@ -1,1 +1,4 @@
-"""The destinations of records: loggers, memory, and the files of a run."""
+"""The destinations of records: loggers, memory, and the files of a run.
+
+Internal: it may change in any version.
+"""

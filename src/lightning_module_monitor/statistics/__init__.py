@@ -1,1 +1,4 @@
-"""Statistics of tensors."""
+"""Statistics of tensors.
+
+Internal: it may change in any version.
+"""
