@@ -307,14 +307,14 @@ def test_a_store_that_cannot_be_read_is_a_line(command: str, capsys: pytest.Capt
     assert sorted(Path().iterdir()) == before
 
 
-@pytest.mark.parametrize("command", OF_STORES)
+@pytest.mark.parametrize("command", [*OF_STORES, "info"])
 def test_help_has_examples_and_exit_statuses(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The help has commands to copy and the meaning of the status."""
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert f"\n  lightning-module-monitor {command} " in out
+    assert f"\n  lightning-module-monitor {command}" in out
     assert "\nexit status:\n  0  " in out
 
 
@@ -341,5 +341,5 @@ def test_reading_keys_imports_neither_torch_nor_pandas(store: Path) -> None:
 
 def test_every_command_is_tested() -> None:
     """The list above has every command."""
-    assert [command.name for command in COMMANDS] == [*OF_STORES]
+    assert [command.name for command in COMMANDS] == [*OF_STORES, "info"]  # of which tests/test_installation.py has the tests
     assert issubclass(ConfigError, ValueError)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.config.health_options import Health as Health
     from lightning_module_monitor.config.rules import Capture as Capture
     from lightning_module_monitor.config.rules import Rule as Rule
-    from lightning_module_monitor.health.diagnoses import Diagnosis as Diagnosis
     from lightning_module_monitor.errors import ConfigError as ConfigError
     from lightning_module_monitor.errors import MonitorError as MonitorError
     from lightning_module_monitor.errors import NonfiniteError as NonfiniteError
     from lightning_module_monitor.errors import RanksLostError as RanksLostError
+    from lightning_module_monitor.health.diagnoses import Diagnosis as Diagnosis
     from lightning_module_monitor.histogram import Histogram as Histogram
     from lightning_module_monitor.keys import Key as Key
     from lightning_module_monitor.monitor import ModuleMonitor as ModuleMonitor

@@ -11,12 +11,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_module_monitor.errors import ConfigError, in_bytes, package_version, printable, require
+from lightning_module_monitor.errors import ConfigError, in_bytes, package_version, printable, require, writing
 from lightning_module_monitor.sinks.store.remote import is_url
 from lightning_module_monitor.suggestions import nearest_pattern
 
@@ -103,22 +102,13 @@ def _output_path(wanted: Path | None, store: StoreReader, suffix: str) -> Path:
         ConfigError: If the folder does not exist, or the path is the store.
     """
     path = store.default_path(suffix) if wanted is None else wanted
-    with _writing(path):
+    with writing(path):
         is_in_folder, is_folder, is_store = path.parent.is_dir(), path.is_dir(), path.resolve() == store.path.resolve()
     if not is_in_folder:
         raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
     if is_folder or is_store:
         raise ConfigError(f"{str(path)!r} cannot be written: it is {'a folder' if is_folder else 'the store itself'}.")
     return path
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raise an ``OSError`` of the block as a ``ConfigError`` about the file."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error
 
 
 # ------------------------------------------------------------------ pages: report, compare
@@ -230,7 +220,7 @@ def _write_page(arguments: argparse.Namespace) -> int:
         path = _output_path(arguments.output, store, ".html")
     from lightning_module_monitor.report.page import write_report
 
-    with _writing(path):
+    with writing(path):
         write_report(stores, path)
     print(f"{path}: {in_bytes(path.stat().st_size)}")
     return 0
@@ -384,25 +374,14 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    stores = [_open_store(path) for path in arguments.store]
-    has_several, suffix = len(stores) > 1, f".{arguments.format}"
-    output = arguments.output or (Path(f"export{suffix}") if has_several else None)
+    from lightning_module_monitor.report.export import export
+
+    stores, suffix = [_open_store(path) for path in arguments.store], f".{arguments.format}"
+    output = arguments.output or (Path(f"export{suffix}") if len(stores) > 1 else None)
     for store in stores:
         path = _output_path(output, store, suffix)
-    pandas = require("pandas", "pandas")
-    if arguments.format == "parquet":
-        require("pyarrow", "parquet")
-    frames = {store.location: store.to_frame() for store in stores}
-    frame = pandas.concat(frames, names=["run"]).reset_index("run").reset_index(drop=True) if has_several else frames.popitem()[1]
-    with _writing(path):
-        if arguments.format == "parquet":
-            frame.to_parquet(path, index=False)
-        else:
-            formula = ("=", "+", "-", "@", "\t", "\r")
-            names = [name for name in ("run", "stage", "kind", "site", "statistic") if name in frame]
-            texts = {name: frame[name].map(lambda text: f"'{text}" if text.startswith(formula) else text) for name in names}
-            frame.assign(**texts).to_csv(path, index=False)
-    print(f"{path}: {len(frame):,} values, {in_bytes(path.stat().st_size)}")
+    num_values = export(stores, path, arguments.format)
+    print(f"{path}: {num_values:,} values, {in_bytes(path.stat().st_size)}")
     return 0
 
 
@@ -414,6 +393,33 @@ def _repair(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     print(f"{store.path}: {'repaired' if had_journal else 'was closed; nothing to repair'}")
     return 0
+
+
+# ------------------------------------------------------------------ info
+
+INFO = """\
+examples:
+  lightning-module-monitor info
+  lightning-module-monitor info --json
+
+The self-check measures the output of a layer on every device, compares it with formulas in float64, and reads a store back.
+
+exit status:
+  0  everything works
+  1  the self-check found an error
+"""
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _print_info(arguments: argparse.Namespace) -> int:
+    from lightning_module_monitor.installation import installation
+
+    installed = installation()
+    print(installed.as_json() if arguments.json else installed.as_text())
+    return 1 if any(check.error for check in installed.checks) else 0
 
 
 _PAGE = "write an HTML page about a run: a verdict, heat maps, profiles over depth, histograms, the configuration"
@@ -429,4 +435,5 @@ COMMANDS: Sequence[Command] = (
     Command("keys", "list the keys of a store", KEYS, _add_keys, _print_keys),
     Command("export", "write every number of a store into a CSV or Parquet file", EXPORT, _add_export, _export),
     Command("repair", _REPAIR, REPAIR, _add_store, _repair),
+    Command("info", "print versions, extras, the kernels in use, and a self-check: for a report of a bug", INFO, _add_info, _print_info),
 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
@@ -63,6 +65,15 @@ def in_bytes(count: int) -> str:
             return f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} GiB"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an ``OSError`` of the block as a ``ConfigError`` about the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -715,9 +715,7 @@ def test_module_names_has_every_module_by_the_name_that_it_has_in_keys() -> None
     with monitor:
         monitor.set_module(model)
         names = monitor.module_names
-        assert {names[module] for module in model if module is not model[3]} <= {
-            key.split("/")[1] for key in monitor.planned_keys()
-        }
+        assert {names[module] for module in model if module is not model[3]} <= {key.split("/")[1] for key in monitor.planned_keys()}
     assert names == {model: "_root_", shared: "a", model[1]: "b_c", model[3]: "_root_", model[3][0]: "0"}
     assert monitor.module_names == {}
 
