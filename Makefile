@@ -17,7 +17,7 @@ NUMBA_CACHE := NUMBA_CACHE_DIR=$(CURDIR)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-slow test-all record-trainings verdicts test-pytorch-lightning test-lowest test-newest test-health test-triton test-deepspeed check docs release bench gpu dev clean
+.PHONY: help demo rcc test test-slow test-all record-trainings verdicts public-names released-files test-pytorch-lightning test-lowest test-newest test-health test-triton test-deepspeed check docs release bench gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -58,6 +58,12 @@ record-trainings: $(VENV)/dev.stamp ## record the stores of these trainings for 
 
 verdicts: $(VENV)/dev.stamp ## write the table of verdicts on the stores of these trainings; after a change of verdicts
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m helpers.all_trainings --verdicts
+
+public-names: $(VENV)/dev.stamp ## write the list of what is public, with each release
+	PYTHONPATH=tests $(PY) -m helpers.public_names
+
+released-files: $(VENV)/dev.stamp ## write the files that all later versions must read, with each release
+	PYTHONPATH=tests $(PY) -m helpers.released_files
 
 test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: interpreted on the CPU, and compiled for GPUs
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/kernels/test_triton_kernel.py tests/kernels/test_triton_launches.py

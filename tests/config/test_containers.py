@@ -214,7 +214,7 @@ def test_a_run_is_the_same_in_any_container(container: str, tmp_path: Path) -> N
         configurations.append(run["configuration"])
     assert configurations[0] == configurations[1]
     torch.save(given.state_dict(), tmp_path / "state.pt")
-    assert torch.load(tmp_path / "state.pt", weights_only=True)["format"] == 1
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["format_version"] == 1
 
 
 @pytest.mark.parametrize(("options", "fields"), NESTED.values(), ids=NESTED)

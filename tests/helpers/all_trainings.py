@@ -58,9 +58,14 @@ def _unpacked() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+def stored_path(name: str) -> Path:
+    """The store of a training, as it was recorded."""
+    return Path(_unpacked().name) / file_of(name)
+
+
 def stored_verdict(name: str) -> Verdict:
     """The verdict on the store of a training."""
-    return verdict_on(Path(_unpacked().name) / file_of(name))
+    return verdict_on(stored_path(name))
 
 
 def verdict_on(store: Path) -> Verdict:

@@ -32,6 +32,9 @@ from lightning_module_monitor.trainer.sinks_controller import SinksController
 from lightning_module_monitor.trainer.step import StepController
 from lightning_module_monitor.trainer.summary import dry_run_text, line_of_fit
 
+STATE_VERSION = 1
+"""Of the state in a checkpoint; increase it with each change that a resumed run must handle."""
+
 
 class Prepared(NamedTuple):
     """The parsed arguments of a callback, for all its runs."""
@@ -193,7 +196,10 @@ class RunController:
         """The state for a checkpoint: path of the store with the steps until now, state of health and gradient noise, and the reference."""
         if self._is_over:  # a signal's handler saves a checkpoint while the run ends
             return self._run.results.state
-        state: dict[str, Any] = {"format": 1, **{name: self._resumed.get(name, {}) for name in ("health", "gradient_noise")}}
+        state: dict[str, Any] = {
+            "format_version": STATE_VERSION,
+            **{name: self._resumed.get(name, {}) for name in ("health", "gradient_noise")},
+        }
         reference: dict[str, Any] = {}
         if not self._run.is_fit:
             state |= self._run.results.state
@@ -209,6 +215,13 @@ class RunController:
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from the :meth:`state` of an earlier run; validating or testing a checkpoint resumes nothing."""
         if not self._run.is_fit:
+            return
+        version = state.get("format_version", 0)
+        if not isinstance(version, int) or not 1 <= version <= STATE_VERSION:
+            message = (
+                "The monitor's state in the checkpoint has format version %s; expected one from 1 to %d. Nothing of it is continued. %s"
+            )
+            messages.warning(message, version, STATE_VERSION, "Update lightning-module-monitor to read it.")
             return
         self._resumed = state
         self._run.groups.places = state.get("groups", [])
