@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # at run time a name's home is imported when it is asked for:
     from lightning_module_monitor.errors import RanksLostError as RanksLostError
     from lightning_module_monitor.health.diagnoses import Diagnosis as Diagnosis
     from lightning_module_monitor.histogram import Histogram as Histogram
+    from lightning_module_monitor.kernels.moments import Moments as Moments
+    from lightning_module_monitor.kernels.moments import Need as Need
     from lightning_module_monitor.keys import Key as Key
     from lightning_module_monitor.monitor import ModuleMonitor as ModuleMonitor
     from lightning_module_monitor.probes.rcc_layers import register_rcc_layer as register_rcc_layer
@@ -57,6 +59,7 @@ _HOMES = {
     "errors": ("ConfigError", "MonitorError", "NonfiniteError", "RanksLostError"),
     "health.diagnoses": ("Diagnosis",),
     "histogram": ("Histogram",),
+    "kernels.moments": ("Moments", "Need"),
     "keys": ("Key",),
     "monitor": ("ModuleMonitor",),
     "probes.rcc_layers": ("register_rcc_layer",),

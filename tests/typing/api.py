@@ -31,6 +31,7 @@ from lightning_module_monitor import (
     ModuleMonitor,
     ModuleMonitorCallback,
     MonitorMixin,
+    Need,
     Record,
     RefinedCoordinateCheck,
     Rule,
@@ -45,7 +46,6 @@ from lightning_module_monitor import (
     track,
     write_report,
 )
-from lightning_module_monitor.kernels.moments import Need
 
 
 def kurtosis(x: Tensor) -> Tensor:

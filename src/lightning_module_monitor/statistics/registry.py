@@ -30,10 +30,10 @@ class Statistic:
     """A statistic that is computed from moments.
 
     Attributes:
-        needs: Bits of :class:`~lightning_module_monitor.kernels.moments.Need`.
-        finish: Takes moments, numpy arrays of shape ``(sites,)``, float64, and returns the statistic, float64, of the same
-            shape. A relative statistic also takes the moments of its base; one that compares two tensors takes the moments of
-            either, and of their elementwise product. A statistic that needs ``FINE_COUNTS`` also takes
+        needs: Bits of :class:`~lightning_module_monitor.Need`.
+        finish: Takes :class:`~lightning_module_monitor.Moments`, numpy arrays of shape ``(sites,)``, float64, and returns the statistic,
+            float64, of the same shape. A relative statistic also takes the moments of its base; one that compares two tensors takes
+            the moments of either, and of their elementwise product. A statistic that needs ``FINE_COUNTS`` also takes
             :class:`~lightning_module_monitor.statistics.fine_counts.FineCounts`.
         relative: Whether it is relative to another tensor: the parameter of an update, the reference of a difference.
         compared_with: The name of the tensor that it compares with: ``reference`` (the model's tensor of a difference is compared),
