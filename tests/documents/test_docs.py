@@ -487,7 +487,7 @@ def store_commands(document: str) -> list[list[str]]:
 
 
 def test_commands_for_stores(tmp_path: Path) -> None:
-    """They run as they stand, on stores of these names, and every command for a store is shown."""
+    """They run as they stand, on stores of these names, and every command is shown."""
     for name in ("monitor", "before", "after"):
         names = ("norm", "underflow_float16", "overflow_float16")
         write_store(tmp_path / f"{name}.h5", {f"gradient/model.head.weight/{statistic}": [1.0, 2.0] for statistic in names})
@@ -495,7 +495,9 @@ def test_commands_for_stores(tmp_path: Path) -> None:
     for command in shown:
         assert main(command) == 0, command
     assert {"monitor.html", "both.html", "monitor.csv"} <= {path.name for path in tmp_path.iterdir()}
-    assert {command[0] for command in shown} == {one.name for one in COMMANDS}
+    [info] = [command for command in store_commands("docs/getting_started.md") if command[0] == "info"]
+    assert main(info) == 0
+    assert {command[0] for command in [*shown, info]} == {one.name for one in COMMANDS}
 
 
 def test_make_demo_is_the_example_that_is_tested() -> None:
