@@ -14,6 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from helpers.all_trainings import stored_path, stored_verdict
 from helpers.processes import kill, start
 from helpers.stores import open_store, write_store
 
@@ -152,8 +153,7 @@ def test_the_verdict_stands_on_the_page(tmp_path: Path) -> None:
     for expected in (
         "<strong>watch</strong>",
         "A part of the model gets gradients of nothing but zeros, from step 10 at the latest, first at fc.weight",
-        ">fc.weight</button>",
-        "fc.weight: gradients are exactly zero, since step 10 at the latest.",
+        "fc.weight</button>: gradients are exactly zero, since step 10 at the latest.",
         "nonfinite <span",
         "large_logits: add health: {watch: large_logits}",
         "monitor/errors",
@@ -183,7 +183,7 @@ def test_what_follows_from_a_diagnosis_is_folded_under_it(tmp_path: Path) -> Non
     assert "zero_gradients" in names[1]
     assert len({*names[0], *names[1]}) == len([*names[0], *names[1]])
     [grown_sites] = re.findall(r"<b>growing_over_depth</b>.*?</li>", section, re.DOTALL)
-    assert re.findall(r'data-site="(\w+)"', grown_sites) == ["act", "head", "mid"]
+    assert re.findall(r'class="link"[^>]*>(\w+)<', grown_sites) == ["act", "head", "mid"]
 
 
 def test_findings_of_training_stand_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,6 +202,26 @@ def test_findings_of_training_stand_on_the_page(tmp_path: Path, capsys: pytest.C
     assert all(series for series, _site in pressed)
     assert main(["summary", str(tmp_path / "m.h5")]) == 1
     assert "from [bold] <b>inputs</b>" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("name", ["the sum of losses", "SGD at 50", "dead ReLUs", "one class a batch", "vanishing gradients", "AdamW"])
+def test_a_site_is_a_link_once_in_a_problem_and_checks_are_those_of_the_headline(name: str, tmp_path: Path) -> None:
+    """In the words where they have its name, else below; the numbers of checks in the headline are those of the lists."""
+    html = page_of(tmp_path / "page.html", stored_path(name))
+    verdict = html.partition('<section id="verdict"')[2].partition("</section>")[0]
+    problems = re.findall(r'<li class="problem .*?</li>', verdict, re.DOTALL)
+    assert len(problems) == len({finding.name for finding in stored_verdict(name).findings})
+    for problem in problems:
+        links = re.findall(r'class="link"[^>]*>([^<]*)<', problem)
+        assert len(links) == len({*links}), problem
+        for link in links:
+            words = re.sub(r"<button[^>]*>|</button>", "", problem)
+            assert len(re.findall(rf"(?<![\w.]){re.escape(link)}(?!\w|\.\w)", re.sub(r'data-site="[^"]*"', "", words))) >= 1
+    counts = {status: int(number) for status, number in re.findall(r"<summary>([^<]*): (\d+) checks?<", verdict)}
+    judged = re.search(r"(\d+) of (\d+) checks could judge", verdict)
+    if judged is not None:
+        assert (int(judged[1]), int(judged[2])) == (counts["not found"], sum(counts.values()) - counts["does not apply"])
+    assert (judged is None) == bool(problems)
 
 
 def test_the_configuration_and_the_cost_stand_on_the_page(tmp_path: Path) -> None:

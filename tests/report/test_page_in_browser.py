@@ -570,6 +570,24 @@ def test_the_toolbar_is_not_on_the_chart(visit: Visit) -> None:
         assert not any(overlaps)
 
 
+def test_the_toolbar_is_not_on_a_title(visit: Visit) -> None:
+    """Of every chart with a title, also of small ones, whose bar has two buttons or none, under the pointer."""
+    visit.show("heat")
+    visit.show("attention")
+    visit.settle()
+    seen = {"whole": 0, "short": 0, "none": 0}
+    for chart in visit.page.locator(".js-plotly-plot:has(.gtitle)").all():
+        if not chart.is_visible():
+            continue
+        chart.hover()
+        title, buttons = chart.locator(".gtitle").bounding_box(), [button.bounding_box() for button in chart.locator(".modebar-btn").all()]
+        assert title is not None
+        assert all(button is not None and button["x"] >= title["x"] + title["width"] for button in buttons)
+        seen["none" if not buttons else "short" if len(buttons) == 2 else "whole"] += 1
+    assert seen["whole"]
+    assert seen["short"] + seen["none"]
+
+
 def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, tmp_path: Path) -> None:
     """390 pixels: nothing scrolls sideways, and a map has almost half of the width, also with long names of sites."""
     series = everything() | {f"activation/net.a_long_name_of_a_layer.{part}.projection_of_the_value/rms": [1.0, 2.0] for part in range(20)}

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import resources
@@ -246,17 +247,27 @@ def _shown(run: StoredRun, name: str) -> dict[str, Any]:
 
 
 def _problems(verdict: Verdict) -> dict[str, dict[str, Any]]:
-    """The findings of each check by its name, with its definition and its sites, the largest values first."""
+    """The findings of each check by its name, with its definition and other sites, the largest values first; a site stands once."""
     fired = {check.name: check.fired for check in verdict.checks}
     problems: dict[str, dict[str, Any]] = {}
     for level, name, findings in verdict.problems:
-        figures = sorted(fired.get(name, ()), key=lambda figure: -abs(figure.value))
-        keys = [key for key in (Key.parse(figure.key) for figure in figures) if key.site]
-        sites = [(key.site, _series(key)) for key in keys]
         definition = DETECTORS[name].formula if name in DETECTORS else ""
-        problem = {"level": level, "name": name, "definition": definition, "findings": [], "sites": sites}
-        problems.setdefault(name, problem)["findings"] += [(finding, _series_of(finding)) for finding in findings]
+        problem = problems.setdefault(name, {"level": level, "name": name, "definition": definition, "findings": [], "sites": {}})
+        problem["findings"] += [(finding, _series_of(finding), *_around_site(finding)) for finding in findings]
+        in_words = {finding.site for finding, _series, _before, after in problem["findings"] if after is not None}
+        figures = sorted(fired.get(name, ()), key=lambda figure: -abs(figure.value))
+        sites = [(finding.site, _series_of(finding)) for finding in findings]
+        sites += [(key.site, _series(key)) for key in (Key.parse(figure.key) for figure in figures)]
+        for site, series in sites:
+            if site and site not in in_words:
+                problem["sites"].setdefault(site, series)
     return problems
+
+
+def _around_site(finding: Finding) -> tuple[str, str | None]:
+    """The words before and after the name of the finding's site; all words and ``None`` where they do not have it."""
+    place = re.search(rf"(?<![\w.]){re.escape(finding.site)}(?!\w|\.\w)", finding.words) if finding.site else None
+    return (finding.words, None) if place is None else (finding.words[: place.start()], finding.words[place.end() :])
 
 
 def _shown_change(change: Change) -> dict[str, str]:

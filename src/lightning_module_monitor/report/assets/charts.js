@@ -58,9 +58,21 @@ function labelOf(base, statistic) {
   return unit ? `${statistic} (${unit})` : `${statistic} of ${base.replaceAll("_", " ")}`;
 }
 
+const BAR = 200, SHORT_BAR = 70; // pixels of the toolbar with all buttons, and with two
+const ruler = document.createElement("canvas").getContext("2d");
+
+/** The toolbar, beside the title: with as many buttons as fit there. */
+function toolbarOf(width, title) {
+  ruler.font = `${title.font.size}px ${getComputedStyle(document.body).fontFamily}`;
+  const room = width - ruler.measureText(title.text).width;
+  if (room >= BAR) return CONFIG;
+  return { ...CONFIG, ...(room >= SHORT_BAR ? { modeBarButtons: [["toImage", "resetScale2d"]] } : { displayModeBar: false }) };
+}
+
 /** Draw a chart at once, as wide as its place: plotly's own fitting is too late for printing. */
 function plot(div, traces, layout) {
-  Plotly.react(div, traces, { ...layout, width: div.clientWidth || undefined }, CONFIG);
+  const width = div.clientWidth || undefined;
+  Plotly.react(div, traces, { ...layout, width }, width && layout.title ? toolbarOf(width, layout.title) : CONFIG);
 }
 
 /** A chart without data. */
