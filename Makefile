@@ -12,12 +12,17 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadgroup
 CORE := $(PYTEST) -m "not slow" $(addprefix tests/,statistics kernels model probes trainer integration sinks)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
+WHEEL := .venv-wheel
+DEPENDENCIES ?= newest
+CONSTRAINTS_pinned := -c constraints.txt
+CONSTRAINTS_lowest := -c constraints-lowest.txt
+INSTALL_WHEEL = $(WHEEL)/bin/python -m pip install --disable-pip-version-check $(CONSTRAINTS_$(DEPENDENCIES))
 # Each version of numba has a cache of its own: it writes the new index before the new code, so a second process may read the old version's code.
 NUMBA_CACHE := NUMBA_CACHE_DIR=$(CURDIR)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo rcc test test-slow test-all record-trainings verdicts public-names released-files test-pytorch-lightning test-lowest test-newest test-health test-triton test-deepspeed check docs release bench gpu dev clean
+.PHONY: help demo rcc test test-slow test-all record-trainings verdicts public-names released-files test-pytorch-lightning test-lowest test-newest test-wheel test-health test-triton test-deepspeed check docs release bench gpu dev clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1@\2/p' Makefile | tr '@' '\t'
@@ -49,6 +54,15 @@ test-newest: ## test the core with the newest versions that there are
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test-core]'
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --upgrade --no-deps mup
 	$(NUMBA_CACHE)/$(NEWEST)/numba OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(CORE)
+
+test-wheel: $(VENV)/dev.stamp ## test the wheel alone and with its extras in an empty environment; also PYTHON=python3.13 or DEPENDENCIES=lowest, pinned
+	rm -rf $(WHEEL) build/wheel
+	$(PY) -m build --wheel --outdir build/wheel
+	$(PYTHON) -m venv $(WHEEL)
+	$(INSTALL_WHEEL) build/wheel/*.whl
+	WHEEL_PYTHON=$(WHEEL)/bin/python $(PY) -m pytest tests/release/test_wheel.py
+	$(INSTALL_WHEEL) "$$(echo build/wheel/*.whl)[examples,fast,pandas,parquet,xarray]"
+	WHEEL_PYTHON=$(WHEEL)/bin/python $(PY) -m pytest tests/release/test_wheel.py
 
 test-health: $(VENV)/dev.stamp ## test the verdict on small trainings, sick and healthy, with three seeds
 	HEALTH_SEEDS=0,1,2 OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/health/test_verdicts.py

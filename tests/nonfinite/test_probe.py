@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.operations import no_host_reads
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_module_monitor import kernels
 from lightning_module_monitor.model.names import Namer
@@ -223,3 +224,28 @@ def test_a_non_finite_further_input_is_not_the_fault_of_the_module(inner: type[n
     is_known = inner is Add or math.isnan(value)  # infinities given to a module with submodules may be a mask
     assert source.site == ("_root_" if is_known else "inner")
     assert "was given" in source.words or not is_known
+
+
+@pytest.mark.parametrize("other", ["recomputed", "outside of the step"])
+def test_only_calls_of_the_step_count(other: str) -> None:
+    """Neither those of a recomputation in the backward pass, nor those of other code, such as a callback that draws samples."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    is_in_step = True
+    probe = NonfiniteProbe(Namer().module_sites(model), pytest.fail, lambda: is_in_step)
+    probe.attach()
+    probe.begin_micro_batch()
+    x = torch.ones(2, 4, requires_grad=True)
+    if other == "recomputed":
+        loss = checkpoint(model, x, use_reentrant=False).sum()
+        probe.begin_backward(loss)
+        loss.backward()
+    else:
+        model(x)
+        is_in_step = False
+        model(torch.full((2, 4), math.nan))
+    probe.end_micro_batch()
+    is_in_step = True
+    model(torch.full((2, 4), math.nan))  # between two micro-batches
+    assert [call.site.name for call in probe._passes[-1].calls] == ["0", "1"]
+    assert probe.observed() is None
+    probe.close()
