@@ -86,12 +86,16 @@ test-triton: $(VENV)/triton.stamp ## test the Triton kernel without a GPU: inter
 test-deepspeed: $(VENV)/deepspeed.stamp ## test DeepSpeed on CPUs, in one to four processes: six minutes, of which its import takes most
 	OMP_NUM_THREADS=1 $(PY) $(PYTEST) tests/distributed/test_deepspeed.py
 
-check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling
+check: $(VENV)/dev.stamp ## format, lint, types, import rules, spelling, schemas of workflows and citation
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 	$(PY) -m codespell_lib
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(PY) -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 docs: $(VENV)/docs.stamp ## build the site into build/site, without a network; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
