@@ -14,7 +14,7 @@ from helpers.compiling import CountingBackend
 from torch import Tensor, nn
 
 from lightning_module_monitor.errors import ConfigError
-from lightning_module_monitor.model.copies import frozen_copy, independent_copy, plain_copy, tensors_within
+from lightning_module_monitor.model.copies import frozen_copy, independent_copy, plain_copy, same_layout, tensors_within
 from lightning_module_monitor.model.hooks import UncopiedHook
 
 
@@ -265,3 +265,35 @@ def test_a_function_with_a_weight_in_its_closure_gets_that_of_the_copy() -> None
         clone.weight.fill_(3.0)
     assert torch.equal(clone.penalty(), torch.full((2, 2), 4.0))
     assert torch.equal(model.penalty(), model.weight.detach() + 1)
+
+
+class Tagged(Tensor):
+    """A tensor of a user's class."""
+
+
+GAPS = torch.arange(12.0).view(3, 4)[:, ::2]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "strides"),
+    [
+        (torch.arange(6.0).view(2, 3), (3, 1)),
+        (torch.arange(6.0).view(2, 3).t(), (1, 3)),
+        (GAPS, (4, 2)),
+        (torch.arange(3.0).view(3, 1).expand(3, 4), (1, 0)),
+        (torch.arange(5.0).as_strided((3, 3), (1, 1)), (3, 1)),  # windows that overlap have no copy with their strides
+        (GAPS.as_subclass(Tagged), (2, 1)),  # nor has a tensor whose class may do anything
+        (torch.eye(3).to_sparse(), None),
+    ],
+    ids=["contiguous", "transposed", "gaps", "expanded", "overlapping", "subclass", "sparse"],
+)
+def test_a_copy_has_the_strides_of_its_tensor(tensor: Tensor, strides: tuple[int, ...] | None) -> None:
+    """By which torch selects kernels; its elements are its own, and its class is that of the tensor."""
+    copied = same_layout(tensor)
+    assert type(copied) is type(tensor)
+    assert torch.equal(copied.to_dense(), tensor.to_dense())
+    if strides is None:
+        assert copied.layout is torch.sparse_coo
+    else:
+        assert copied.stride() == strides
+        assert copied.data_ptr() != tensor.data_ptr()
