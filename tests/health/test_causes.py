@@ -134,6 +134,20 @@ def test_what_gets_no_gradient_and_what_does_not_move(gradient: dict[str, float]
     assert [one.name for one in diagnose([stands_still], history)] == [expected]
 
 
+@pytest.mark.parametrize(
+    ("gradient", "expected"), [({}, "no_gradient"), ({"extra.w": 0.0}, "zero_gradient"), ({"extra.w": 0.1}, "small_rate")]
+)
+def test_small_steps_are_no_reason_where_a_layer_gets_no_gradient(gradient: dict[str, float], expected: str) -> None:
+    """As in the first steps of SGD, which can move no weight by much: a layer that is never called would not move with any rate."""
+    history = History()
+    history.facts = Facts(parameters={"w": ParameterFacts("trained", 0, 4)}, groups=(GroupFacts("SGD", 0.0, 0.0),))
+    for step in range(4):
+        norms = {Key("gradient", site, "norm"): norm for site, norm in ({"w": 0.1} | gradient).items()}
+        add(history, step, norms | {Key("parameter", "w", "norm"): 1.0, Key("context", "", "lr"): 1e-4, Key("context", "", "loss"): 1.0})
+    assert history.max_relative_change < 0.01
+    assert diagnose([Finding(3, "frozen_updates", "extra.w", "", "")], history)[0].name == expected
+
+
 def test_what_moves_again_is_not_frozen() -> None:
     """A head whose gradients are withheld in the first epoch, as for DINO: the finding stays, without a diagnosis."""
     history, stood_still = History(), Finding(30, "frozen_updates", "w", "", "")

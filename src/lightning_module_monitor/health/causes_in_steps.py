@@ -18,6 +18,11 @@ def _has_moved(finding: Finding, history: History) -> bool:
     return abs(last - before) > 0  # not if either is NaN
 
 
+def _lacks_gradient(finding: Finding, history: History) -> bool:
+    """Whether a parameter that does not move has a gradient of zeros, or none, in the newest record, where others have one."""
+    return finding.name == "frozen_updates" and history.num_gradients > 0 and not history.gradient_of(finding.site) > 0
+
+
 def _rate_remark(history: History) -> str:
     name, rate = max(history.rates.items(), key=lambda item: item[1].largest)
     rises = history.newest(name) == rate.largest > 2 * rate.first
@@ -45,8 +50,8 @@ CAUSES_IN_STEPS = (
         evidence_for=(NOT_LEARNING, "frozen_updates"),
         advice="a learning rate that is ten times higher, and so on until the loss falls",
         explains=(NOT_LEARNING, "frozen_updates"),
-        needs=f"all steps together can move no weight by more than {SMALL_CHANGE:.0%} of its norm",
-        is_shown=lambda _finding, history: history.max_relative_change < SMALL_CHANGE,
+        needs=f"all steps together can move no weight by more than {SMALL_CHANGE:.0%} of its norm; and what stands still has a gradient",
+        is_shown=lambda finding, history: history.max_relative_change < SMALL_CHANGE and not _lacks_gradient(finding, history),
         remark=lambda history: f"{max_change_remark(history)} {_rate_remark(history)}",
     ),
     Cause(
@@ -73,7 +78,7 @@ CAUSES_IN_STEPS = (
         "model does not use the parameters, as the mask token of a checkpoint, set requires_grad to False",
         explains=("frozen_updates", NOT_LEARNING),
         needs="the newest record has gradients of others, and none of this parameter",
-        is_shown=lambda finding, history: history.num_gradients > 0 and math.isnan(history.gradient_of(finding.site)),
+        is_shown=lambda finding, history: _lacks_gradient(finding, history) and math.isnan(history.gradient_of(finding.site)),
     ),
     Cause(
         "zero_gradient",
