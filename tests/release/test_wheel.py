@@ -136,6 +136,11 @@ def has(python: Path, *modules: str) -> bool:
     return run([str(python), "-c", program], python.parent).strip() == "True"
 
 
+in_own_environment = pytest.mark.skipif(
+    "WHEEL_PYTHON" not in os.environ, reason="make test-wheel runs it with the wheel; others run the sources"
+)
+
+
 def needs_extras(python: Path) -> None:
     """Skip a test where the wheel alone is installed; ``make test-wheel`` installs the extras after the tests without them."""
     if not has(python, *OF_EXTRAS):
@@ -163,6 +168,7 @@ def test_the_self_check_of_the_environment_passes(python: Path, tmp_path: Path) 
     assert content["python"] == run([str(python), "-c", "import platform; print(platform.python_version())"], tmp_path).strip()
 
 
+@in_own_environment
 def test_types_of_the_wheel_are_checked_in_a_program_of_a_user(python: Path, tmp_path: Path) -> None:
     """By mypy --strict, which finds them by ``py.typed``; a wrong type is an error."""
     (tmp_path / "program.py").write_text(USER)
@@ -174,6 +180,7 @@ def test_types_of_the_wheel_are_checked_in_a_program_of_a_user(python: Path, tmp
     assert 'Argument "sites" to "Rule"' in errors
 
 
+@in_own_environment
 @pytest.mark.parametrize(
     "command",
     [
@@ -188,8 +195,6 @@ def test_types_of_the_wheel_are_checked_in_a_program_of_a_user(python: Path, tmp
 )
 def test_an_example_runs(command: str, python: Path, tmp_path: Path) -> None:
     """Outside of the source tree; ``tests/documents/test_examples.py`` reads what they print and store."""
-    if "WHEEL_PYTHON" not in os.environ:
-        pytest.skip("make test-wheel runs the examples with the wheel")
     needs_extras(python)
     program, *arguments = shlex.split(command)
     if program == "fabric_loop.py" and "cannot import" in run([str(python), "-c", FULLY_SHARD], tmp_path):
