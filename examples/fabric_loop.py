@@ -1,6 +1,6 @@
 """The engine under Lightning Fabric: a loop of your own, a logger of Fabric's, two processes that share the parameters (FSDP2).
 
-Run it; the values, of both processes together, are in ``demo_output/fabric/version_0/metrics.csv`` then::
+It needs torch 2.6. Run it; the values, of both processes together, are in ``demo_output/fabric/version_0/metrics.csv`` then::
 
     python examples/fabric_loop.py
 """
