@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.lightning_package import LightningModule
+from helpers.lightning_package import Callback, LightningModule, Trainer
 from helpers.operations import operations
 from helpers.training import BAD_STEP, Bad, Classifier, KeepLosses, loader, seed, trainer
 from torch import Tensor, nn
@@ -247,6 +247,54 @@ def test_a_model_that_keeps_an_output_is_run_again(tmp_path: Path) -> None:
     with pytest.raises(NonfiniteError, match=r"Step 3, model\.1: NaN in model\.1"):
         trainer(tmp_path, [callback]).fit(module, loader(), loader(8))
     assert module.model[1].kept[0].grad_fn is not None
+
+
+class Counts(nn.Module):
+    """Its fourth output is NaN: a second run, which is its fifth call, is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.training
+        return x * (math.nan if self.num_calls == 4 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("every_n_steps", "nonfinite", "site"),
+    [(1, "warn", "model.1"), (3, "always", "model.1"), (50, "warn", "_root_"), (50, "always", "_root_")],
+)
+def test_the_record_names_the_module_where_a_second_run_is_finite(every_n_steps: int, nonfinite: str, site: str, tmp_path: Path) -> None:
+    """In a monitored step; else nothing is known but that the loss or a gradient is not finite."""
+    seed()
+    module = Classifier(nn.Sequential(nn.Linear(6, 6), Counts(), nn.Linear(6, 3)), torch.optim.SGD)
+    callback = ModuleMonitorCallback(every_n_steps, health=Health(nonfinite=nonfinite))
+    trainer(tmp_path, [callback], max_steps=6, accumulate_grad_batches=1, limit_val_batches=0).fit(module, loader(), loader(8))
+    [found] = [one for one in callback.findings if one.name == "nonfinite"]
+    assert (found.step, found.site) == (3, site)
+    assert "all was finite when the step was run again" in found.words
+    in_record = "In the order of a step, activation/model.1/rms is the first recorded value that shows it."
+    assert found.words.endswith(in_record) == (site == "model.1")
+
+
+@pytest.mark.parametrize("ends_by", ["stop", "an exception"])
+def test_what_no_record_can_name_is_a_finding_still(ends_by: str, tmp_path: Path) -> None:
+    """Training ends in the step, before its record, by the option or by another callback."""
+
+    class Raises(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
+            if trainer.global_step == 3:
+                raise ZeroDivisionError
+
+    seed()
+    module = Classifier(nn.Sequential(nn.Linear(6, 6), Counts(), nn.Linear(6, 3)), torch.optim.SGD)
+    callback = ModuleMonitorCallback(1, health=Health(nonfinite="stop" if ends_by == "stop" else "warn"))
+    run = trainer(tmp_path, [callback, *([] if ends_by == "stop" else [Raises()])], accumulate_grad_batches=1, limit_val_batches=0)
+    with pytest.raises(NonfiniteError if ends_by == "stop" else ZeroDivisionError):
+        run.fit(module, loader(), loader(8))
+    [found] = [one for one in callback.findings if one.name == "nonfinite"]
+    assert (found.step, found.site) == (3, "_root_")
 
 
 class ByHand(Classifier):

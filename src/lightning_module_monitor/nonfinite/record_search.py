@@ -93,17 +93,26 @@ class RecordSearch(NonfiniteSearch):
         """The finding of a step with a record, if it shows a value that is not finite."""
         if key is None:
             return None
-        is_of_one = key.site != ROOT_SITE and key.kind != CONTEXT_KIND
-        site, kind, cause = key.site if is_of_one else ROOT, key.kind.replace("_", " "), ""
+        site, cause = key.site if is_of_one(key) else ROOT, ""
         if key.kind == CONTEXT_KIND:
             words = "The loss is not finite, and no recorded activation shows a non-finite value."
         elif key.kind == "parameter":
-            words, cause = f"{site if is_of_one else 'A parameter'} is not finite before the update.", "update"
+            words, cause = f"{site if is_of_one(key) else 'A parameter'} is not finite before the update.", "update"
         else:
-            words = f"NaN or infinity in the {kind} of {site}. In the order of a step it is the first that is recorded ({key.format()})."
+            words = f"NaN or infinity in the {key.kind.replace('_', ' ')} of {site}. {first_in(key)}"
         float16 = about_float16(self._trainer)
         words = " ".join(filter(None, (words, float16, ALWAYS_NAMES)))
         return Finding(record.step, "nonfinite", site, "", words, "error", cause="overflow" if float16 else cause)
+
+
+def is_of_one(key: Key) -> bool:
+    """Whether a value is that of one module or parameter."""
+    return key.site != ROOT_SITE and key.kind != CONTEXT_KIND
+
+
+def first_in(key: Key) -> str:
+    """What a record tells of its first value that is not finite."""
+    return f"In the order of a step, {key.format()} is the first recorded value that shows it."
 
 
 class OrderOfStep:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_module_monitor.distributed.ranks import Ranks, least_of_all
 from lightning_module_monitor.errors import MonitorError
+from lightning_module_monitor.kinds import STEP_SKIPPED
 from lightning_module_monitor.lightning_packages import Trainer, messages
 from lightning_module_monitor.model.names import ROOT
 from lightning_module_monitor.monitor import ModuleMonitor
@@ -20,6 +21,7 @@ from lightning_module_monitor.nonfinite.flag import ReadFlag
 from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN
 from lightning_module_monitor.nonfinite.probe import NonfiniteProbe
 from lightning_module_monitor.nonfinite.producer import Producer, producer
+from lightning_module_monitor.nonfinite.record_search import OrderOfStep, first_in, is_of_one
 from lightning_module_monitor.nonfinite.search import ALWAYS_NAMES, NonfiniteSearch, about_float16
 from lightning_module_monitor.nonfinite.second_run import SecondRun
 from lightning_module_monitor.record import Finding, Record
@@ -36,6 +38,10 @@ class _SearchedStep:
     """Whether the probe observes the step itself."""
     second_run: SecondRun | None
     """Runs the first non-finite micro-batch again, with the probe; ``None`` if no second run is possible or needed."""
+    has_record: bool
+    """Whether a record of the step follows."""
+    was_finite_again: bool = False
+    """Whether all was finite in the second run."""
     batch_indices: list[int] = field(default_factory=list)
 
 
@@ -51,6 +57,7 @@ class StepSearch(NonfiniteSearch):
         is_at_every_step: Whether every step is searched as a whole. Otherwise steps that are not monitored are searched lightly.
         can_run_again: Whether all ranks together can run a part of a step again on a copy of the model.
         is_scaled: Whether the loss is scaled: its gradients may overflow, which the scaler handles.
+        stops: Whether a finding ends the training, before the update.
         raises_errors: Whether an error in a hook is raised.
     """
 
@@ -64,9 +71,10 @@ class StepSearch(NonfiniteSearch):
         is_at_every_step: bool,
         can_run_again: bool,
         is_scaled: bool,
+        stops: bool,
         raises_errors: bool,
     ) -> None:
-        self._monitor, self._trainer = monitor, trainer
+        self._monitor, self._trainer, self._stops = monitor, trainer, stops
         self._is_at_every_step, self._raises_errors = is_at_every_step, raises_errors
         self._can_run_again, self._is_scaled = can_run_again, is_scaled
         index = monitor.engine.model.planner.index
@@ -78,6 +86,9 @@ class StepSearch(NonfiniteSearch):
         """The search in the open step; ``None`` after an error."""
         self._was_finite: bool | None = None
         """Whether no optimizer's part of the step had a non-finite value, on any rank; ``None`` before the first part."""
+        self._unnamed: Finding | None = None
+        """A finding without a module, of a step whose second run was finite, and whose record may show one."""
+        self._order = OrderOfStep()
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -104,7 +115,7 @@ class StepSearch(NonfiniteSearch):
         second_run = None
         if module.automatic_optimization and not has_probe:
             second_run = SecondRun(module, self._all_sites, None if is_light else self._weights, is_scaled=self._is_scaled)
-        self._step = _SearchedStep(is_light, has_probe, second_run)
+        self._step = _SearchedStep(is_light, has_probe, second_run, has_record=is_monitored)
         if has_probe:
             self._probe.attach()
 
@@ -148,7 +159,11 @@ class StepSearch(NonfiniteSearch):
         if first is None or self.is_reported:
             return None
         with self._monitor.no_monitor():
-            return self._find(step, first, is_here=first_here == first)
+            finding = self._find(step, first, is_here=first_here == first)
+        if searched is not None and searched.was_finite_again and searched.has_record and not self._stops:
+            self._unnamed = finding
+            return None
+        return finding
 
     def end_micro_batch(self) -> None:
         """The micro-batch is over."""
@@ -158,11 +173,17 @@ class StepSearch(NonfiniteSearch):
         """The step ends, and was searched."""
         self.is_reported &= not self._was_finite
         self.end_search()
-        return None
+        finding, self._unnamed = self._unnamed, None
+        if finding is None or record is None:
+            return finding
+        key = self._order.first_nonfinite(record, was_skipped=record.get(self._monitor.engine.recipe.figure_key(STEP_SKIPPED), 0.0) > 0)
+        return finding if key is None or not is_of_one(key) else replace(finding, site=key.site, words=f"{finding.words} {first_in(key)}")
 
     def after_exception(self, step: int, error: Exception) -> Finding | None:
         """Search the step that an exception has ended, on this rank alone."""
         searched = self._step
+        if self._unnamed is not None:  # no record follows
+            return self._unnamed
         if self.is_reported or self._trainer.world_size > 1 or searched is None:
             return None
         # After a finite part of the step, the weights have moved: it cannot be run again.
@@ -208,6 +229,8 @@ class StepSearch(NonfiniteSearch):
         rank, first = _earliest(source, self._ranks)
         if first is None:
             is_light = self._step is not None and self._step.is_light
+            if self._step is not None:
+                self._step.was_finite_again = not obstacle
             why = f" with torch's random states alone as they were. {ALWAYS_NAMES}" if is_light else ""
             reason = obstacle or f"all was finite when the step was run again{why}"
             words = f"The loss or a gradient is not finite, and the module that made it is not known: {reason.removesuffix('.')}."

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_module_monitor.config.health_options import IGNORE, WARN
+from lightning_module_monitor.config.health_options import IGNORE, STOP, WARN
 from lightning_module_monitor.config.rules import Capture, Rule
 from lightning_module_monitor.distributed.ranks import is_first_process
 from lightning_module_monitor.health.alerts import Action
@@ -202,5 +202,6 @@ def _search_of(run: Run) -> NonfiniteSearch:
         is_at_every_step=health.is_at_every_step,
         can_run_again=strategy.can_run_again(trainer),
         is_scaled=is_scaled,
+        stops=health.nonfinite == STOP,
         raises_errors=run.options.arguments["on_error"] == "raise",
     )
