@@ -75,6 +75,17 @@ def test_a_dependency_is_imported() -> None:
     assert names == {name for name in names if re.search(rf"^\s*(from|import) {name}\b", sources, re.MULTILINE)}
 
 
+def test_a_dependency_has_its_reason_and_no_upper_bound() -> None:
+    """In a comment beside it; also the extras for users. An upper bound would keep users from what they need."""
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    dependencies = text.partition("\ndependencies = [\n")[2].partition("\n]")[0].splitlines()
+    extras = [line for line in text.splitlines() if re.match(r"(fast|cli|pandas|plot|parquet|report|xarray) = ", line)]
+    assert (len(dependencies), len(extras)) == (7, 7)
+    for line in (*dependencies, *extras):
+        assert re.search(r'["\]],? # \w', line), f"{line}: expected its reason in a comment"
+        assert not re.search(r"[<=~]=?\d", line.replace(">=", "")), f"{line}: expected no upper bound"
+
+
 PRIVATE_NAMES = {
     ("model/compiled.py", "torch._dynamo"): "whether the compiler was imported, how often it compiled, and when it compiles",
     ("model/hooks.py", "torch.jit._trace"): "torch.jit.trace also runs a module outside of its tracing, to check the trace",
