@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -360,5 +361,5 @@ def test_help_has_every_option_with_its_meaning(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         make(f"--trainer.callbacks.help={CLASS_PATH}")
     shown = " ".join(capsys.readouterr().out.split())
-    assert set(FULL) <= {word.split(".")[-1] for word in shown.replace("=", " ").split() if word.startswith("--")}
+    assert set(FULL) <= {option.split(".")[-1] for option in re.findall(r"--([\w.]+)", shown)}
     assert "Print what would be recorded and what it would cost, and record nothing." in shown
