@@ -51,8 +51,8 @@ class CompiledParts:
     """Uncompiled modules that call compiled code. They hold a compiled function, name one in their code, or have a compiled child that
     other compiled code calls as well, so that the child is not outermost."""
     unhooked: frozenset[nn.Module] = frozenset()
-    """Modules of torch's own classes that were compiled in place, and that no compiled code calls. torch compiles only the modules in them,
-    and with a hook it would compile others."""
+    """Modules with a forward of torch's own that were compiled in place, and that no compiled code calls. torch before 2.14 compiles only the
+    modules in them, and with a hook it would compile others; later versions would compile them once more with a hook."""
     names: tuple[str, ...] = ()
     """Names of the compiled modules and methods, as in ``named_modules``."""
 
@@ -81,7 +81,7 @@ def compiled_parts(root: nn.Module, wrapper: nn.Module | None = None) -> Compile
     inside = {part for module in called for part in module.modules() if part is not module}
     inside |= {part for module, _attribute, function in held for callee in _modules_of(function, module) for part in callee.modules()}
     in_place = {module for module, attribute, _function in functions if attribute == _IN_PLACE}
-    unhooked = {module for module in in_place - inside if type(module).__module__.startswith("torch.nn.")}
+    unhooked = {module for module in in_place - inside if _has_forward_of_torch(module)}
     shared = inside & called.keys()
     callers = {module for module, _attribute, _function in held}.union(module for module in names if shared & {*module.children()})
     outermost = called.keys() - inside - unhooked
@@ -94,6 +94,11 @@ def compiled_parts(root: nn.Module, wrapper: nn.Module | None = None) -> Compile
         unhooked=frozenset(unhooked),
         names=tuple(dict.fromkeys([*(names[module] for module in called), *shown])),
     )
+
+
+def _has_forward_of_torch(module: nn.Module) -> bool:
+    """Whether its forward is that of a module of torch's own, as of a subclass of ``nn.Sequential``."""
+    return (getattr(type(module).forward, "__module__", None) or "").startswith("torch.nn.")
 
 
 def _compiled_functions(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
