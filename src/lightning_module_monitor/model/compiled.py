@@ -51,8 +51,8 @@ class CompiledParts:
     """Uncompiled modules that call compiled code. They hold a compiled function, name one in their code, or have a compiled child that
     other compiled code calls as well, so that the child is not outermost."""
     unhooked: frozenset[nn.Module] = frozenset()
-    """Modules with a forward of torch's own that were compiled in place, and that no compiled code calls. torch before 2.14 compiles only the
-    modules in them, and with a hook it would compile others; later versions would compile them once more with a hook."""
+    """Modules with a forward of torch's own that were compiled in place, and that no compiled code calls. torch before 2.14 compiles only
+    the modules in them, and with a hook it would compile others; later versions would compile them once more with a hook."""
     names: tuple[str, ...] = ()
     """Names of the compiled modules and methods, as in ``named_modules``."""
 
