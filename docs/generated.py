@@ -125,8 +125,8 @@ def every_option() -> str:
 
 
 def changelog() -> str:
-    """The changelog without its title."""
-    return (ROOT / "CHANGELOG.md").read_text().partition("\n")[2]
+    """The changelog without its title; its links are from the root of the repository."""
+    return (ROOT / "CHANGELOG.md").read_text().partition("\n")[2].replace("](docs/", "](")
 
 
 PARTS = {

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers.stores import copy_of_killed, open_store, write_store
 
-from lightning_module_monitor import Histogram, load_store
+from lightning_module_monitor import Histogram, StoreReader, load_store
 from lightning_module_monitor.cli import COMMANDS, main
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.histogram import NUM_COUNTS
@@ -246,6 +246,14 @@ def test_compare_prints_what_differs_most(tmp_path: Path, capsys: pytest.Capture
     ]
 
 
+def test_compare_says_that_no_site_is_in_both_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where totals are, which differ."""
+    for name, site in (("a", "fc"), ("b", "head")):
+        write_store(tmp_path / f"{name}.h5", {f"gradient/{site}.weight/norm": [1.0], "gradient/_root_/norm": [float(len(site))]})
+    out = printed(capsys, "compare", str(tmp_path / "a.h5"), str(tmp_path / "b.h5")).splitlines()
+    assert out[-1].endswith("b.h5: no site is in both runs")
+
+
 def test_compare_prints_the_last_losses_rates_and_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of those that both runs have."""
     shared: dict[str, list[float | None]] = {"context/loss": [4.0, 1.0], "context/lr": [0.1, 0.2], "gradient/_root_/norm": [3.0, 2.0]}
@@ -271,7 +279,7 @@ def test_a_full_disk_is_a_line(store: Path, capsys: pytest.CaptureFixture[str]) 
     assert error(capsys, "export", store.name, "-o", "/dev/full") == "'/dev/full' cannot be written: No space left on device."
 
 
-def test_repair(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repair(store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed store is unchanged; the store of a killed run becomes plain; the store of a live run is an error."""
     assert printed(capsys, "repair", "monitor.h5") == "monitor.h5: was closed; nothing to repair\n"
     live = open_store(Path("live.h5"), SERIES)
@@ -282,6 +290,12 @@ def test_repair(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "repair", "killed.h5") == "killed.h5: was closed; nothing to repair\n"
     with h5py.File("killed.h5") as file:
         assert file["gradient/values"][:, 0].tolist() == [3.0, 4.0, 5.0]
+
+    def refuse(_store: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(StoreReader, "repair", refuse)
+    assert "'killed.h5' cannot be written: Permission denied." in error(capsys, "repair", "killed.h5")
 
 
 @pytest.mark.parametrize("command", OF_STORES)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_module_monitor.errors import ConfigError, in_bytes, package_version, printable, require, writing
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import ROOT_SITE
 from lightning_module_monitor.sinks.store.remote import is_url
 from lightning_module_monitor.suggestions import nearest_pattern
 
@@ -186,7 +188,9 @@ def _print_changes(paths: Sequence[Path]) -> int:
         for row in rows:
             print(printable(f"  {row.name}: {' -> '.join(f'{summary.last:.4g}' for summary in row.summaries if summary is not None)}"))
         changes = largest_changes(first, other, most=10)
-        heading = "medians of the last quarter that differ most" if changes else "no series of both differs"
+        is_common = any(Key.parse(key).site not in ("", ROOT_SITE) and key in other.series for key in first.series)
+        without = "no series of both differs" if is_common else "no site is in both runs"
+        heading = "medians of the last quarter that differ most" if changes else without
         print(printable(f"{first.path} -> {other.path}: {heading}"))
         for change in changes:
             print(printable(f"  {change}"))
@@ -388,7 +392,8 @@ def _export(arguments: argparse.Namespace) -> int:
 def _repair(arguments: argparse.Namespace) -> int:
     store = _open_store(arguments.store)
     try:
-        had_journal = store.repair()
+        with writing(store.path):
+            had_journal = store.repair()
     except RuntimeError as error:
         raise ConfigError(str(error)) from error
     print(f"{store.path}: {'repaired' if had_journal else 'was closed; nothing to repair'}")

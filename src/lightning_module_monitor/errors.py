@@ -85,7 +85,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        message = f"{module} is not installed. Install it with: pip install 'lightning-module-monitor[{extra}]'"
+        message = f"{module.partition('.')[0]} is not installed. Install it with: pip install 'lightning-module-monitor[{extra}]'"
         raise ImportError(message) from error
 
 

@@ -59,6 +59,15 @@ def _nearest(name: str, known: Iterable[str]) -> str | None:
     return None if match is None else by_lower_case[match]
 
 
+def quoted(pattern: str) -> str:
+    r"""A pattern in quotes, with single backslashes, as it is written in YAML.
+
+    >>> print(quoted(r"blocks\.0"))
+    'blocks\.0'
+    """
+    return repr(pattern).replace("\\\\", "\\")
+
+
 def or_examples(end: str, known: Iterable[str]) -> str:
     """The end of a sentence of :func:`nearest` or :func:`nearest_pattern`; if no name is near, with three names, the outermost first.
 
@@ -86,7 +95,7 @@ def nearest_pattern(pattern: str, names: Collection[str]) -> str:
     if corrected is None:
         return nearest(pattern, names)
     matched = [name for name in names if re.fullmatch(corrected, name)]
-    return f" as a whole; {corrected!r} matches {len(matched)} of them{nearest(pattern, matched) if len(matched) == 1 else '.'}"
+    return f" as a whole; {quoted(corrected)} matches {len(matched)} of them{nearest(pattern, matched) if len(matched) == 1 else '.'}"
 
 
 def unmatched(patterns: Sequence[str], names: Collection[str], what: str = "names") -> str:
@@ -102,7 +111,7 @@ def unmatched(patterns: Sequence[str], names: Collection[str], what: str = "name
     else:
         # Of the first three alone: a search among the names takes milliseconds.
         meant = dict.fromkeys(filter(None, (_corrected(pattern, names) or _nearest(pattern, names) for pattern in patterns[:3])))
-        end = f"; nearest: {', '.join(map(repr, meant))}." if meant else "."
+        end = f"; nearest: {', '.join(map(quoted, meant))}." if meant else "."
     return f"{these_match(patterns)} none of {len(names)} {what}{or_examples(end, names)}"
 
 
@@ -112,7 +121,7 @@ def these_match(patterns: Sequence[str]) -> str:
     >>> these_match(["fc*"]), these_match(["a", "b", "c", "d"])
     ("'fc*' matches", "'a', 'b', 'c' and 1 more match")
     """
-    return f"{shortened([*map(repr, patterns)])} {'matches' if len(patterns) == 1 else 'match'}"
+    return f"{shortened([*map(quoted, patterns)])} {'matches' if len(patterns) == 1 else 'match'}"
 
 
 def _corrected(pattern: str, names: Collection[str]) -> str | None:

@@ -120,7 +120,7 @@ def test_a_fit_by_the_clock(tmp_path: Path, clock: SetClock) -> None:
 def test_a_dry_run_by_the_clock_has_no_number_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is not known how long a step takes."""
     fit(tmp_path, [ModuleMonitorCallback({"minutes": 5}, rules=RULES, dry_run=True)], max_steps=3)
-    assert "of store for each monitored step (every 5 minutes)" in capsys.readouterr().out
+    assert "of numbers in the store for each monitored step (every 5 minutes)" in capsys.readouterr().out
 
 
 def test_schedules_in_words() -> None:

@@ -182,7 +182,7 @@ def test_a_dry_run_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert "activation: 5 sites x 2 (hist, rms)" in printed
     assert "  33 keys and 12 context keys; a table of" in printed
-    assert f"2 monitored steps in max_steps=2: at most {2 * (23 + 22 * 264) * 8 / 1024:.3g} KiB of store" in printed
+    assert f"2 monitored steps in max_steps=2: at most {2 * (23 + 22 * 264) * 8 / 1024:.3g} KiB of numbers in the store" in printed
 
 
 def test_a_dry_run_counts_the_fine_bins_of_quantiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ def test_a_dry_run_counts_the_fine_bins_of_quantiles(tmp_path: Path, capsys: pyt
     size = re.search(r"  3 keys and 12 context keys; a table of ([0-9.]+) KiB to copy", printed)
     assert size is not None
     assert float(size[1]) * 1024 / 2 == pytest.approx(35_700, rel=0.01)
-    assert f"2 monitored steps in max_steps=2: at most {2 * 15 * 8} B of store" in printed
+    assert f"2 monitored steps in max_steps=2: at most {2 * 15 * 8} B of numbers in the store" in printed
 
 
 def test_hist_is_a_name_like_any_other() -> None:

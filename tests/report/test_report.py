@@ -109,13 +109,16 @@ def test_a_missing_extra_is_said_before_the_first_batch(tmp_path: Path, monkeypa
 
 
 def test_no_store_is_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no file could be begun, one warning says so, and nothing points to a file that is not there."""
+    """Where no file could be begun, a warning says so at once, and another at the end; nothing points to a file that is not there."""
 
     def refuse(*_arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(successor, "os", SimpleNamespace(fsync=refuse))
-    fit(tmp_path, [ModuleMonitorCallback(1, report=True)])
-    (warned,) = [message for message in caplog.messages if str(tmp_path) in message]
+    callback = ModuleMonitorCallback(1, report=True)
+    fit(tmp_path, [callback])
+    warned, last = [message for message in caplog.messages if str(tmp_path) in message]
     assert warned.endswith("Training goes on; there is no file yet; later records are tried again.")
+    assert last == f"No value was stored: {tmp_path / 'monitor.h5'} could not be written."
+    assert callback.store_path is None
     assert list(tmp_path.iterdir()) == []

@@ -80,7 +80,7 @@ def test_a_check_with_too_few_records_is_not_green() -> None:
     dead = table("activation/dead_fraction", {"relu": [0.75] * 7})
     verdict = verdict_on([*healthy_tables(), dead], [loss(FALLING)])
     assert verdict.level == "unknown"
-    assert verdict.headline.startswith("too few records for dead_units (7 of 10); ")
+    assert verdict.headline.startswith("too few records for dead_units (7 of 10), use a smaller every_n_steps; ")
     assert status_of(verdict, "dead_units") == ("too few records", "7 of 10")
 
 

@@ -18,6 +18,7 @@ from lightning_module_monitor import ModuleMonitor, ModuleMonitorCallback, Rule,
 from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.nonfinite import magnitudes
+from lightning_module_monitor.report.stored_run import read_run
 
 NORMS = [Rule(kinds="parameter", statistics="norm")]
 
@@ -402,3 +403,28 @@ def test_keys_of_the_context_have_no_site(key: str, parts: Key) -> None:
     """Also with a prefix; a module may have the same name."""
     assert Key.parse(key) == parts
     assert parts.format() == key
+
+
+class LogsInValidation(Tiny):
+    """Logs the number of its validation loops."""
+
+    num_loops = 0
+
+    def on_validation_epoch_end(self) -> None:
+        self.num_loops += 1
+        self.log("checked", float(self.num_loops))
+
+
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+def test_the_last_validation_has_a_record(num_sanity_val_steps: int, tmp_path: Path) -> None:
+    """At the step that would have followed, with nothing of training; other records have what was logged until then."""
+    callback = ModuleMonitorCallback(4, rules=[Rule(kinds="parameter", statistics="norm")])
+    run = trainer(tmp_path, [callback], max_epochs=3, num_sanity_val_steps=num_sanity_val_steps)
+    run.fit(LogsInValidation(), loader(6), loader(1))
+    store = load_store(str(callback.store_path))
+    num_before = num_sanity_val_steps // 2
+    steps, values = store["context/checked"]
+    assert (steps.tolist(), values.tolist()) == ([8, 12, 16, 18], [1.0 + num_before, 2.0 + num_before, 2.0 + num_before, 3.0 + num_before])
+    assert store["context/validation_loss"][0].tolist() == [8, 12, 16, 18]
+    assert store["context/loss"][0].tolist() == store["context/own_weight_norm"][0].tolist() == [0, 4, 8, 12, 16]
+    assert read_run(store).steps == [0, 4, 8, 12, 16]

@@ -53,7 +53,9 @@ class Verdict:
         """Why a run without findings may not be healthy."""
         doubts = [*filter(None, [doubt_about_loss(self.history)])]
         doubts += [f"no value could be computed for {check.name}" for check in self.checks_with(NOT_COMPUTED)]
-        return doubts + [f"too few records for {check.name} ({check.reason})" for check in self.checks_with(TOO_FEW)]
+        return doubts + [
+            f"too few records for {check.name} ({check.reason}), use a smaller every_n_steps" for check in self.checks_with(TOO_FEW)
+        ]
 
     @property
     def problems(self) -> list[tuple[str, str, list[Finding]]]:

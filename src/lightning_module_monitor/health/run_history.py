@@ -194,6 +194,11 @@ class History:
         sites = [site for site, facts in parameters if facts.training == "trained" and name_of_rate(facts.group) == rate]
         return [site for site in sites if self.gradient_of(site) > 0]
 
+    @property
+    def records_each_gradient(self) -> bool:
+        """Whether the gradients of parameters are recorded, if any are, and not those of whole modules alone."""
+        return not self.num_gradients or any(key.kind == "gradient" for key in self.last)
+
     def gradient_of(self, site: str) -> float:
         """The norm of the gradient of a parameter in the last record; NaN without one."""
         return self.last.get(Key("gradient", site, "norm"), math.nan)

@@ -149,7 +149,9 @@ def check_rule(rule: ParsedRule, index: ModelIndex, reporter: ErrorReporter, *, 
             raise ConfigError(f"{rule.label}.types {name!r} is the class of none of {len(index.whole.modules)} modules; {expected}")
     for kind in () if rule.is_optional else idle_kinds(rule, index):
         where = " outside of compiled code" if index.whole is not index and KINDS[kind].site == "module" else ""
-        reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}{where}.", logging.WARNING)
+        names = [site.name for site in index.whole.parameters] if KINDS[kind].site == "parameter" else []
+        example = f"; its sites are parameters, such as {names[0]!r}" if names else ""
+        reporter.log_once(f"{rule.label} matches nothing of kind {kind!r}{where}{example}.", logging.WARNING)
     if not (rule.is_optional or any(KINDS[kind].of_states for kind in rule.kinds)):  # names of states come later
         known: list[Site] = [*index.whole.modules, *index.whole.parameters]
         report_unmatched(f"{rule.label}.sites", rule.sites, known, reporter)

@@ -76,8 +76,8 @@ class StoredRun:
 
     @property
     def steps(self) -> list[int]:
-        """All monitored steps, ascending."""
-        arrays = [table.steps for table in (*self.tables, *self.figures)]
+        """All monitored steps, ascending; what is logged after the last of them is of none."""
+        arrays = [table.steps for table in (*self.tables, *self.figures) if table.name.kind != CONTEXT_KIND]
         steps: list[int] = np.unique(np.concatenate(arrays)).tolist() if arrays else []
         return steps
 

@@ -127,7 +127,7 @@ def check_detectors(planner: Planner, names: Collection[str], record: Record, re
             continue  # the line about compiled code names it
         if detector.types and types.isdisjoint(detector.types):
             wanted = " or ".join(filter(None, (", ".join(detector.types[:-1]), detector.types[-1])))
-            reason = f"the model has no {wanted}{nearest(detector.types[0], types)}"
+            reason = f"the model has no {wanted}."
         else:
             reason = f"{detector.without}."
         reporter.log_once(f"health.watch {detector.name!r} has nothing to judge: {reason}", logging.WARNING)

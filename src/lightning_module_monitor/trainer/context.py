@@ -19,9 +19,10 @@ from lightning_module_monitor.lightning_packages import is_a
 from lightning_module_monitor.model.names import Namer
 from lightning_module_monitor.model.outputs import is_known, named_tensors, num_samples
 from lightning_module_monitor.trainer.facts_reader import FactsReader, first_gradient
+from lightning_module_monitor.trainer.logged_metrics import logged_metrics
 from lightning_module_monitor.trainer.moved_elsewhere import MovedElsewhere
 from lightning_module_monitor.trainer.optimizers import DeepSpeedTracker, OptimizerTracker, parameter_ids
-from lightning_module_monitor.trainer.run import Run, passed_keys
+from lightning_module_monitor.trainer.run import Run
 from lightning_module_monitor.trainer.strategy import scaler_of
 from lightning_module_monitor.trainer.variation import OutputVariation, sample_dimension, variation
 
@@ -188,12 +189,8 @@ class MonitoredStep:
             rate = rates[group] if group < len(rates) else None  # the group was added after the optimizer's step
             if isinstance(rate, Tensor | float | int):
                 self._run.monitor.monitor_context(name_of_rate(number), rate, CONTEXT[LEARNING_RATE])
-        # This converts metrics of the progress bar to numbers, which waits for the device; Lightning does so again right afterwards.
-        metrics, passed = self._trainer.callback_metrics, passed_keys.get(self._trainer, ())
-        for name, value in metrics.items():
-            is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # a metric that is logged by step and by epoch
-            if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and name not in passed:
-                self._run.monitor.monitor_context(self._name_of_metric(name), value)
+        for name, value in logged_metrics(self._trainer):
+            self._run.monitor.monitor_context(self._name_of_metric(name), value)
 
     def facts(self) -> Facts | None:
         """The facts of the step beside its values, when it is over; ``None`` where nothing needs them."""

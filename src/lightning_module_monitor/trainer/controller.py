@@ -256,6 +256,9 @@ class RunController:
                 steps.reference.leave_device()
             self._run.results.state = self.state()
             self._is_over = True
+            record = None if steps is None else steps.metrics_of_last_validation()
+            if record is not None:
+                self._sinks.write(record)
             try:
                 findings = [] if steps is None else steps.health.finish(exception)
             except Exception as error:

@@ -99,6 +99,7 @@ class SinksController:
             return
         sinks.files.close()
         if not sinks.files.has_begun:
+            messages.warning("No value was stored: %s could not be written.", sinks.files.path)
             if sinks.remote is not None:
                 sinks.remote.close()
             return
@@ -168,18 +169,22 @@ class SinksController:
         files = self._open.files
         if files is not None:
             files.write(record, findings, facts)
-            self.store_path = str(files.path)
-            if self._open.remote is not None:
-                self.store_path = self._open.remote.url_of(files.path)
-                if files.has_begun:
-                    self._open.remote.copy_if_due(files.path)
             self.store_run = files.run
-            self._run.results.note_store(self._trainer, self.store_path)
+            if files.has_begun:
+                self._note_store(files.path)
         self._open.loggers.write(record, findings)
         if findings:
             self.write_diagnoses()
         if files is not None and files.has_begun:
             self._open.heat_maps.draw_if_due(files.path, self._last_step)
+
+    def _note_store(self, path: Path) -> None:
+        """The store has records."""
+        remote = None if self._open is None else self._open.remote
+        self.store_path = str(path) if remote is None else remote.url_of(path)
+        if remote is not None:
+            remote.copy_if_due(path)
+        self._run.results.note_store(self._trainer, self.store_path)
 
     def write_diagnoses(self) -> None:
         """Give the causes of the findings until now to the loggers, if they are open."""

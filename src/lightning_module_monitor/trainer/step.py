@@ -22,6 +22,7 @@ from lightning_module_monitor.trainer.checks import check_awaited, check_detecto
 from lightning_module_monitor.trainer.context import MonitoredStep, announce_context, prepare_gradient_noise
 from lightning_module_monitor.trainer.facts_reader import FactsReader
 from lightning_module_monitor.trainer.health_controller import HealthController
+from lightning_module_monitor.trainer.logged_metrics import LastValidation
 from lightning_module_monitor.trainer.moved_elsewhere import MovedElsewhere
 from lightning_module_monitor.trainer.options import STAGES
 from lightning_module_monitor.trainer.overhead import Overhead, clock_of
@@ -46,6 +47,7 @@ class StepController:
         self._variation = OutputVariation(run) if health.needs_facts else None
         self._elsewhere = MovedElsewhere(run)
         self._sinks = sinks
+        self._last_validation = LastValidation(run)
         self.reference: ReferenceController | None = None
         """Once it is made, which is before the first batch."""
         limit = run.options.max_overhead
@@ -163,10 +165,15 @@ class StepController:
 
     def continue_step(self) -> None:
         """The loop is over; training continues."""
+        self._last_validation.note_loop()
         self._engine.gate.is_in_step = self._runs_training_step
         self._engine.gate.open(self)
 
     # The end
+
+    def metrics_of_last_validation(self) -> Record | None:
+        """What a validation loop has logged since the last record."""
+        return self._last_validation.record(self._name_of_metric)
 
     def fail(self, event: str, error: Exception) -> None:
         """An error in an event ends the monitoring of this step, and not the run, unless errors are raised or it is meant for the user."""
@@ -244,6 +251,8 @@ class StepController:
             self.fail("on_train_batch_end", error)
         # Reached after any error: other ranks wait for this rank.
         record = self._engine.end_step()
+        if record is not None:
+            self._last_validation.note_record()
         if record is not None and self._overhead is not None:
             self._overhead.decide(record.get(self._run.recipe.figure_key(OVERHEAD_FRACTION)))
         self.health.note(self._nonfinite.end_step(step_of(self._trainer), record))

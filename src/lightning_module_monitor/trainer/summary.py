@@ -82,10 +82,11 @@ def dry_run_text(planner: Planner, schedule: ParsedSchedule, max_steps: int, key
     row = (len(keys) + len(histograms) * HISTOGRAM.num_counts) * BYTES_PER_VALUE
     if max_steps >= 0 and schedule.by_clock is None:
         num_records = sum(1 for step in range(max_steps) if schedule(step))
-        size = f"{counted(num_records, 'monitored step')} in max_steps={max_steps}: at most {in_bytes(num_records * row)} of store"
+        numbers = f"at most {in_bytes(num_records * row)} of numbers in the store"
+        size = f"{counted(num_records, 'monitored step')} in max_steps={max_steps}: {numbers}"
     else:
         limit = "" if max_steps >= 0 else "; max_steps is not set"
-        size = f"at most {in_bytes(row)} of store for each monitored step ({schedule}{limit})"
+        size = f"at most {in_bytes(row)} of numbers in the store for each monitored step ({schedule}{limit})"
     lines = [
         *_recorded(plan),
         *_memory(plan),
@@ -99,12 +100,12 @@ def dry_run_text(planner: Planner, schedule: ParsedSchedule, max_steps: int, key
 
 
 def _recorded(plan: Plan) -> Iterator[str]:
-    """The sites and statistics of each kind, of totals after the others."""
-    by_kind: defaultdict[tuple[bool, str], list[Stream]] = defaultdict(list)
+    """The sites of each kind that have the same statistics, of totals after the others."""
+    alike: defaultdict[tuple[bool, str, tuple[str, ...]], list[Stream]] = defaultdict(list)
     for stream in plan.expected():
         if stream.outputs:
-            by_kind[bool(stream.members), stream.kind].append(stream)
-    for (are_totals, kind), streams in sorted(by_kind.items(), key=lambda item: item[0][0]):
+            alike[bool(stream.members), stream.kind, tuple(stream.outputs)].append(stream)
+    for (are_totals, kind, names), streams in sorted(alike.items(), key=lambda item: item[0][0]):
         sites = f": {counted(len(streams), 'site')}"
         if are_totals:
             sites = f" of all parameters of a module: {shortened([stream.site for stream in streams])}"
@@ -112,7 +113,6 @@ def _recorded(plan: Plan) -> Iterator[str]:
             sites = f": heads of attention within {counted(len(streams), 'module')}, known when it runs,"
         elif KINDS[kind].of_states:
             sites = f": states of up to {counted(len(streams), 'parameter')}, known after the first step,"
-        names = dict.fromkeys(name for stream in streams for name in stream.outputs)
         yield f"{kind}{sites} x {len(names)} ({', '.join(names)})"
     if plan.chain is not None:
         num_blocks = len(plan.chain.blocks)

@@ -1,0 +1,59 @@
+"""The metrics that a LightningModule logs, as values of the context of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from lightning_module_monitor.keys import Key
+from lightning_module_monitor.kinds import CONTEXT_KIND
+from lightning_module_monitor.lightning_packages import Trainer
+from lightning_module_monitor.record import Record
+from lightning_module_monitor.trainer.run import Run, passed_keys, step_of
+
+
+def logged_metrics(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """The present metrics that are single numbers, by name, without those that other callbacks got from this package.
+
+    This converts metrics of the progress bar to numbers, which waits for the device; Lightning does so again at the end of each step.
+    """
+    metrics, passed = trainer.callback_metrics, passed_keys.get(trainer, ())
+    for name, value in metrics.items():
+        is_twice = name.endswith("_step") and name.removesuffix("_step") in metrics  # a metric that is logged by step and by epoch
+        if isinstance(value, Tensor) and value.numel() == 1 and not is_twice and name not in passed:
+            yield name, value
+
+
+class LastValidation:
+    """The metrics of a validation loop that no record has: each record has the present ones, and the last loop comes after all records."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._has_ended = False
+        """Whether a loop has ended since the last record."""
+        self._of_training: set[str] | None = None
+        """The metrics in the first record, before any loop: those of training."""
+
+    def note_record(self) -> None:
+        """There is a record of training."""
+        if self._of_training is None:
+            self._of_training = set() if self._has_ended else {name for name, _value in logged_metrics(self._run.trainer)}
+        self._has_ended = False
+
+    def note_loop(self) -> None:
+        """A validation loop has ended."""
+        self._has_ended = self._run.is_fit and not self._run.trainer.sanity_checking
+
+    def record(self, name_of_metric: Callable[[str], str]) -> Record | None:
+        """The metrics of a loop after the last record; ``None`` without one, or on several ranks, which would have to be averaged."""
+        trainer = self._run.trainer
+        if not self._has_ended or self._of_training is None or trainer.world_size > 1:
+            return None
+        prefix = self._run.recipe.prefix
+        values = {
+            Key(CONTEXT_KIND, "", name_of_metric(name), prefix=prefix).format(): float(value)
+            for name, value in logged_metrics(trainer)
+            if name not in self._of_training
+        }
+        return Record.of(step_of(trainer), values) if values else None
