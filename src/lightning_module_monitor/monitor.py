@@ -190,11 +190,7 @@ class ModuleMonitor(Described):
         return {} if self.engine.observed is None else self.engine.observed.index.names()
 
     def planned_keys(self) -> list[str]:
-        """Every key of training, also of a histogram, that is known before the first step.
-
-        Raises:
-            ValueError: If no module was set.
-        """
+        """Every key of training, also of a histogram, that is known before the first step; a ``ValueError`` if no module was set."""
         planner = self.engine.model.planner
         return [*planner.planned_keys(), *planner.planned_histograms()]
 

@@ -54,6 +54,15 @@ def status_of(verdict: Verdict, name: str) -> tuple[str, str]:
     return check.status, check.reason
 
 
+def test_gradients_of_whole_modules_alone_are_not_those_of_parameters() -> None:
+    """What needs each gradient was not recorded; without any gradient it does not apply."""
+    total = table("gradient/norm", {"_root_": [1.0] * STEPS})
+    verdict = verdict_on(healthy_tables()[2:], [loss(FALLING), total], watched=("frozen_updates",))
+    assert status_of(verdict, "frozen_updates") == ("not recorded", "add health: {watch: frozen_updates}")
+    verdict = verdict_on(healthy_tables()[2:], [loss(FALLING)], watched=("frozen_updates",))
+    assert status_of(verdict, "frozen_updates") == ("does not apply", "no trained parameter has a gradient")
+
+
 def test_a_healthy_run_says_what_was_looked_at() -> None:
     """In words with figures, and no list of checks."""
     verdict = verdict_on(healthy_tables(), [loss(FALLING)])

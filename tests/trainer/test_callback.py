@@ -136,6 +136,15 @@ def test_loops_outside_of_fit(stage: str, tmp_path: Path) -> None:
         assert not any(part._forward_hooks for part in module.modules())
 
 
+def test_a_dry_run_has_a_line_for_sites_with_the_same_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two rules on different sites are two lines, whose products are the numbers of keys."""
+    rules = [Rule(kinds="parameter", statistics="norm"), Rule(kinds="parameter", statistics=["mean", "std"], sites=".*weight")]
+    trainer(tmp_path, [ModuleMonitorCallback(rules=rules, dry_run=True)], max_steps=1).fit(Classifier("mlp"), loader(), loader(8))
+    lines = capsys.readouterr().out.splitlines()[1:4]
+    assert lines[:2] == ["  parameter: 2 sites x 3 (norm, mean, std)", "  parameter: 2 sites x 1 (norm)"]
+    assert lines[2].startswith(f"  {2 * 3 + 2 * 1 + 1} keys and 12 context keys")  # with that of errors
+
+
 def test_dry_run_prints_the_plan_and_records_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It prints sites x statistics, keys, bytes of the table and of the store."""
     rules = [Rule(kinds=["activation", "gradient"], statistics=["mean", "std"]), Rule(kinds="update", statistics="ratio")]
