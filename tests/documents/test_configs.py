@@ -76,7 +76,7 @@ def test_minimal_records_the_default_rules(digits: ModuleType) -> None:
     assert {key.split("/")[0] + "/" + key.split("/")[-1] for key in store} == {
         *("activation/rms", "activation/abs_max", "activation/nonfinite_count"),
         *("parameter/norm", "gradient/norm", "activation/dead_fraction", "gradient/rms", "monitor/errors"),
-        *("context/loss", "context/lr", "context/batch_size", "context/train_loss"),
+        *("context/loss", "context/lr", "context/batch_size", "context/train_loss", "context/val_accuracy"),
         *("context/input_abs_max", "context/input_is_constant", "context/input_variation", "context/stale_gradients"),
         *("context/output_variation", "context/constant_from", "context/same_units", "context/target_min", "context/target_max"),
     }

@@ -99,7 +99,8 @@ class RecordSearch(NonfiniteSearch):
         elif key.kind == "parameter":
             words, cause = f"{site if is_of_one(key) else 'A parameter'} is not finite before the update.", "update"
         else:
-            words = f"NaN or infinity in the {key.kind.replace('_', ' ')} of {site}. {first_in(key)}"
+            what = f"NaN or infinity in the {key.kind.replace('_', ' ')} of {site}"
+            words = f"{what}. In the order of a step it is the first that is recorded ({key.format()})."
         float16 = about_float16(self._trainer)
         words = " ".join(filter(None, (words, float16, ALWAYS_NAMES)))
         return Finding(record.step, "nonfinite", site, "", words, "error", cause="overflow" if float16 else cause)
@@ -108,11 +109,6 @@ class RecordSearch(NonfiniteSearch):
 def is_of_one(key: Key) -> bool:
     """Whether a value is that of one module or parameter."""
     return key.site != ROOT_SITE and key.kind != CONTEXT_KIND
-
-
-def first_in(key: Key) -> str:
-    """What a record tells of its first value that is not finite."""
-    return f"In the order of a step, {key.format()} is the first recorded value that shows it."
 
 
 class OrderOfStep:

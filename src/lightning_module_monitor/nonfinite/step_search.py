@@ -21,7 +21,7 @@ from lightning_module_monitor.nonfinite.flag import ReadFlag
 from lightning_module_monitor.nonfinite.magnitudes import UNKNOWN
 from lightning_module_monitor.nonfinite.probe import NonfiniteProbe
 from lightning_module_monitor.nonfinite.producer import Producer, producer
-from lightning_module_monitor.nonfinite.record_search import OrderOfStep, first_in, is_of_one
+from lightning_module_monitor.nonfinite.record_search import OrderOfStep, is_of_one
 from lightning_module_monitor.nonfinite.search import ALWAYS_NAMES, NonfiniteSearch, about_float16
 from lightning_module_monitor.nonfinite.second_run import SecondRun
 from lightning_module_monitor.record import Finding, Record
@@ -177,7 +177,10 @@ class StepSearch(NonfiniteSearch):
         if finding is None or record is None:
             return finding
         key = self._order.first_nonfinite(record, was_skipped=record.get(self._monitor.engine.recipe.figure_key(STEP_SKIPPED), 0.0) > 0)
-        return finding if key is None or not is_of_one(key) else replace(finding, site=key.site, words=f"{finding.words} {first_in(key)}")
+        if key is None or not is_of_one(key):
+            return finding
+        words = f"In the order of a step, {key.format()} is the first recorded value that shows it."
+        return replace(finding, site=key.site, words=f"{finding.words} {words}")
 
     def after_exception(self, step: int, error: Exception) -> Finding | None:
         """Search the step that an exception has ended, on this rank alone."""

@@ -76,8 +76,9 @@ class StoredRun:
 
     @property
     def steps(self) -> list[int]:
-        """All monitored steps, ascending; what is logged after the last of them is of none."""
-        arrays = [table.steps for table in (*self.tables, *self.figures) if table.name.kind != CONTEXT_KIND]
+        """All monitored steps, ascending; what is logged after the last of them is of none, and counts where there is nothing else."""
+        monitored = [table for table in (*self.tables, *self.figures) if table.name.kind != CONTEXT_KIND]
+        arrays = [table.steps for table in monitored or self.context]
         steps: list[int] = np.unique(np.concatenate(arrays)).tolist() if arrays else []
         return steps
 
