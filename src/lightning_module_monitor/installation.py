@@ -86,7 +86,7 @@ def installation() -> Installation:
         version=package_version(),
         python=sys.version.split()[0],
         platform=platform.platform(),
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},  # which names its build, as +cu130
         extras=_extras(),
         checks=[
             *(Check(name, _kernel_of(torch.device(name)), _error_of(_check_device, torch.device(name))) for name in devices),
