@@ -19,6 +19,7 @@ from lightning_module_monitor.kernels import elements
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.nonfinite import magnitudes
 from lightning_module_monitor.report.stored_run import read_run
+from lightning_module_monitor.trainer import logged_metrics, step
 
 NORMS = [Rule(kinds="parameter", statistics="norm")]
 
@@ -428,3 +429,28 @@ def test_the_last_validation_has_a_record(num_sanity_val_steps: int, tmp_path: P
     assert store["context/validation_loss"][0].tolist() == [8, 12, 16, 18]
     assert store["context/loss"][0].tolist() == store["context/own_weight_norm"][0].tolist() == [0, 4, 8, 12, 16]
     assert read_run(store).steps == [0, 4, 8, 12, 16]
+
+
+def test_a_metric_that_raises_at_the_end_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line says what is missing; the verdict is logged, and the store is closed, as always."""
+
+    def fail(_trainer: Trainer) -> None:
+        raise RuntimeError("no metric")
+
+    monkeypatch.setattr(logged_metrics, "logged_metrics", fail)
+    callback = ModuleMonitorCallback(4, rules=[Rule(kinds="parameter", statistics="norm")])
+    with caplog.at_level("INFO"):
+        trainer(tmp_path, [callback]).fit(LogsInValidation(), loader(6), loader(1))
+    assert "What the last validation logged was not stored (RuntimeError: no metric)." in caplog.messages
+    assert any("Verdict: " in message for message in caplog.messages)
+    assert load_store(str(callback.store_path))["context/loss"][0].tolist() == [0, 4]
+
+
+def test_a_run_without_a_step_of_training_has_no_names_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validation alone announces no context of training when it ends."""
+    monkeypatch.setattr(step, "announce_context", pytest.fail)
+    callback = ModuleMonitorCallback(1, rules=[Rule(kinds="parameter", statistics="norm")], stages=["validate"])
+    trainer(tmp_path, [callback]).validate(LogsInValidation(), loader(1), verbose=False)
+    assert callback.last_record is not None

@@ -256,9 +256,14 @@ class RunController:
                 steps.reference.leave_device()
             self._run.results.state = self.state()
             self._is_over = True
-            record = None if steps is None else steps.metrics_of_last_validation()
-            if record is not None:
-                self._sinks.write(record)
+            try:
+                record = None if steps is None else steps.metrics_of_last_validation()
+                if record is not None:
+                    self._sinks.write(record)
+            except (
+                Exception
+            ) as error:  # of a user's metric, or of a device that has failed: the error that ended the run must reach the user
+                messages.warning("What the last validation logged was not stored (%s: %s).", type(error).__name__, error)
             try:
                 findings = [] if steps is None else steps.health.finish(exception)
             except Exception as error:

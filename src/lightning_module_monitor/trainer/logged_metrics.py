@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from lightning_module_monitor.keys import Key
+from lightning_module_monitor.keys import Key, is_context
 from lightning_module_monitor.kinds import CONTEXT_KIND
 from lightning_module_monitor.lightning_packages import Trainer
 from lightning_module_monitor.record import Record
@@ -33,27 +33,26 @@ class LastValidation:
         self._has_ended = False
         """Whether a loop has ended since the last record."""
         self._of_training: set[str] | None = None
-        """The metrics in the first record, before any loop: those of training."""
+        """The keys of the context in the first record, which is before any loop: those of training."""
 
-    def note_record(self) -> None:
+    def note_record(self, record: Record) -> None:
         """There is a record of training."""
         if self._of_training is None:
-            self._of_training = set() if self._has_ended else {name for name, _value in logged_metrics(self._run.trainer)}
+            self._of_training = set() if self._has_ended else {key for key in record.values if is_context(key)}
         self._has_ended = False
 
     def note_loop(self) -> None:
         """A validation loop has ended."""
         self._has_ended = self._run.is_fit and not self._run.trainer.sanity_checking
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether a loop has ended after the last record; not on several ranks, whose metrics would have to be averaged."""
+        return self._has_ended and self._of_training is not None and self._run.trainer.world_size == 1
+
     def record(self, name_of_metric: Callable[[str], str]) -> Record | None:
-        """The metrics of a loop after the last record; ``None`` without one, or on several ranks, which would have to be averaged."""
-        trainer = self._run.trainer
-        if not self._has_ended or self._of_training is None or trainer.world_size > 1:
-            return None
-        prefix = self._run.recipe.prefix
-        values = {
-            Key(CONTEXT_KIND, "", name_of_metric(name), prefix=prefix).format(): float(value)
-            for name, value in logged_metrics(trainer)
-            if name not in self._of_training
-        }
+        """The metrics of that loop; ``None`` if it has logged none."""
+        trainer, prefix = self._run.trainer, self._run.recipe.prefix
+        keys = {Key(CONTEXT_KIND, "", name_of_metric(name), prefix=prefix).format(): value for name, value in logged_metrics(trainer)}
+        values = {key: float(value) for key, value in keys.items() if key not in (self._of_training or ())}
         return Record.of(step_of(trainer), values) if values else None

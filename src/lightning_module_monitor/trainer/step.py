@@ -173,7 +173,7 @@ class StepController:
 
     def metrics_of_last_validation(self) -> Record | None:
         """What a validation loop has logged since the last record."""
-        return self._last_validation.record(self._name_of_metric)
+        return self._last_validation.record(self._name_of_metric) if self._last_validation.has_metrics else None
 
     def fail(self, event: str, error: Exception) -> None:
         """An error in an event ends the monitoring of this step, and not the run, unless errors are raised or it is meant for the user."""
@@ -252,7 +252,7 @@ class StepController:
         # Reached after any error: other ranks wait for this rank.
         record = self._engine.end_step()
         if record is not None:
-            self._last_validation.note_record()
+            self._last_validation.note_record(record)
         if record is not None and self._overhead is not None:
             self._overhead.decide(record.get(self._run.recipe.figure_key(OVERHEAD_FRACTION)))
         self.health.note(self._nonfinite.end_step(step_of(self._trainer), record))
