@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
+from lightning_module_monitor.health.detector import NO_GRADIENT
+from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.facts import Facts, GroupFacts, ParameterFacts
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.health.judgement import Verdict, verdict_of
@@ -59,8 +61,12 @@ def test_gradients_of_whole_modules_alone_are_not_those_of_parameters() -> None:
     total = table("gradient/norm", {"_root_": [1.0] * STEPS})
     verdict = verdict_on(healthy_tables()[2:], [loss(FALLING), total], watched=("frozen_updates",))
     assert status_of(verdict, "frozen_updates") == ("not recorded", "add health: {watch: frozen_updates}")
+    with_total = {check.name: (check.status, check.reason) for check in verdict.checks}
     verdict = verdict_on(healthy_tables()[2:], [loss(FALLING)], watched=("frozen_updates",))
     assert status_of(verdict, "frozen_updates") == ("does not apply", "no trained parameter has a gradient")
+    others = {check.name for check in verdict.checks if DETECTORS.get(check.name) and DETECTORS[check.name].without != NO_GRADIENT}
+    assert len(others) > 5
+    assert {name: with_total[name] for name in others} == {name: status_of(verdict, name) for name in others}
 
 
 def test_a_healthy_run_says_what_was_looked_at() -> None:

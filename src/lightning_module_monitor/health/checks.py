@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_module_monitor.health.alerts import Fired
-from lightning_module_monitor.health.detector import Detector
+from lightning_module_monitor.health.detector import NO_GRADIENT, Detector
 from lightning_module_monitor.health.finding_names import DIVERGING, NOT_LEARNING, ONE_SIDED
 from lightning_module_monitor.health.losses import MIN_LOSSES
 from lightning_module_monitor.health.run_history import History
@@ -113,6 +113,7 @@ def status_of(detector: Detector, judged: Judged, history: History, doubt: str, 
     lacks_types = bool(detector.types and types) and {*types}.isdisjoint(detector.types)
     has_judged = num_series > 0 and num_records > 0
     is_recorded = num_series > 0 or detector.is_always_recorded or (judged.is_watched and not detector.recorded_by)
+    is_recorded &= detector.without != NO_GRADIENT or history.records_each_gradient
     option = detector.recorded_by or f"health: {{watch: {name}}}"
     rows = (
         (judged.is_found, FOUND, ""),
@@ -128,7 +129,7 @@ def status_of(detector: Detector, judged: Judged, history: History, doubt: str, 
         (detector.judges_facts and not num_records, NOT_APPLICABLE, "known of a Trainer's runs alone"),
         (detector.judges_facts, not_found, ""),
         (num_series > 0 and not num_records and detector.needs_rate and history.has_no_rate, NOT_APPLICABLE, "all learning rates are 0"),
-        (not has_judged and not (is_recorded and history.records_each_gradient), NOT_RECORDED, f"add {option}"),
+        (not has_judged and not is_recorded, NOT_RECORDED, f"add {option}"),
         (not has_judged, NOT_APPLICABLE, detector.without),
         (num_records < detector.num_needed, TOO_FEW, f"{num_records} of {detector.num_needed}"),
         (name == NOT_LEARNING and doubt != "", UNCLEAR, doubt),

@@ -23,6 +23,9 @@ condition = functools.partial(AlertRule, "", nothing)
 """The condition of a detector, which :meth:`Detector.alert` gives its name and keys."""
 
 
+NO_GRADIENT = "no trained parameter has a gradient"
+
+
 @dataclass(frozen=True)
 class Detector:
     """A frequent problem of training, and its condition on recorded values."""
@@ -43,7 +46,7 @@ class Detector:
     """Names of the classes of modules that it judges; empty: all."""
     is_by_default: bool = True
     """Whether the default rules record what it needs."""
-    without: str = "no trained parameter has a gradient"
+    without: str = NO_GRADIENT
     """Why there may be no values where a run records what it needs."""
     recorded_by: str = ""
     """The option that records the values, where ``health.watch`` does not."""
