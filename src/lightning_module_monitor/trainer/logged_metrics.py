@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from lightning_module_monitor.keys import Key, is_context
+from lightning_module_monitor.keys import Columns, Key, is_context
 from lightning_module_monitor.kinds import CONTEXT_KIND
 from lightning_module_monitor.lightning_packages import Trainer
 from lightning_module_monitor.record import Record
@@ -35,10 +35,10 @@ class LastValidation:
         self._of_training: set[str] | None = None
         """The keys of the context in the first record, which is before any loop: those of training."""
 
-    def note_record(self, record: Record) -> None:
-        """There is a record of training."""
+    def note_record(self, columns: Columns) -> None:
+        """There is a record of training with these columns."""
         if self._of_training is None:
-            self._of_training = set() if self._has_ended else {key for key in record.values if is_context(key)}
+            self._of_training = set() if self._has_ended else {*filter(is_context, columns.texts)}
         self._has_ended = False
 
     def note_loop(self) -> None:

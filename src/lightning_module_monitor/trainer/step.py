@@ -252,7 +252,7 @@ class StepController:
         # Reached after any error: other ranks wait for this rank.
         record = self._engine.end_step()
         if record is not None:
-            self._last_validation.note_record(record)
+            self._last_validation.note_record(record.columns)
         if record is not None and self._overhead is not None:
             self._overhead.decide(record.get(self._run.recipe.figure_key(OVERHEAD_FRACTION)))
         self.health.note(self._nonfinite.end_step(step_of(self._trainer), record))
