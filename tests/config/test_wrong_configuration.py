@@ -340,11 +340,12 @@ WRONG: dict[str, tuple[Options, tuple[str, ...]]] = {
     "attention": ({"attention": "yes"}, ("attention is 'yes'", "expected true or false")),
     "kind of attention": (rule(kinds="attention_max_logits"), ("'attention_max_logits' is not a kind", "nearest: 'attention_max_logit'")),
     "progress_bar alone": ({"progress_bar": True}, ("progress_bar is true", "callback_metrics is empty", "expected patterns of the keys")),
-    "max_logged_keys": ({"max_logged_keys": 0}, ("max_logged_keys is 0", "expected a number >= 1")),
+    "max_logged_keys": ({"max_logged_keys": 0}, ("max_logged_keys is 0", "expected a whole number >= 1")),
     "max_overhead of nothing": ({"max_overhead": 0}, ("max_overhead is 0", "more than 0 and less than 1")),
     "max_overhead in percent": ({"max_overhead": 2.0}, ("max_overhead is 2.0", "expected a share of the time")),
     "max_overhead is no number": ({"max_overhead": "2%"}, ("max_overhead is '2%'", "expected a share of the time")),
-    "max_logged_keys is no number": ({"max_logged_keys": "many"}, ("max_logged_keys is 'many'", "expected a number >= 1")),
+    "max_logged_keys is no number": ({"max_logged_keys": "many"}, ("max_logged_keys is 'many'", "expected a whole number >= 1")),
+    "max_logged_keys is a flag": ({"max_logged_keys": True}, ("max_logged_keys is True", "expected a whole number >= 1")),
 }
 
 THROUGH_THE_CLI = [  # one of each place where a value is checked: options, dataclasses within them, names in the model, functions by path
@@ -353,7 +354,7 @@ THROUGH_THE_CLI = [  # one of each place where a value is checked: options, data
     *("gradient_flow of blocks that are not there", "option of gradient_flow", "capture at a step that is none", "option of capture"),
     # of types that the annotations exclude
     *("every 0 minutes", "every 'five' minutes", "every hour", "cadence of a rule by the clock"),
-    *("every True steps", "every 1.5 steps", "prefix that is no text", "max_logged_keys is no number"),
+    *("every True steps", "every 1.5 steps", "prefix that is no text", "max_logged_keys is no number", "max_logged_keys is a flag"),
     *("max_overhead is no number", "gradient_flow is a text", "capture that is none", "rule that is none"),
     *("module is no text", "rules are a number", "store is a list", "stages are a mapping", "health is a number", "option of health"),
     "dry_run is a number",

@@ -58,8 +58,16 @@ def test_a_finding_names_keys_and_figures() -> None:
     [(finding, then, _fired)] = alerts.observe(Record.of(8, record))
     assert then == ("stop",)
     assert (finding.step, finding.name, finding.site, finding.key, finding.severity) == (8, "large", "fc0", "gradient/fc0/norm", "warning")
-    figures = "gradient/fc0/norm: 11; gradient/fc1/norm: 12; gradient/fc2/norm: 13; and 2 more, in 2 records from step 6 to 8."
-    assert finding.words == f"{figures} The alert is for above 10."
+    figures = "gradient/fc0/norm: 11; gradient/fc1/norm: 12; gradient/fc2/norm: 13; and 2 more"
+    assert finding.words == f"{figures}; above 10 in 2 records from step 6 to 8."
+
+
+def test_the_words_of_an_alert_have_its_limits() -> None:
+    """Both, and what they are multiples of."""
+    alerts = Judge([AlertRule("far", matching([re.compile(".*")]), above=10.0, below=0.5, relative_to="median")])
+    found = [alarm.finding for step in range(11) for alarm in alerts.observe(Record.of(step, {KEY: 2.0 if step < 10 else 50.0}))]
+    condition = "above 10 times the median of earlier records or below 0.5 times the median of earlier records"
+    assert [finding.message for finding in found] == [f"{KEY}: 50 (25 times its median); {condition} in step 10."]
 
 
 RULES = [

@@ -292,7 +292,7 @@ HEALTHY: dict[str, Case] = {
     "a CNN": Case(lambda: Module(cnn())),
     "a CNN, accumulated": Case(lambda: Module(cnn()), options={"accumulate_grad_batches": 2}),
     "a GPT": Case(lambda: Module(Gpt(), adam(3e-3)), data=characters),
-    "a GPT, warmed up": Case(lambda: Module(Gpt(), scheduled(3e-3, lambda step: min(1.0, step / 50))), data=characters),
+    "a GPT, warmed up": Case(lambda: Module(Gpt(), scheduled(3e-3, lambda step: min(1.0, step / 50))), data=characters, steps=250),
     "a cosine": Case(lambda: Module(mlp(), scheduled(2e-3, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 150)))),
     "an LSTM": Case(lambda: Module(Recurrent(), adam(5e-3))),
     "an autoencoder": Case(Autoencoder),

@@ -348,7 +348,7 @@ def words_of(rule: AlertRule, fired: Sequence[Fired], step: int) -> str:
     when = f"in {rule.for_steps} records from step {since} to {step}" if rule.for_steps > 1 else f"in step {step}"
     more = f"; and {len(fired) - MAX_NAMED} more" if len(fired) > MAX_NAMED else ""
     figures = "; ".join(f"{figure.key}: {_figure(rule, figure)}" for figure in fired[:MAX_NAMED])
-    return f"{figures}{more}, {when}. {_condition(rule)}"
+    return f"{figures}{more}; {_condition(rule)} {when}."
 
 
 def _figure(rule: AlertRule, fired: Fired) -> str:
@@ -362,4 +362,4 @@ def _condition(rule: AlertRule) -> str:
     """The condition of a user's alert in words."""
     unit = " times the median of earlier records" if rule.relative_to == "median" else ""
     limits = {"above": rule.above, "below": rule.below}
-    return f"The alert is for {' or '.join(f'{name} {limit:g}{unit}' for name, limit in limits.items() if limit is not None)}."
+    return " or ".join(f"{name} {limit:g}{unit}" for name, limit in limits.items() if limit is not None)

@@ -129,8 +129,8 @@ def _parse_max_overhead(value: object, name: str) -> float | None:
 
 
 def _parse_max_logged_keys(value: object, name: str) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; expected a number >= 1.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} is {value!r}; expected a whole number >= 1.")
     return value
 
 
