@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.training import Classifier, KeepRawTensors, loader, seed, trainer
 from helpers.zoo import ZOO
 from torch import Tensor, nn
@@ -14,15 +15,15 @@ from lightning_module_monitor import ModuleMonitorCallback, load_store
 
 
 class CallsForward(nn.Module):
-    """Calls one layer, the forward of another, and a function with the weight of a third; a fourth does not run."""
+    """Calls one layer, the forward of another, and a function with the weight of a third; a fourth does not run. A list has no forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.called, self.direct, self.read = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.unused = nn.Linear(6, 6)
+        self.unused, self.factors = nn.Linear(6, 6), nn.ParameterList([nn.Parameter(torch.ones(3))])
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.direct.forward(self.called(x)).relu(), self.read.weight)
+        return F.linear(self.direct.forward(self.called(x)).relu(), self.read.weight) * self.factors[0]
 
 
 def test_layers_without_an_observed_call_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

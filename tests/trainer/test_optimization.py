@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -520,33 +521,103 @@ class LossesOfStages(Classifier):
             self.model.add_module(name, nn.Linear(6, 8) if name == "0" else nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize(
-    ("replaced", "line"),
-    [
-        ([], ""),
-        (
-            ["0"],
-            "model.0 was taken out of the model while it trains: what took its place is not observed, and there are no more values of it",
-        ),
-        (
-            ["0", "2"],
-            "model.0, model.2 were taken out of the model while it trains: what took their place is not observed, and there are no",
-        ),
-    ],
-)
-def test_a_module_that_has_no_values_may_be_replaced_silently(
-    replaced: list[str], line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("replaced", [[], ["0"], ["0", "2"]], ids=len)
+def test_modules_that_are_replaced_before_the_first_step_are_observed(
+    replaced: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As every model of darts does where a run is resumed."""
+    """As every model of darts replaces some where a run is resumed: the new ones have the names, and no line is logged."""
     run = trainer(tmp_path, [], max_epochs=1, limit_train_batches=2, limit_val_batches=0)
     run.fit(LossesOfStages(), loader(), loader(8))
     run.save_checkpoint(tmp_path / "end.ckpt")
     resumed = LossesOfStages()
     resumed.replaced = replaced
-    run = trainer(tmp_path, [ModuleMonitorCallback(1)], max_epochs=2, limit_train_batches=2, limit_val_batches=0)
+    callback = ModuleMonitorCallback(1)
+    run = trainer(tmp_path, [callback], max_epochs=2, limit_train_batches=2, limit_val_batches=0)
     run.fit(resumed, loader(), loader(8), ckpt_path=tmp_path / "end.ckpt")
-    lines = [message for message in caplog.messages if "taken out" in message]
-    assert [message[: len(line)] for message in lines] == [line] * bool(line)
+    assert not [message for message in caplog.messages if "taken out" in message]
+    assert callback.last_record is not None
+    for name, gradient in ((name, parameter.grad) for name, parameter in resumed.model.named_parameters()):
+        assert gradient is not None
+        assert callback.last_record.values[f"gradient/model.{name}/norm"] == pytest.approx(gradient.double().norm().item(), rel=1e-6)
+
+
+class BuildsLate(Classifier):
+    """Makes its last layer in a hook, which runs after that of the callback."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), torch.optim.SGD, lr=0.1)
+        self.hook = hook
+
+    def build(self, hook: str) -> None:
+        if hook == self.hook and len(self.model) == 2:
+            self.model.append(nn.Linear(8, 3))
+
+    def on_fit_start(self) -> None:
+        self.build("on_fit_start")
+
+    def on_train_start(self) -> None:
+        self.build("on_train_start")
+
+    def configure_optimizers(self) -> Any:
+        self.build("configure_optimizers")
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("hook", ["configure_optimizers", "on_fit_start", "on_train_start"])
+def test_layers_that_hooks_of_the_module_build_are_observed(hook: str, tmp_path: Path) -> None:
+    """With all kinds, also of the reference, and in totals; an optimizer that was made before does not have such a layer."""
+    callback = ModuleMonitorCallback(1, reference="init")
+    module = BuildsLate(hook)
+    run = trainer(tmp_path, [callback], max_epochs=1, limit_train_batches=3, limit_val_batches=0)
+    run.fit(module, loader(), loader(8))
+    assert callback.last_record is not None
+    values = callback.last_record.values
+    assert {f"{kind}/model.2/{statistic}" for kind, statistic in (("activation", "rms"), ("activation_difference", "ratio"))} <= {*values}
+    norms = [parameter.grad.double().norm().item() for parameter in module.parameters() if parameter.grad is not None]
+    assert len(norms) == 4
+    assert values["gradient/_root_/norm"] == pytest.approx(math.hypot(*norms), rel=1e-6)
+    assert bool([finding for finding in callback.findings if finding.name == "no_optimizer"]) == (hook != "configure_optimizers")
+
+
+class Wraps(torch.optim.Optimizer):
+    """An optimizer around another one that does not call ``Optimizer.__init__``, as that of Opacus: it takes no hooks."""
+
+    def __init__(self, original: torch.optim.Optimizer) -> None:
+        self.original = original
+
+    param_groups = property(lambda self: self.original.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.original.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.original.defaults)  # type: ignore[assignment]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.original.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.original.step(closure)
+
+
+class Wrapped(Classifier):
+    """Has such an optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return Wraps(super().configure_optimizers())
+
+
+def test_an_optimizer_that_takes_no_hooks(tmp_path: Path) -> None:
+    """What its steps leave is read at the end of the batch: all values are those of the optimizer inside."""
+    records = []
+    for make in (Classifier, Wrapped):
+        torch.manual_seed(0)
+        callback = ModuleMonitorCallback(1, rules=[Rule(kinds=KINDS, statistics="norm"), Rule(kinds="optimizer_state", statistics="norm")])
+        module = make(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.optim.SGD, lr=0.1, momentum=0.9)
+        records.append(KeepRecords(callback))
+        run = trainer(tmp_path, [callback, records[-1]], max_epochs=1, limit_train_batches=4, limit_val_batches=0)
+        run.fit(module, loader(), loader(8))
+    plain, wrapped = (keep.series() for keep in records)
+    assert wrapped == plain
+    assert [*wrapped["update/model.0.weight/norm"]] == [0, 1, 2, 3]
+    assert wrapped["update/model.0.weight/norm"][3] > 0
+    assert set(wrapped["monitor/errors"].values()) == {0.0}
 
 
 @pytest.mark.parametrize("way", ["lazy", "configure_model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -250,6 +251,8 @@ class ModelIndex:
         self.module_by_name = {name: by_alias[name] for name in names if name in by_alias}
         """Every module by each of its names, in the model's order."""
         self._root = root
+        self._known_modules = weakref.WeakSet(root.modules())
+        self._names_of_parameters = {name for name, _parameter in root.named_parameters()}
         self._names_of_parts: dict[tuple[object, ...], str] = {}
         """Names of outputs, inputs and heads of modules."""
 
@@ -270,6 +273,11 @@ class ModelIndex:
         except ConfigError:
             # Unless compiled code is the reason, this call raises too, with the nearest name.
             raise self.refusal("gradient_flow.blocks", find_blocks(blocks, self.whole.module_by_name)) from None
+
+    def is_complete(self) -> bool:
+        """Whether the model has no modules and parameters that it did not have when the names were read."""
+        names = {name for name, _parameter in self._root.named_parameters()}
+        return names == self._names_of_parameters and all(module in self._known_modules for module in self._root.modules())
 
     def forget_removed_modules(self) -> list[str]:
         """Forget modules that are no longer part of the model, and their parameters; returns the names of the modules."""

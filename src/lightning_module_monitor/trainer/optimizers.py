@@ -67,14 +67,19 @@ class OptimizerTracker:
     _num_entered: Counter[Optimizer] = field(default_factory=Counter, init=False)
     """Number of running calls of ``step``: torch calls the hooks again for the ``step`` of a base class."""
     _hooks: HookSet = field(default_factory=HookSet, init=False)
+    _unhooked: list[Optimizer] = field(default_factory=list, init=False)
+    """Optimizers that take no hooks: what their steps leave is observed at the end."""
     _unowned: list[Tensor] = field(default_factory=list, init=False)
     """Parameters that no optimizer has: they may move after its step."""
 
     def attach(self) -> None:
         """Register the hooks of the optimizers."""
         for optimizer in self.optimizers:
-            self._hooks.add(optimizer.register_step_pre_hook(not_compiled(self._enter_step)))
-            self._hooks.add(optimizer.register_step_post_hook(not_compiled(self._leave_step)))
+            try:
+                self._hooks.add(optimizer.register_step_pre_hook(not_compiled(self._enter_step)))
+                self._hooks.add(optimizer.register_step_post_hook(not_compiled(self._leave_step)))
+            except AttributeError:  # its class does not call Optimizer.__init__, as that of Opacus does not
+                self._unhooked.append(optimizer)
 
     def begin_backward(self, loss: Tensor) -> None:
         """The backward pass of a loss begins; the loss may be scaled."""
@@ -167,7 +172,9 @@ class OptimizerTracker:
         self.close()
         for optimizer, first in self.first_steps.items():
             self._observe_gradients(first, None)
-            self._note_skipped(optimizer, is_skipped=True)
+            self._note_skipped(optimizer, is_skipped=optimizer not in self._unhooked)
+            if optimizer in self._unhooked:
+                self._after_update(optimizer)
         if self.scaler is not None and not self.first_steps:
             self.monitor.monitor_skipped_step(is_skipped=False)
         rest = self._own(self._not_observed() if len(self.optimizers) > 1 or self.first_steps else None, is_over=True)
