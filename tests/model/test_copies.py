@@ -120,6 +120,24 @@ def test_an_attribute_that_cannot_be_copied_is_named() -> None:
         frozen_copy(model)
 
 
+class Follows(nn.Module):
+    """Its class takes an argument that a copy does not know, as that of ema_pytorch."""
+
+    def __new__(cls, _model: nn.Module) -> Follows:
+        return super().__new__(cls)
+
+    def __init__(self, _model: nn.Module) -> None:
+        super().__init__()
+        self.average = nn.Linear(2, 2)
+
+
+def test_a_module_that_cannot_be_copied_is_named() -> None:
+    """And not the model that has it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), Follows(nn.Linear(2, 2))))
+    with pytest.raises(ConfigError, match=r"reference is a copy of the model, and 1\.1 cannot be copied \(TypeError"):
+        frozen_copy(model)
+
+
 class Shape(tuple):  # type: ignore[type-arg]
     """A tuple with attributes, as the shapes of mup."""
 

@@ -410,6 +410,29 @@ class OddBuffers(nn.Module):
         return y + self.counted.sum() + self.resized.sum()
 
 
+class Cached(nn.Module):
+    """Positions that are kept in a buffer, for inputs up to a length that a number has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.length = nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.length:
+            self.length = len(x)
+            self.register_buffer("positions", torch.arange(len(x)).cos()[:, None], persistent=False)
+        return self.linear(x) * self.positions[: len(x)]
+
+
+@pytest.mark.parametrize("module", [None, "0"])
+def test_a_buffer_that_is_kept_from_call_to_call_is_made_again(module: str | None) -> None:
+    """The number that tells whether it is there is put back with it, so that a second run of the reference makes it, too."""
+    model = nn.Sequential(Cached())
+    reference = frozen_copy(model if module is None else model[0])
+    for _ in range(2):
+        assert set(differences(model, reference=reference, **({} if module is None else {"module": module})).values()) == {0.0}
+
+
 @pytest.mark.parametrize("module", [None, "0"])
 def test_odd_buffers_are_as_before(module: str | None) -> None:
     """Tensors, shapes, strides and values."""

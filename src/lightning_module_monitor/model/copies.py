@@ -273,7 +273,7 @@ def load_weights(module: nn.Module, path: str, within: str | None) -> None:
 
 
 def _uncopyable_attribute(module: nn.Module) -> str | None:
-    """The name of the first attribute that cannot be copied; ``None`` without one."""
+    """The name of the first attribute that cannot be copied, or of a module whose class cannot make another one; ``None`` without one."""
     known = _copies_of_non_leaves(tensors_within(module)) | {id(part): part for part in module.modules()}
     for name, part in module.named_modules():
         state = _state(part)
@@ -284,6 +284,10 @@ def _uncopyable_attribute(module: nn.Module) -> str | None:
                 copy.deepcopy(value, dict(known))
             except Exception:
                 return ".".join(filter(None, (name, attribute)))
+        try:
+            copy.copy(part)
+        except Exception:
+            return name
     return None
 
 

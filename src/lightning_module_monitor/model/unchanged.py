@@ -162,15 +162,25 @@ def _set_flag(parameter: Tensor, flag: bool) -> None:
         parameter.requires_grad_(flag)
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore every buffer after the block: the same tensor, with the same shape and values."""
+    """Restore every buffer after the block: the same tensor, with the same shape and values.
+
+    Where a module registers a buffer, attributes that are numbers, flags or texts are restored, too, such as the length of what it keeps.
+    """
+    plain = [(part, {name: value for name, value in vars(part).items() if type(value) in _PLAIN}) for part in module.modules()]
     before = [(part._buffers, dict(part._buffers.items())) for part in module.modules()]
     tensors = {id(tensor): tensor for _table, buffers in before for tensor in buffers.values() if tensor is not None}
     saved = [(tensor, same_layout(tensor.detach())) for tensor in tensors.values()]
     try:
         yield
     finally:
+        for (part, attributes), (table, buffers) in zip(plain, before, strict=True):
+            if dict(table.items()).keys() != buffers.keys() or any(table[name] is not tensor for name, tensor in buffers.items()):
+                vars(part).update(attributes)
         _restore_entries(before)
         with torch.no_grad():
             for tensor, values in saved:
