@@ -250,12 +250,12 @@ class StepTools(NamedTuple):
         name = self.output_name(stream.site, path)
         return stream if name == stream.site else stream.at(name)
 
-    def log_unsupported(self, what: str, names: Mapping[torch.dtype | type, list[str]]) -> None:
+    def log_unsupported(self, what: str, names: Mapping[torch.dtype | type, list[str]], consequence: str = "") -> None:
         """Log the names of outputs or parameters that are no real floating tensors, in one line for each dtype or class."""
         for kind, sites in names.items():
             description = f"dtype {kind}" if isinstance(kind, torch.dtype) else f"class {kind.__name__}"
             why = "only real floating ones are" if isinstance(kind, torch.dtype) else "no tensor is found in them"
-            self.reporter.log_once(f"{shortened(sites)}: {what} of {description} are not recorded; {why}.")
+            self.reporter.log_once(f"{shortened(sites)}: {what} of {description} are not recorded; {why}. {consequence}".rstrip())
 
     def report_not_captured(self, what: str, error: Exception) -> None:
         """Report and count a raw tensor that could not be captured."""

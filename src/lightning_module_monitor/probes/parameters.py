@@ -216,7 +216,7 @@ class ParameterTap(Probe):
 
     def finish(self) -> None:
         """Log which parameters are not recorded."""
-        self.tools.log_unsupported("parameters", self._unsupported)
+        self.tools.log_unsupported("parameters", self._unsupported, "Totals are without them.")
         if self.states is not None:
             self.states.finish()
 

@@ -119,7 +119,8 @@ class MonitoredStep:
             is_of_first = bool(tensors) and size == len(tensors[0])
             if self._run.recipe.gradient_noise is not None and is_of_first and {size} != {*map(len, tensors)}:
                 why = f"the first tensor of the batch has length {size}, and others have other lengths"
-                self._run.reporter.log_once(f"gradient_noise counts {BATCH_SIZE} in rows of the first tensor: {why}.", logging.WARNING, why)
+                message = f"gradient_noise counts {BATCH_SIZE} in rows of the first tensor: {why}."
+                self._run.reporter.log_once(message, logging.WARNING, "rows of the first tensor")
         dense = [tensor for tensor in tensors if tensor.numel() and tensor.layout is torch.strided]
         data = max(dense, key=Tensor.numel, default=None)
         for tensor in dense if is_known(batch) else ():
@@ -146,7 +147,10 @@ class MonitoredStep:
         value = value if num_batches == 1 else value * num_batches
         self._add(LOSS, value if scale is None else value / scale)
         if self._facts is not None:
-            self._observe_targets(self._facts.note_loss(loss, self._tokens, is_scaled=scale is not None))
+            num_targets = self._facts.note_loss(loss, self._tokens, is_scaled=scale is not None)
+            self._observe_targets(num_targets)
+            if self._variation is not None:
+                self._variation.note_targets(num_targets)
         for optimizer in self._optimizers:
             gradient = first_gradient(optimizer)
             is_stale = 0.0 if gradient is None else (gradient != 0).any().float()
