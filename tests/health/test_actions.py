@@ -44,9 +44,7 @@ def test_it_is_said_in_the_log_the_logger_and_the_store(tmp_path: Path, caplog: 
     assert (found.step, found.name, found.site, found.key) == (1, "any", "model.layers.3.weight", HEAD)
     value = load_store(callback.store_path).series(HEAD)[1][1]
     assert found.words == f"{HEAD}: {value:.4g}; above 0 in 2 records from step 0 to 1."
-    assert [record.getMessage() for record in caplog.records] == [
-        f"[monitor] Step 1, any: {found.words}"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [f"[monitor] Step 1, any: {found.words}"]
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     [text] = events.Tensors("monitor/findings/any/text_summary")

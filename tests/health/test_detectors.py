@@ -143,3 +143,82 @@ def test_a_bias_is_no_weight_whatever_its_module_is_called() -> None:
     rows = {f"gradient/{site}/norm": [1.0] * 12 for site in ("weights.0.bias", "a.weight")}
     rows |= {f"gradient/{site}/norm": [0.0] * 12 for site in ("weight_network.bias", "b.parametrizations.weight.original0")}
     assert while_training(["zero_gradients"], rows) == [("zero_gradients", "b.parametrizations.weight.original0", 90)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "found"),
+    [
+        ([*[1.0] * 6, *[0.3] * 9], []),  # the gate opens, and the loss falls
+        ([1.0, 0.3, *[1.0] * 4, *[0.3] * 9], [("saturation", "a", 40)]),  # a relapse, from which the run has recovered
+        ([*[1.0] * 6, *[0.6] * 9], [("saturation", "a", 40)]),  # not by half
+        ([*[1.0] * 6, *[-3.0] * 9], [("saturation", "a", 40)]),  # a loss below 0 shows nothing
+    ],
+)
+def test_what_a_loss_that_falls_contradicts_is_withdrawn(losses: list[float], found: list[tuple[str, str, int]]) -> None:
+    """Of checks that leave out such records: where the loss has fallen in the end, and had not before the finding."""
+    rows = {"activation/a/saturated_fraction": [0.0, 0.0, *[0.95] * 13], "context/loss": losses}
+    assert while_training(["saturation"], rows) == on_the_store(["saturation"], rows) == found
+
+
+@pytest.mark.parametrize(
+    ("losses", "found"), [([1.0] * 4, [("no_gradients", "a.weight", 20)]), ([0.0] * 4, []), ([1.0, 0.0, 0.0, 0.0], [])]
+)
+def test_gradients_of_a_loss_of_0_are_0(losses: list[float], found: list[tuple[str, str, int]]) -> None:
+    """As of margins that are satisfied."""
+    rows = {"gradient/a.weight/norm": [0.0] * 4, "context/loss": losses}
+    assert while_training(["no_gradients"], rows) == on_the_store(["no_gradients"], rows) == found
+
+
+def test_gradients_that_come_later_contradict_that_there_are_none() -> None:
+    """As where the first rewards come late."""
+    rows = {"gradient/a.weight/norm": [*[0.0] * 4, 2.0], "context/loss": [1.0] * 5}
+    assert while_training(["no_gradients"], rows) == on_the_store(["no_gradients"], rows) == []
+
+
+@pytest.mark.parametrize(
+    ("outputs", "loss", "found"),
+    [
+        ({"b": 3e4, "c": 1.0}, 2.0, []),  # a mask, such as the lowest number of a dtype, goes no further
+        ({"b": 3e4, "c": 3e4}, 2.0, []),  # a module that returns what the one before it does is that one
+        ({"b": 3e4, "c": 2e4}, 2.0, [("growing_over_depth", "b", 20)]),
+        ({"b": 3e4, "c": 1.0}, 5e4, [("growing_over_depth", "b", 20)]),
+        ({"b": 3e4, "c": 3e4}, math.inf, [("growing_over_depth", "b", 20)]),
+    ],
+)
+def test_an_explosion_reaches_the_next_module_or_the_loss(
+    outputs: dict[str, float], loss: float, found: list[tuple[str, str, int]]
+) -> None:
+    """Or it is no explosion."""
+    rows = {f"activation/{site}/rms": [size] * 3 for site, size in ({"a": 1.0} | outputs).items()}
+    assert while_training(["growing_over_depth"], rows | {"context/loss": [loss] * 3}) == found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        ([float(number) for number in range(1, 11)], ["growing_input"]),
+        ([1.0, 1.1, 0.9, 1.0, 1.05, 1.4, 0.8, 1.5, 0.9, 1.45], []),  # a larger median, and no surely larger numbers
+        ([1.0, 1.1, 0.9, 1.0, 1.05, 1.3, 1.2, 1.3, 1.25, 1.35], []),  # surely larger numbers, by less than a quarter
+    ],
+)
+def test_an_input_that_surely_grows(sizes: list[float], found: list[str]) -> None:
+    """By its median, and by ranks."""
+    figures = tables({"context/loss": [1.0] * 10, "context/input_abs_max": sizes})
+    assert [one.name for one in verdict_on([], figures).findings if one.name == "growing_input"] == found
+
+
+FALLS_A_LITTLE = [3.610, 3.566, 3.592, 3.643, 3.426, 3.419, 3.388, 3.406, 3.269, 3.387, 3.384, 3.268]
+
+
+@pytest.mark.parametrize(
+    ("logged", "is_named"),
+    [
+        (FALLS_A_LITTLE, False),
+        ([loss / 2 for loss in FALLS_A_LITTLE], False),  # it falls by ranks, as the loss does
+        ([1.0 + 0.01 * (number % 5) + 0.001 * number for number in range(12)], True),
+    ],
+)
+def test_a_logged_loss_that_does_not_fall(logged: list[float], is_named: bool) -> None:
+    """The loss itself is none, and one that falls by ranks is none."""
+    headline = verdict_on([], tables({"context/loss": FALLS_A_LITTLE, "context/train_loss": logged})).headline
+    assert ("the loss falls, and train_loss, which is logged, does not" in headline) is is_named

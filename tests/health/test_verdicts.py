@@ -19,6 +19,7 @@ from helpers.small_data import digits
 from helpers.structural_faults import STRUCTURAL_HEALTHY, STRUCTURAL_SICK
 from helpers.training import trainer
 from helpers.trainings import HEALTHY, SICK, Case, run_seed
+from helpers.unlike_faults import UNLIKE_FAULTS
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -98,7 +99,7 @@ def test_a_stored_training(name: str) -> None:
 def test_the_table_has_all_trainings() -> None:
     """Also those that were added since; no two have the same name."""
     assert list(table()) == list(TRAININGS)
-    assert len(TRAININGS) == sum(map(len, (SICK, SILENT_SICK, STRUCTURAL_SICK, HEALTHY, SILENT_HEALTHY, STRUCTURAL_HEALTHY)))
+    assert len(TRAININGS) == sum(map(len, (SICK, SILENT_SICK, STRUCTURAL_SICK, HEALTHY, SILENT_HEALTHY, STRUCTURAL_HEALTHY, UNLIKE_FAULTS)))
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

@@ -17,11 +17,12 @@ from helpers.silent_faults import SILENT_HEALTHY, SILENT_SICK
 from helpers.structural_faults import STRUCTURAL_HEALTHY, STRUCTURAL_SICK
 from helpers.training import trainer
 from helpers.trainings import HEALTHY, SICK, Case, run_seed
+from helpers.unlike_faults import UNLIKE_FAULTS
 from lightning_module_monitor import ModuleMonitorCallback, load_store
 from lightning_module_monitor.health.judgement import Verdict
 from lightning_module_monitor.report.stored_run import read_run
 
-ALL_SICK, ALL_HEALTHY = SICK | SILENT_SICK | STRUCTURAL_SICK, HEALTHY | SILENT_HEALTHY | STRUCTURAL_HEALTHY
+ALL_SICK, ALL_HEALTHY = SICK | SILENT_SICK | STRUCTURAL_SICK, HEALTHY | SILENT_HEALTHY | STRUCTURAL_HEALTHY | UNLIKE_FAULTS
 TRAININGS = ALL_SICK | ALL_HEALTHY
 STORES = Path(__file__).parents[1] / "health" / "stores.tar.xz"
 VERDICTS = Path(__file__).parents[1] / "health" / "verdicts.txt"

@@ -174,6 +174,7 @@ SICK: dict[str, Case] = {
     "gradients never zeroed": Case(lambda: NeverZeroed(mlp(), sgd(0.05)), ("stale_gradients",), steps=200),
     "BatchNorm in eval": Case(lambda: EvalNorm(cnn()), ("in_eval",)),
     "a softmax before cross-entropy": Case(lambda: Module(_softmax_head()), ("softmax_twice",)),
+    "a sigmoid before cross-entropy": Case(lambda: Module(nn.Sequential(mlp(), nn.Sigmoid())), ("softmax_twice",)),
     "a sigmoid before its cross-entropy": Case(
         lambda: Module(
             nn.Sequential(mlp((64, 32, 1)), nn.Sigmoid()),

@@ -165,7 +165,7 @@ def test_what_follows_from_a_diagnosis_is_folded_under_it(tmp_path: Path) -> Non
     """Each check stands once, with one definition and its sites, the worst first; advice stands once for a diagnosis."""
     grown = [1.0, 1.0, 1.0, *[1e3] * 13]
     series = {
-        "context/loss": [1.0, 1.1, 1.0, *[9.0] * 13],
+        "context/loss": [1.0, 1.1, 1.0, *[2e5] * 13],
         "gradient/fc.weight/norm": grown,
         "parameter/fc.weight/norm": grown,
         **{

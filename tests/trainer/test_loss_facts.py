@@ -96,6 +96,7 @@ BROADCASTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "rows": (lambda x: F.mse_loss(x[:, 0], ROW), False),
     "of all pairs, on purpose": (lambda x: (x - x[:, 0]).square().mean(), False),
     "several outputs, one target": (lambda x: F.mse_loss(x.expand(4, 3), COLUMN), False),
+    "inside of the model": (lambda x: F.mse_loss(torch.exp(-((x - ROW) ** 2)) @ COLUMN, COLUMN), False),
 }
 
 

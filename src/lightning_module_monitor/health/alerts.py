@@ -101,6 +101,8 @@ class AlertRule:
     """Whether only records meet the condition in which the training loss is below the first one; none under manual optimization."""
     of_samples: bool = False
     """Whether the rule judges only modules that return a tensor for each sample, where these are known; no modules of losses."""
+    without_last: bool = False
+    """Whether the rule does not judge the last of these, whose output is to be as large as the targets."""
     parameters: Training | None = None
     """State of the parameters that the rule judges; ``None``: all."""
     severity: Severity = "warning"

@@ -53,7 +53,7 @@ DETECTORS_OF_RUNS = (
         formula="the largest change of a trained parameter's norm since the first record, over its norm, and over how far all steps "
         "together can move a weight",
         limit="below a thousandth of either, where the steps can move a weight by more than 30 % of its norm, in at least 5 records; "
-        "not for weights of 16 bits, which rounding may hold",
+        "not for weights of 16 bits, which rounding may hold, nor if the loss falls, or has fallen by half",
         source=HEURISTIC,
         severity="error",
         min_records=5,
@@ -62,7 +62,8 @@ DETECTORS_OF_RUNS = (
         UNBOUNDED,
         [([CONTEXT_KIND], [LOSS])],
         formula="the training loss, under automatic optimization",
-        limit="below 0, as the median of the last third of at least 10 records, and 100 times as large as the first one, or as 1",
+        limit="below 0, as the median of the last third of at least 10 records, 100 times as large as the first one, or as 1, and below "
+        "that of the third before by a tenth of the whole fall",
         source=HEURISTIC,
         severity="error",
         without=NO_LOSS,
@@ -81,8 +82,9 @@ DETECTORS_OF_RUNS = (
     Detector(
         SKIPPED,
         [([CONTEXT_KIND], [LOSS])],
-        formula="the number of records without a loss, under automatic optimization: training_step has returned None",
-        limit="a third or more of at least 10 records, while others have one",
+        formula="the number of records without a loss, behind the first with one, under automatic optimization: training_step has returned "
+        "None",
+        limit="a third or more of at least 10 records",
         source=HEURISTIC,
         without=NO_LOSS,
         min_records=1,
@@ -90,8 +92,9 @@ DETECTORS_OF_RUNS = (
     Detector(
         GROWING_INPUT,
         [([CONTEXT_KIND], ["input_abs_max"])],
-        formula="the largest magnitude of the input: the median of the last third of the records, over the largest of the first third",
-        limit="more than 1.25 times, with at least 10 records",
+        formula="the largest magnitude of the input: the median of the last third of the records, over the largest of the first third; of "
+        "halves below 15 records",
+        limit="more than 1.25 times, and by a rank test (Mann-Whitney, one-sided, 1 %) of the two, with at least 10 records",
         source=HEURISTIC,
         without="no floating tensor was found in a batch",
         min_records=10,

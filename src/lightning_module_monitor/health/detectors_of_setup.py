@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from lightning_module_monitor.health.detector import ARITHMETIC, Detector, condition
 from lightning_module_monitor.health.figures import without_gradient
-from lightning_module_monitor.kinds import CONTEXT_KIND, FACT_KIND
+from lightning_module_monitor.kinds import CONTEXT_KIND, FACT_KIND, LOSS
 
 DETECTORS_OF_SETUP = (
     Detector(
         "no_gradients",
-        [([FACT_KIND], ["no_gradient"]), (["gradient"], ["norm"])],
-        formula="whether no parameter that an optimizer has has a gradient when it steps, or all gradients are exactly zero",
-        limit="in 3 records",
+        [([FACT_KIND], ["no_gradient"]), (["gradient"], ["norm"]), ([CONTEXT_KIND], [LOSS])],
+        formula="whether no parameter that an optimizer has has a gradient when it steps, or all gradients are exactly zero, and the loss "
+        "is not",
+        limit="in 3 records, unless there are gradients in the end",
         source=ARITHMETIC,
         severity="error",
         rule=condition(
@@ -31,7 +32,8 @@ DETECTORS_OF_SETUP = (
         "mixed_samples",
         [([FACT_KIND], ["mixes_samples"])],
         formula="whether a recurrent or attention module with batch_first=False gets an input of three dimensions, of which the first, "
-        "and not the second, has the length of the batch; or a softmax is over that dimension",
+        "and not the second, has the length of the batch; or a softmax is over that dimension, and its input is no square. Not where a "
+        "cross-entropy has no label for each",
         limit="in 1 record",
         source=ARITHMETIC,
         severity="error",
@@ -58,8 +60,8 @@ DETECTORS_OF_SETUP = (
     Detector(
         "softmax_twice",
         [([FACT_KIND], ["softmax_twice"])],
-        formula="whether the graph of the loss has a softmax before the log-softmax of a cross-entropy, or a sigmoid before that "
-        "of a binary cross-entropy with logits",
+        formula="whether the graph of the loss has a softmax or sigmoid before the log-softmax of a cross-entropy, or before a binary "
+        "cross-entropy with logits",
         limit="in 1 record",
         source=ARITHMETIC,
         rule=condition(above=0.5, phrase="The loss takes the softmax or sigmoid of one"),
@@ -67,7 +69,7 @@ DETECTORS_OF_SETUP = (
     Detector(
         "broadcast_loss",
         [([FACT_KIND], ["is_broadcast"])],
-        formula="whether a loss of squares or magnitudes expands outputs of shape (N, 1) to (N, N)",
+        formula="whether a loss of squares or magnitudes expands outputs of shape (N, 1) to (N, N); not inside of the model",
         limit="in 1 record",
         source=ARITHMETIC,
         severity="error",

@@ -56,7 +56,8 @@ DETECTORS_OF_VALUES = (
     Detector(
         "shrinking_outputs",
         [(["activation"], ["rms"])],
-        formula="the rms of a module's first output, counted as at most 1, over the largest such value of its first 3 records",
+        formula="the rms of a module's first output, counted as at most 1, over the largest such value of its first 3 records; not that "
+        "of the last module, which is to be as large as the targets",
         limit="below a tenth in 9 records in which the training loss is below the first one",
         source=HEURISTIC,
         without=_NO_OUTPUT,
@@ -68,6 +69,7 @@ DETECTORS_OF_VALUES = (
             needs_step=True,
             needs_fall=True,
             of_samples=True,
+            without_last=True,
             phrase="{sites}: the size of the output is {times:.2g} of its start",
         ),
     ),
@@ -155,7 +157,7 @@ DETECTORS_OF_VALUES = (
         NORMS_OF_PARAMETERS,
         formula="the norm of all trained parameters together, over that of the first record",
         limit="more than 5 times, in 2 records within 200 steps; later, gradients, outputs and the loss show it. Or more than 100 "
-        "times in the last record, also if the loss falls",
+        "times in the last record, if the loss has not fallen to a third",
         source=HEURISTIC,
         rule=condition(
             figures=totals,
@@ -229,9 +231,9 @@ DETECTORS_OF_VALUES = (
     ),
     Detector(
         "growing_over_depth",
-        [(["activation"], ["rms"]), ([CONTEXT_KIND], ["input_abs_max"])],
-        formula="the rms of a module's first output, over the rms of the first module's output or the largest magnitude of the input, "
-        "whichever is smaller, or over 1 if that is larger",
+        [(["activation"], ["rms"]), ([CONTEXT_KIND], ["input_abs_max", LOSS])],
+        formula="the rms of a module's first output, or the largest of later outputs and of the loss if that is less, over the rms of the "
+        "first module's output or the largest magnitude of the input, whichever is smaller, or over 1 if that is larger",
         limit="more than 10,000 times, in 3 records: magnitudes multiply from layer to layer, or from token to token",
         source="K. He, X. Zhang, S. Ren, J. Sun, Delving Deep into Rectifiers, arXiv 1502.01852, on what keeps magnitudes; "
         "the limit is a heuristic",
@@ -258,9 +260,9 @@ DETECTORS_OF_VALUES = (
     ),
     Detector(
         "zero_gradients",
-        [(["gradient"], _SIZES)],
+        [(["gradient"], _SIZES), ([CONTEXT_KIND], [LOSS])],
         formula="whether the gradient of a weight is exactly zero",
-        limit="in 10 records",
+        limit="in 10 records in which the loss is not 0",
         source=ARITHMETIC,
         without=_NO_WEIGHT,
         rule=condition(figures=zeros_of_weights, above=0.99, for_steps=10, needs_step=True, phrase="{sites}: gradients are exactly zero"),

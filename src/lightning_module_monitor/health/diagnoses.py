@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_module_monitor.display import Described, Description, counted
+from lightning_module_monitor.health.alerts import has_fallen
 from lightning_module_monitor.health.cause import Cause
 from lightning_module_monitor.health.causes import CAUSES
+from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.finding_names import NONFINITE, NOT_LEARNING
 from lightning_module_monitor.health.run_history import History
 from lightning_module_monitor.kinds import DEAD_AFTER, ROOT_SITE
@@ -74,11 +77,26 @@ class Diagnoses(Described, list[Diagnosis]):
 
 
 def is_withdrawn(finding: Finding, history: History) -> bool:
-    """Whether later records contradict a finding: what did not move has moved, or has a gradient, as an expert that is chosen late."""
-    if finding.name == "zero_gradients" and history.gradient_of(finding.site) > 0:
-        return True
-    norms = history.frozen.get(finding.step, {}) if finding.name == "frozen_updates" else {}
-    return bool(norms) and all(history.norm_of(site) != norm for site, norm in norms.items())
+    """Whether later records contradict a finding: what did not move has moved, or has a gradient, or the loss has fallen all the same."""
+    if finding.name == "zero_gradients":
+        return history.gradient_of(finding.site) > 0
+    if finding.name == "frozen_updates":
+        norms = history.frozen.get(finding.step, {})
+        return bool(norms) and all(history.norm_of(site) != norm for site, norm in norms.items())
+    if finding.name == "no_gradients":
+        return any(value > 0 for key, value in history.last.items() if key.kind == "gradient")
+    rule = DETECTORS[finding.name].rule if finding.name in DETECTORS else None
+    return rule is not None and rule.unless_loss_falls < math.inf and _falls_since(finding, rule.unless_loss_falls, history)
+
+
+def _falls_since(finding: Finding, part: float, history: History) -> bool:
+    """Whether the loss has fallen by more than this part of the first one in the end, and had not before the finding."""
+    losses = history.losses
+    is_judged = finding.step < max(losses.steps, default=0) and not (history.facts.is_manual or losses.last_median < 0)
+    if not is_judged or not has_fallen(losses.first, losses.last_median, part):
+        return False
+    earlier = [loss for step, loss in zip(losses.steps, losses.values, strict=True) if step < finding.first_step]
+    return not any(has_fallen(losses.first, loss, part) for loss in earlier)
 
 
 def diagnose(findings: Iterable[Finding], history: History | None = None) -> Diagnoses:

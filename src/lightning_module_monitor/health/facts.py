@@ -58,13 +58,15 @@ class CallFacts(NamedTuple):
     """Facts about the calls of modules."""
 
     order: tuple[str, ...] = ()
-    """The modules that returned a tensor of the batch's samples in the first step, in the order of their last calls."""
+    """The innermost modules that returned a tensor of the batch's samples in the first step, in the order of their last calls."""
     without_gradient: bool = False
-    """Whether the last one was called without gradients, too."""
+    """Whether the output of the model was computed without gradients, too."""
     mixes_samples: tuple[str, ...] = ()
     """Modules that take samples for elements of a sequence, in the first step."""
     of_two_values: tuple[str, ...] = ()
     """Modules that normalize two values, in the first step."""
+    output: str = ""
+    """The module, also one with others inside, that was the last to return a tensor of the batch's samples: the output of the model."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lightning_module_monitor.health.alerts import Figures
 from lightning_module_monitor.health.bound import Bound
-from lightning_module_monitor.kinds import ROOT_SITE
+from lightning_module_monitor.kinds import LOSS, ROOT_SITE
 
 FINITE_STATISTICS = ("nonfinite_count", "norm", "rms", "abs_max", "abs_mean", "mean", "min", "max", "token_norm", "token_rms")
 """Statistics that show a non-finite element: the number of such elements, and statistics that are finite for every finite tensor, unlike
@@ -72,13 +72,25 @@ def moved_by_gradients(bound: Bound, values: NDArray[np.float64]) -> Figures:
 
 
 def over_the_input(bound: Bound, values: NDArray[np.float64]) -> Figures:
-    """Every size relative to the smaller of the sizes of the first module and the input, at least 1.
+    """Every size, or a later one or the loss if that is less, relative to the smaller of the sizes of the first module and the input.
 
-    Zero and non-finite sizes are left out, and further outputs of modules: some are masks that hold the lowest number of their dtype.
+    What no later module and no loss has is the number of a mask, such as the lowest of a dtype in scores of attention. Zero and non-finite
+    sizes are left out, and further outputs of modules, which may be masks, too.
     """
     is_size = bound.is_first_output & np.isfinite(values) & (values > 0)
-    base = max(min([*values[is_size][:1], *values[bound.has_statistic("input_abs_max")]], default=1.0), 1.0)
-    return Figures(bound.texts, values / base, bound.texts, is_present=is_size)
+    sizes, losses = values[is_size], np.abs(values[bound.has_statistic(LOSS)])
+    base = max(min([*sizes[:1], *values[bound.has_statistic("input_abs_max")]], default=1.0), 1.0)
+    figures = values / base
+    # A loss that is not known, or not finite, limits nothing.
+    figures[is_size] = np.minimum(sizes, _largest_behind(sizes, np.nanmin(losses, initial=math.inf))) / base
+    return Figures(bound.texts, figures, bound.texts, is_present=is_size)
+
+
+def _largest_behind(sizes: NDArray[np.float64], loss: float) -> NDArray[np.float64]:
+    """For each module the largest size of the later modules and the loss. Modules in a row with one size return the same tensor."""
+    largest = np.maximum.accumulate([loss, *sizes[:0:-1]])[::-1]
+    ends = np.flatnonzero(np.append(sizes[1:] != sizes[:-1], True))
+    return np.asarray(largest[ends[np.searchsorted(ends, np.arange(len(sizes)))]])
 
 
 def not_finite(bound: Bound, values: NDArray[np.float64]) -> Figures:
@@ -97,11 +109,15 @@ def constant_output(bound: Bound, values: NDArray[np.float64]) -> Figures:
 
 
 def without_gradient(bound: Bound, values: NDArray[np.float64]) -> Figures:
-    """1 if the optimizers got no gradient at all, or none but zeros; else 0."""
-    is_norm = np.array([key.kind == "gradient" for key in bound.keys], bool)
-    norms, has_none = values[is_norm], values[~is_norm].any()
-    figure, keys = float(has_none or (len(norms) > 0 and not norms.any())), bound.texts[:1]
-    return Figures(("all",)[: len(keys)], np.full(len(keys), figure), keys)
+    """1 if the optimizers got no gradient at all, or none but zeros; else 0.
+
+    The gradients of a loss of 0, as of margins that are satisfied, are not judged.
+    """
+    is_norm, is_loss = np.array([key.kind == "gradient" for key in bound.keys], bool), bound.has_statistic(LOSS)
+    norms, has_none = values[is_norm], values[~(is_norm | is_loss)].any()
+    is_zero = len(norms) > 0 and not norms.any() and 0 not in values[is_loss]
+    keys = [text for text, is_other in zip(bound.texts, is_loss, strict=True) if not is_other][:1]
+    return Figures(("all",)[: len(keys)], np.full(len(keys), float(has_none or is_zero)), keys)
 
 
 def of_outputs(bound: Bound, values: NDArray[np.float64]) -> Figures:
@@ -110,5 +126,10 @@ def of_outputs(bound: Bound, values: NDArray[np.float64]) -> Figures:
 
 
 def zeros_of_weights(bound: Bound, values: NDArray[np.float64]) -> Figures:
-    """1 for every weight whose gradient is 0. The gradient of a bias may be 0 in theory, as in the last layer of a Wasserstein critic."""
-    return Figures(bound.texts, (values == 0).astype(float), bound.texts, is_present=bound.is_weight)
+    """1 for every weight whose gradient is 0, unless the loss is 0.
+
+    The gradient of a bias may be 0 in theory, as in the last layer of a Wasserstein critic.
+    """
+    is_loss = bound.has_statistic(LOSS)
+    is_present = bound.is_weight & ~is_loss & (0 not in values[is_loss])
+    return Figures(bound.texts, (values == 0).astype(float), bound.texts, is_present=is_present)

@@ -209,8 +209,10 @@ class Judge:
             accepted = (None, *trainings) if len(trainings) == 1 else (None,)
             return [index for index, rule in rules if rule.parameters in accepted and rule.concerns_total(key, text)]
         accepted, order = (None, self._parameter(key.site).training), self.history.facts.order
-        if order and key.site not in order:
+        if order and key.site and key.site not in order:
             rules = [(index, rule) for index, rule in rules if not rule.of_samples]
+        if order and key.site == order[-1]:
+            rules = [(index, rule) for index, rule in rules if not rule.without_last]
         return [index for index, rule in rules if rule.parameters in accepted and rule.concerns(key, text)]
 
     def alarms_of_whole_run(self) -> list[Alarm]:

@@ -17,6 +17,8 @@ from lightning_module_monitor.record import is_absent
 
 _ADAM_LIKE = ("Adam", "Lion", "RMSprop", "Adagrad")
 """Parts of the names of optimizers that move an element by the learning rate at most."""
+_OF_OWN_RATE = "DAdapt"
+"""A part of the names of optimizers whose learning rate is a factor of one that they find."""
 
 
 def is_kept(key: Key) -> bool:
@@ -60,7 +62,8 @@ class KeptColumns:
         self.eps = np.array([group.eps for group in optimizers])
         self.sizes = np.sqrt([float(parameter.numel) for parameter in weights.values()])
         self.is_sgd = np.array([group.optimizer == "SGD" for group in optimizers], bool)
-        self.is_adam = np.array([any(name in group.optimizer for name in _ADAM_LIKE) for group in optimizers], bool)
+        names = [group.optimizer if _OF_OWN_RATE not in group.optimizer else "" for group in optimizers]
+        self.is_adam = np.array([any(part in name for part in _ADAM_LIKE) for name in names], bool)
         num = sum(parameter.numel for parameter in trained.values())
         self.least_clipped = facts.clip * (0.5 * math.sqrt(num) if facts.clips_values else 0.99)
         """The norm at which gradients of trained parameters have the largest size that clipping allows; 0 without clipping."""

@@ -98,6 +98,14 @@ class Losses:
         return None if has_converged or not excludes_fall(before, after, A_LITTLE) else records[-2 * num][0]
 
     @property
+    def falls_at_end(self) -> bool:
+        """Whether the median of the last third of the finite losses is below that of the third before by a part of their fall."""
+        losses = self.finite
+        num = num_at_end(len(losses))
+        before = losses[len(losses) - 2 * num : len(losses) - num]
+        return self.last_median < float(np.median(before or math.nan)) - A_LITTLE * abs(self.first - self.last_median)
+
+    @property
     def rise(self) -> float:
         """The newest loss relative to the largest of the first losses; 0 if the rise is within the noise, or not known.
 

@@ -60,7 +60,7 @@ class History:
         self.first_norms: dict[str, float] = {}
         """The norms of parameters in the first record, by site."""
         self.num_without_loss = 0
-        """Number of records of training without a loss."""
+        """Number of records of training without a loss, after the first one with a loss: batches that fill a buffer have none."""
         self.inputs: list[float] = []
         """The largest magnitude of the input in each record that has it."""
         self.targets: list[float] = []
@@ -133,7 +133,7 @@ class History:
         """Add the losses, rates, inputs and targets of a record."""
         if LOSS in self._context:
             self.losses.add(step, self._context[LOSS])
-        else:
+        elif self.losses:
             self.num_without_loss += 1
         if "input_abs_max" in self._context:
             self.inputs.append(self._context["input_abs_max"])

@@ -25,8 +25,8 @@ from lightning_module_monitor.health.finding_names import (
     ZERO_LOSS,
     ZERO_RATE,
 )
-from lightning_module_monitor.health.loss_tests import A_LITTLE
-from lightning_module_monitor.health.losses import MIN_LOSSES, num_at_end
+from lightning_module_monitor.health.loss_tests import A_LITTLE, FALLS, rank_test
+from lightning_module_monitor.health.losses import CONVERGED, MIN_LOSSES, num_at_end
 from lightning_module_monitor.health.run_history import MIN_RELATIVE_STEPS, History
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.kinds import CONTEXT_KIND, LOSS
@@ -133,10 +133,14 @@ def is_sorted_by_class(history: History) -> bool:
 
 
 def is_overwritten(history: History) -> bool:
-    """Whether no parameter's norm has changed by a thousandth of itself, or of the change that all steps can make if that is less."""
-    expected = history.max_relative_change
+    """Whether no parameter's norm has changed by a thousandth of itself, or of the change that all steps can make if that is less.
+
+    Not where the loss has fallen: weights that are normalized after each step learn.
+    """
+    expected, losses = history.max_relative_change, history.losses
     is_judged = len(history.relative_steps) >= MIN_RELATIVE_STEPS and LARGE_CHANGE < expected < math.inf
-    if not is_judged or not history.first_norms or any(group.is_half for group in history.facts.groups):
+    has_learned = history.learning == "falls" or has_fallen(losses.first, losses.last_median, 0.5)
+    if not is_judged or has_learned or not history.first_norms or any(group.is_half for group in history.facts.groups):
         return False
     first = {site: norm for site, norm in history.first_norms.items() if norm > 0 and _is_trained(history, site)}
     changes = [abs(history.norm_of(site) - norm) / norm for site, norm in first.items()]
@@ -160,21 +164,26 @@ def optimizer_out_of_balance(history: History) -> tuple[int, float] | None:
 
 
 def flat_part(history: History) -> str:
-    """The name of a further logged loss that does not fall, though it varies from record to record; empty if all fall."""
+    """The name of a further logged loss that does not fall, though it varies from record to record; empty if all fall.
+
+    One that has the values of the loss itself is no further loss.
+    """
     for name, losses in history.parts.items():
         num = num_at_end(len(losses))
         varies = len({*losses}) > 0.8 * len(losses)
-        if len(losses) < MIN_LOSSES or not varies or not 0 < min(losses) <= max(losses) < math.inf:
+        is_loss = len(losses) == len(history.losses) and np.allclose(losses, history.losses.values, rtol=1e-3)
+        if len(losses) < MIN_LOSSES or is_loss or not varies or not 0 < min(losses) <= max(losses) < math.inf:
             continue
-        start, end = max(losses[0], float(np.median(losses[:num]))), float(np.median(losses[-num:]))
-        if not has_fallen(start, end, A_LITTLE):
+        before, after = losses[:num], losses[-num:]
+        start, end = max(losses[0], float(np.median(before))), float(np.median(after))
+        if not has_fallen(start, end, A_LITTLE) and rank_test(before, after) <= FALLS:
             return name
     return ""
 
 
 def is_unbounded(history: History) -> bool:
     """Whether the loss falls below 0 by orders of magnitude, which no useful loss does."""
-    is_judged = not history.facts.is_manual and len(history.losses) >= MIN_LOSSES
+    is_judged = not history.facts.is_manual and len(history.losses) >= MIN_LOSSES and history.losses.falls_at_end
     return is_judged and history.losses.last_median < -UNBOUNDED_BELOW * max(1.0, abs(history.losses.first))
 
 
@@ -213,9 +222,9 @@ def _growing_input(history: History) -> list[Alarm]:
     sizes = history.inputs
     if len(sizes) < MIN_LOSSES:
         return []
-    num = len(sizes) // 3
+    num = num_at_end(len(sizes))
     first, last = max(sizes[:num]), float(np.median(sizes[-num:]))
-    if not 0 < GROWN * first < last < math.inf:
+    if not 0 < GROWN * first < last < math.inf or rank_test(sizes[-num:], sizes[:num]) <= FALLS:
         return []
     words = f"The largest magnitude of the input is at most {first:.3g} in the first {num} records, and {last:.3g} in the last."
     return [_alarm_of_run(history, GROWING_INPUT, "", "input_abs_max", words)]
@@ -257,9 +266,10 @@ def _large_steps(history: History) -> list[Alarm]:
 def _runaway_weights(history: History) -> list[Alarm]:
     first = math.hypot(*history.first_norms.values())
     last = math.hypot(*filter(math.isfinite, map(history.norm_of, history.first_norms)))
-    if history.facts.is_manual or len(history.losses.steps) < 2 or not 0 < first < last / RUNAWAY:
+    has_converged = 0 <= history.losses.last_median < CONVERGED * history.losses.first
+    if history.facts.is_manual or len(history.losses.steps) < 2 or has_converged or not 0 < first < last / RUNAWAY:
         return []
-    words = f"The norm of all parameters is {last / first:.3g} times its start, whatever the loss does."
+    words = f"The norm of all parameters is {last / first:.3g} times its start, and the loss has not converged."
     return [_alarm_of_run(history, GROWING_WEIGHTS, "", LOSS, words, since=history.losses.steps[1])]
 
 

@@ -15,12 +15,16 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def mixes_samples(called: nn.Module, args: Sequence[object], num_samples: int) -> bool:
-    """Whether a recurrent or attention module, which expects sequences first, gets the samples first, or a softmax is over samples."""
+    """Whether a recurrent or attention module, which expects sequences first, gets the samples first, or a softmax is over samples.
+
+    Not a softmax of a square: of the similarities of all pairs of samples.
+    """
     first = plain(args[0]) if args and isinstance(args[0], Tensor) else None
+    if first is None or first.dim() < 2 or not first.shape[0] == num_samples > 1:
+        return False
     if isinstance(called, nn.Softmax | nn.LogSoftmax):
-        return isinstance(first, Tensor) and first.dim() > 1 and called.dim in (0, -first.dim()) and first.shape[0] == num_samples > 1
-    is_mixed = isinstance(first, Tensor) and first.dim() == 3 and first.shape[0] == num_samples != first.shape[1]
-    return is_mixed and num_samples > 1 and getattr(called, "batch_first", None) is False
+        return called.dim in (0, -first.dim()) and first.shape != (num_samples, num_samples)
+    return first.dim() == 3 and num_samples != first.shape[1] and getattr(called, "batch_first", None) is False
 
 
 def normalizes_two_values(called: nn.Module, args: Sequence[object]) -> bool:

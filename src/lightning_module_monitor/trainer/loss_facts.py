@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,7 +19,7 @@ NUM_FIRST_NODES = 8
 """Number of nodes from the loss on whose names tell kinds of losses apart."""
 MAX_LOSSES = 64
 """Number of kinds of losses that are remembered: a graph that differs in each step is read in each step."""
-_CROSS_ENTROPIES = {"LogSoftmax": ("Softmax",), "BinaryCrossEntropyWithLogits": ("Sigmoid", "Softmax")}
+_CROSS_ENTROPIES = {"LogSoftmax": ("Softmax", "Sigmoid"), "BinaryCrossEntropyWithLogits": ("Sigmoid", "Softmax")}
 """Nodes of the graph that apply a softmax or sigmoid to logits, each with the nodes that must not precede it."""
 _CLASSIFICATION_LOSSES = (*_CROSS_ENTROPIES, "NllLoss", "BinaryCrossEntropy", "CtcLoss")
 _LOSSES = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy")
@@ -109,7 +109,7 @@ def _facts_of_graph(nodes: Sequence[tuple[Any, Any]], *, is_scaled: bool) -> Los
         is_classification=is_classification,
         softmax_twice=any(before in _CROSS_ENTROPIES.get(name, ()) for name, before in names),
         is_summed=first is not None and _is_summed(*first),
-        is_broadcast=any(_is_broadcast(node) for node, _before in nodes),
+        is_broadcast=any(_is_broadcast(behind) for node, _before in nodes[:1] for behind in _behind(node)),
         compares_outputs=not is_classification and first is not None and _compares_outputs(first[0]),
     )
 
@@ -148,6 +148,18 @@ def _shape(node: Any) -> Sequence[int]:  # noqa: ANN401  # a node of autograd's 
 
 def _compares_outputs(loss: Any) -> bool:  # noqa: ANN401  # a node of autograd's graph
     """Whether a loss compares two outputs of one network for different inputs: both use its parameters, in calls of their own."""
+    for node in _behind(loss):
+        parts = [function for function, _index in node.next_functions]
+        if name_of(node) in _COMPARISONS and len(parts) > 1 and None not in parts[:2]:
+            first, second = _uses(parts[0]), _uses(parts[1])
+            shared = first.keys() & second.keys()
+            if shared and all(first[parameter].isdisjoint(second[parameter]) for parameter in shared):
+                return True
+    return False
+
+
+def _behind(loss: Any) -> Iterator[Any]:  # noqa: ANN401  # nodes of autograd's graph
+    """The nodes between a loss and the outputs of the model that it is made of, the latter included, from the loss on."""
     waiting: deque[Any] = deque([loss])
     known: set[Any] = set()
     while waiting and len(known) < MAX_NODES:
@@ -155,15 +167,9 @@ def _compares_outputs(loss: Any) -> bool:  # noqa: ANN401  # a node of autograd'
         if node is None or node in known:
             continue
         known.add(node)
-        name, parts = name_of(node), [function for function, _index in node.next_functions]
-        if name in _COMPARISONS and len(parts) > 1 and None not in parts[:2]:
-            first, second = _uses(parts[0]), _uses(parts[1])
-            shared = first.keys() & second.keys()
-            if shared and all(first[parameter].isdisjoint(second[parameter]) for parameter in shared):
-                return True
-        if name in _ELEMENTWISE | RESHAPING:
-            waiting.extend(parts)
-    return False
+        yield node
+        if name_of(node) in _ELEMENTWISE | RESHAPING:
+            waiting.extend(function for function, _index in node.next_functions)
 
 
 def _uses(output: Any) -> dict[Any, set[Any]]:  # noqa: ANN401  # a node of autograd's graph

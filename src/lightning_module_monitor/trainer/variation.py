@@ -97,9 +97,8 @@ class OutputVariation:
             self._of_first = {name: first[name] for name in OF_FIRST if name in first}
         context = self._run.engine.open_step
         self._step = None if context is None else context.accumulator
-        last = self.calls.order[-1:]
         for site in self._run.planner.index.modules:
-            if site.name != ROOT if self._is_first else site.name in last:
+            if site.name != ROOT if self._is_first else site.name == self.calls.output:
                 self._hooks.add_forward(site.module, UncopiedHook(functools.partial(self._observe, site.name)))
 
     def begin_batch(self, num_samples: int | None, tensors: Sequence[Tensor]) -> None:
@@ -132,6 +131,11 @@ class OutputVariation:
             if not (self._is_first or has_gradient or self.calls.without_gradient):
                 self._run.results.calls = self.calls._replace(without_gradient=True)
 
+    def note_targets(self, num_targets: int) -> None:
+        """The loss compares with such a number of labels, 0 if it is not known: a bag of one label has elements, and no samples."""
+        if self._num_samples and num_targets % self._num_samples:
+            self._mixing.clear()
+
     def end_step(self) -> dict[str, Tensor | float]:
         """The numbers of the step: ``output_variation``, and those of the first step, ``constant_from`` and ``same_units``.
 
@@ -143,13 +147,16 @@ class OutputVariation:
         is_first, self._is_first = self._is_first, False
         if is_first and variations:
             self._read_first(variations)
-        last = variations.get(self.calls.order[-1]) if self.calls.order else None
-        return self._of_first | ({} if last is None else {"output_variation": last})
+        value = variations.get(self.calls.output)
+        return self._of_first | ({} if value is None else {"output_variation": value})
 
     def _read_first(self, variations: dict[str, Tensor]) -> None:
         """Read what the calls of the first step show."""
         names = [name for name in variations if not any(other.startswith(f"{name}.") for other in variations)]
-        self._run.results.calls = CallFacts(tuple(names), mixes_samples=tuple(self._mixing), of_two_values=tuple(self._of_two_values))
+        # What a module with others inside returns is not always what the last of these does: a branch may be added that is 0.
+        self._run.results.calls = CallFacts(
+            tuple(names), mixes_samples=tuple(self._mixing), of_two_values=tuple(self._of_two_values), output=[*variations][-1]
+        )
         device = variations[names[-1]].device
         values = torch.stack([variations[name].to(device) for name in names])
         positions = torch.arange(1, len(names) + 1, device=device)
