@@ -287,7 +287,7 @@ def _uncopyable_attribute(module: nn.Module) -> str | None:
         try:
             copy.copy(part)
         except Exception:
-            return name
+            return str(name)
     return None
 
 

@@ -277,7 +277,7 @@ class ModelIndex:
     def is_complete(self) -> bool:
         """Whether the model has no modules and parameters that it did not have when the names were read."""
         names = {name for name, _parameter in self._root.named_parameters()}
-        return names == self._names_of_parameters and all(module in self._known_modules for module in self._root.modules())
+        return names <= self._names_of_parameters and all(module in self._known_modules for module in self._root.modules())
 
     def forget_removed_modules(self) -> list[str]:
         """Forget modules that are no longer part of the model, and their parameters; returns the names of the modules."""
