@@ -42,6 +42,17 @@ def names(*findings: tuple[str, int] | tuple[str, int, int] | tuple[str, int, in
     return [(one.name, one.first_step, len(one.consequences)) for one in diagnose([finding(*one) for one in findings], RISEN)]
 
 
+@pytest.mark.parametrize(("optimizer", "is_large"), [("Adam", True), ("AdamW", True), ("DAdaptAdam", False), ("SGD", False)])
+def test_a_rate_of_1_is_large_for_adam_and_a_factor_for_optimizers_that_find_their_own(optimizer: str, is_large: bool) -> None:
+    """Steps of 1 move weights by four times of their norm."""
+    history = History()
+    history.facts = Facts({"a.weight": ParameterFacts("trained", 0, 16)}, (GroupFacts(optimizer, 0.0, 0.0),))
+    values = {Key("parameter", "a.weight", "norm"): 1.0, Key("gradient", "a.weight", "norm"): 0.5, Key("context", "", "lr"): 1.0}
+    for step in range(6):
+        add(history, step, values)
+    assert history.has_large_steps == is_large
+
+
 def test_nothing_is_wrong() -> None:
     """No finding, no diagnosis; a user's alert is none either."""
     assert diagnose([]) == []

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from lightning_module_monitor import ModuleMonitor, Rule
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.keys import Key
-from lightning_module_monitor.model.names import Namer
+from lightning_module_monitor.model.names import ModelIndex, Namer
 
 
 def test_a_table_of_parameters_may_have_its_own_way_to_get_one() -> None:
@@ -151,3 +152,17 @@ def test_a_parametrized_layer_is_a_leaf() -> None:
     assert picked(model, kinds="parameter", leaf_modules=True) == of_weights
     outputs = {"0", "0.parametrizations.weight.0", "1", "2.base_layer", "2.lora_b.default"}
     assert picked(model, kinds="activation", leaf_modules=True) == outputs
+
+
+def test_wrappers_are_no_new_layers() -> None:
+    """As checkpoints of activations put around layers when a strategy is set up; a layer, or a parameter, that is new is one."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    index = ModelIndex(model, None, (), str)
+    model[0] = checkpoint_wrapper(model[0])
+    assert index.is_complete()
+    model.append(nn.ReLU())
+    assert not index.is_complete()
+    del model[2]
+    assert index.is_complete()
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    assert not index.is_complete()

@@ -254,6 +254,15 @@ def test_the_noise_scale_says_what_it_counts(num_targets: int, warns: bool, tmp_
     assert len(said) == warns
 
 
+def test_the_noise_scale_says_once_what_it_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the lengths differ from batch to batch, as the numbers of atoms do."""
+    batches = iter([{"x": torch.randn(num, 4), "y": torch.randn(2)} for num in (3, 4, 5, 6)])
+    callback = ModuleMonitorCallback(every_n_steps=1, rules=NORMS, gradient_noise=True)
+    data = DataLoader([0] * 4, collate_fn=lambda _rows: next(batches))
+    trainer(tmp_path, [callback], max_steps=2, accumulate_grad_batches=2, limit_val_batches=0).fit(OfAnyBatch(), data, loader())
+    assert caplog.text.count("gradient_noise counts batch_size in rows of the first tensor") == 1
+
+
 class Logging(Losses):
     """Logs in every way that Lightning offers."""
 

@@ -82,7 +82,7 @@ def over_the_input(bound: Bound, values: NDArray[np.float64]) -> Figures:
     base = max(min([*sizes[:1], *values[bound.has_statistic("input_abs_max")]], default=1.0), 1.0)
     figures = values / base
     # A loss that is not known, or not finite, limits nothing.
-    figures[is_size] = np.minimum(sizes, _largest_behind(sizes, np.nanmin(losses, initial=math.inf))) / base
+    figures[is_size] = np.minimum(sizes, _largest_behind(sizes, float(np.fmin.reduce(losses, initial=math.inf)))) / base
     return Figures(bound.texts, figures, bound.texts, is_present=is_size)
 
 

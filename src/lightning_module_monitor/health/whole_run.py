@@ -182,7 +182,7 @@ def flat_part(history: History) -> str:
 
 
 def is_unbounded(history: History) -> bool:
-    """Whether the loss falls below 0 by orders of magnitude, which no useful loss does."""
+    """Whether the loss has fallen below 0 by orders of magnitude, and still falls, which no useful loss does."""
     is_judged = not history.facts.is_manual and len(history.losses) >= MIN_LOSSES and history.losses.falls_at_end
     return is_judged and history.losses.last_median < -UNBOUNDED_BELOW * max(1.0, abs(history.losses.first))
 

@@ -252,7 +252,7 @@ class ModelIndex:
         """Every module by each of its names, in the model's order."""
         self._root = root
         self._known_modules = weakref.WeakSet(root.modules())
-        self._names_of_parameters = {name for name, _parameter in root.named_parameters()}
+        self._names_of_parameters = {without_wrappers(name) for name, _parameter in root.named_parameters()}
         self._names_of_parts: dict[tuple[object, ...], str] = {}
         """Names of outputs, inputs and heads of modules."""
 
@@ -275,9 +275,10 @@ class ModelIndex:
             raise self.refusal("gradient_flow.blocks", find_blocks(blocks, self.whole.module_by_name)) from None
 
     def is_complete(self) -> bool:
-        """Whether the model has no modules and parameters that it did not have when the names were read."""
-        names = {name for name, _parameter in self._root.named_parameters()}
-        return names <= self._names_of_parameters and all(module in self._known_modules for module in self._root.modules())
+        """Whether the model has no modules and parameters that it did not have when the names were read, other than wrappers of these."""
+        names = {without_wrappers(name) for name, _parameter in self._root.named_parameters()}
+        layers = [module for module in self._root.modules() if module._modules.keys().isdisjoint(_WRAPPED)]
+        return names <= self._names_of_parameters and all(module in self._known_modules for module in layers)
 
     def forget_removed_modules(self) -> list[str]:
         """Forget modules that are no longer part of the model, and their parameters; returns the names of the modules."""
