@@ -277,7 +277,7 @@ class ModelIndex:
     def is_complete(self) -> bool:
         """Whether the model has no modules and parameters that it did not have when the names were read, other than wrappers of these."""
         names = {without_wrappers(name) for name, _parameter in self._root.named_parameters()}
-        layers = [module for module in self._root.modules() if module._modules.keys().isdisjoint(_WRAPPED)]
+        layers = [module for module in self._root.modules() if not any(name in module._modules for name in _WRAPPED)]
         return names <= self._names_of_parameters and all(module in self._known_modules for module in layers)
 
     def forget_removed_modules(self) -> list[str]:
