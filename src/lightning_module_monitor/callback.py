@@ -244,7 +244,7 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
         self._was_set_up = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All layers exist now, and the parameters are those to be trained."""
+        """The model is complete, unless hooks of the module make layers before the first batch; its parameters are those to be trained."""
         if self._run is not None:
             self._run.observe()
 
@@ -281,8 +281,8 @@ class ModuleMonitorCallback(Described, Callback):  # type: ignore[misc]  # as Ca
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """The first micro-batch of a step begins the step, and registers the hooks."""
-        if self._run is not None and self._run.origin is not None:
-            self._run.make_reference()
+        if self._run is not None and not self._run.has_begun:
+            self._run.begin_training()
         self._notify("on_train_batch_start", StepController.begin_batch, batch, batch_idx, also_idle=True)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:

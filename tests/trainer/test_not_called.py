@@ -15,15 +15,21 @@ from lightning_module_monitor import ModuleMonitorCallback, load_store
 
 
 class CallsForward(nn.Module):
-    """Calls one layer, the forward of another, and a function with the weight of a third; a fourth does not run. A list has no forward."""
+    """Calls one layer, the forward of another, and a function with the weight of a third; a fourth does not run. A list has no forward.
+
+    That of a fifth one is an attribute.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Module()
+        self.scale.weight = nn.Parameter(torch.ones(3))
+        self.scale.forward = lambda x: x * self.scale.weight
         self.called, self.direct, self.read = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
         self.unused, self.factors = nn.Linear(6, 6), nn.ParameterList([nn.Parameter(torch.ones(3))])
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.direct.forward(self.called(x)).relu(), self.read.weight) * self.factors[0]
+        return self.scale.forward(F.linear(self.direct.forward(self.called(x)).relu(), self.read.weight)) * self.factors[0]
 
 
 def test_layers_without_an_observed_call_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -32,8 +38,8 @@ def test_layers_without_an_observed_call_are_named(tmp_path: Path, caplog: pytes
     callback, raw = ModuleMonitorCallback(1), KeepRawTensors("model.called")
     trainer(tmp_path, [callback, raw], max_steps=3, limit_val_batches=0).fit(Classifier(CallsForward()), loader(), loader(8))
     assert [message for message in caplog.messages if "no call that hooks observe" in message] == [
-        "model.direct, model.read had gradients in step 0, but no call that hooks observe, so there are no values of the output. "
-        "Call the module itself, and not its forward or another method."
+        "model.scale, model.direct, model.read had gradients in step 0, but no call that hooks observe, so there are no values of the "
+        "output. Call the module itself, and not its forward or another method."
     ]
     assert callback.store_path is not None
     store = load_store(callback.store_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -541,44 +540,6 @@ def test_modules_that_are_replaced_before_the_first_step_are_observed(
         assert callback.last_record.values[f"gradient/model.{name}/norm"] == pytest.approx(gradient.double().norm().item(), rel=1e-6)
 
 
-class BuildsLate(Classifier):
-    """Makes its last layer in a hook, which runs after that of the callback."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), torch.optim.SGD, lr=0.1)
-        self.hook = hook
-
-    def build(self, hook: str) -> None:
-        if hook == self.hook and len(self.model) == 2:
-            self.model.append(nn.Linear(8, 3))
-
-    def on_fit_start(self) -> None:
-        self.build("on_fit_start")
-
-    def on_train_start(self) -> None:
-        self.build("on_train_start")
-
-    def configure_optimizers(self) -> Any:
-        self.build("configure_optimizers")
-        return super().configure_optimizers()
-
-
-@pytest.mark.parametrize("hook", ["configure_optimizers", "on_fit_start", "on_train_start"])
-def test_layers_that_hooks_of_the_module_build_are_observed(hook: str, tmp_path: Path) -> None:
-    """With all kinds, also of the reference, and in totals; an optimizer that was made before does not have such a layer."""
-    callback = ModuleMonitorCallback(1, reference="init")
-    module = BuildsLate(hook)
-    run = trainer(tmp_path, [callback], max_epochs=1, limit_train_batches=3, limit_val_batches=0)
-    run.fit(module, loader(), loader(8))
-    assert callback.last_record is not None
-    values = callback.last_record.values
-    assert {f"{kind}/model.2/{statistic}" for kind, statistic in (("activation", "rms"), ("activation_difference", "ratio"))} <= {*values}
-    norms = [parameter.grad.double().norm().item() for parameter in module.parameters() if parameter.grad is not None]
-    assert len(norms) == 4
-    assert values["gradient/_root_/norm"] == pytest.approx(math.hypot(*norms), rel=1e-6)
-    assert bool([finding for finding in callback.findings if finding.name == "no_optimizer"]) == (hook != "configure_optimizers")
-
-
 class Wraps(torch.optim.Optimizer):
     """An optimizer around another one that does not call ``Optimizer.__init__``, as that of Opacus: it takes no hooks."""
 
@@ -618,6 +579,43 @@ def test_an_optimizer_that_takes_no_hooks(tmp_path: Path) -> None:
     assert [*wrapped["update/model.0.weight/norm"]] == [0, 1, 2, 3]
     assert wrapped["update/model.0.weight/norm"][3] > 0
     assert set(wrapped["monitor/errors"].values()) == {0.0}
+
+
+class Twice(Wrapped):
+    """Steps twice in a batch, by hand."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+        self.moved: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer, before = self.optimizers(), self.model[0].weight.detach().clone()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.model(batch[0]), batch[1]))
+            optimizer.step()
+        self.moved.append((self.model[0].weight.detach() - before).double().norm().item())
+
+
+def test_an_optimizer_that_takes_no_hooks_and_steps_twice(tmp_path: Path) -> None:
+    """The update is the whole change of the batch."""
+    callback = ModuleMonitorCallback(1, rules=Rule(kinds="update", statistics="norm"))
+    records, module = KeepRecords(callback), Twice(nn.Sequential(nn.Linear(6, 3)), torch.optim.SGD, lr=0.1)
+    trainer(tmp_path, [callback, records], max_epochs=1, limit_train_batches=3, limit_val_batches=0).fit(module, loader(), loader(8))
+    assert [*records.series()["update/model.0.weight/norm"].values()] == pytest.approx(module.moved, rel=1e-4)
+    assert min(module.moved) > 0
+
+
+def test_a_scaler_and_an_optimizer_that_takes_no_hooks(tmp_path: Path) -> None:
+    """Whether the scaler skips is not known, and not recorded; a skipped step has no update."""
+    callback = ModuleMonitorCallback(1, rules=Rule(kinds="update", statistics="norm"))
+    records, module = KeepRecords(callback), Wrapped(nn.Sequential(nn.Linear(6, 3)), torch.optim.SGD, lr=0.1)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=1e38))
+    run = trainer(tmp_path, [callback, records], max_epochs=1, limit_train_batches=2, limit_val_batches=0, plugins=[precision])
+    run.fit(module, loader(), loader(8))
+    assert set(records.series()["update/model.0.weight/norm"].values()) == {0.0}
+    assert "monitor/step_skipped" not in records.series()
 
 
 @pytest.mark.parametrize("way", ["lazy", "configure_model"])

@@ -18,7 +18,7 @@ from lightning_module_monitor.errors import ConfigError, shortened
 from lightning_module_monitor.keys import Columns
 from lightning_module_monitor.kinds import CONTEXT_KIND, OWN_KIND, TRAIN
 from lightning_module_monitor.model.compiled import compiled_parts, num_compile_attempts
-from lightning_module_monitor.model.names import ROOT, ModelIndex
+from lightning_module_monitor.model.names import ROOT, ModelIndex, has_forward
 from lightning_module_monitor.plan.planner import Planner
 from lightning_module_monitor.plan.recipe import DETAIL_LABEL, ActiveRules, Recipe
 from lightning_module_monitor.probes.activations import ModuleTable
@@ -184,7 +184,7 @@ class ObservedModel:
             advice = "compiled: uncompiled observes it, and runs monitored steps uncompiled"
         else:
             sites = [
-                site for site in sites if site.name != ROOT and site.is_leaf and _has_forward(site.module) and _has_gradient(site.module)
+                site for site in sites if site.name != ROOT and site.is_leaf and has_forward(site.module) and _has_gradient(site.module)
             ]
             what = f"had gradients in step {step}, but no call that hooks observe, so there are no values of the output"
             advice = "Call the module itself, and not its forward or another method"
@@ -192,16 +192,11 @@ class ObservedModel:
             self.reporter.log_once(f"{shortened([site.name for site in sites])} {what}. {advice}.")
 
     def read_names_again(self) -> None:
-        """Look for what was compiled since the names were read, if anything was, and for what was taken out of the model.
-
-        Before the first step also for new layers: hooks that run after those of a callback may have made some.
-        """
+        """Look for what was compiled since the names were read, if anything was, and for what was taken out of the model."""
         if self.planner.recipe.keeps_compiled and self._num_attempts != num_compile_attempts():
             self._num_attempts, compiled = num_compile_attempts(), compiled_parts(self.module, self.wrapper)
             if compiled != self.index.compiled:
-                self._use(self.planner.read_again(self.module, compiled))
-        if self.awaits_first_step and not self.index.is_complete():
-            self._use(self.planner.read_again(self.module, self.index.compiled))
+                self._use(self.planner.after_compiling(self.module, compiled))
         plan = self.planner.plan()
         removed = self.index.forget_removed_modules()
         if removed:
@@ -228,11 +223,6 @@ class ObservedModel:
             streams += [self.stream_of_value(OWN_KIND, figure, "sum") for figure in plan.figures()]
             self._states[stage, due] = SeriesState(streams, self.columns[stage], self._units)
         return self._states[stage, due]
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: some are containers of parameters alone."""
-    return type(module).forward is not nn.Module.forward
 
 
 def _has_gradient(module: nn.Module) -> bool:

@@ -53,8 +53,7 @@ class ModuleSite:
     @property
     def runs(self) -> bool:
         """Whether it can be called: a module of :data:`CONTAINERS` cannot unless it defines ``forward``."""
-        has_forward = type(self.module).forward is not nn.Module.forward or "forward" in vars(self.module)
-        return has_forward or not isinstance(self.module, CONTAINERS)
+        return has_forward(self.module) or not isinstance(self.module, CONTAINERS)
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,11 @@ class ParameterSite:
         parameter = self.tensor()
         is_of_trained = kind.startswith("gradient") or KINDS[kind].of_states
         return parameter is None or (parameter.is_floating_point() and (parameter.requires_grad or not is_of_trained))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module, or its class, defines ``forward``: some only hold modules and parameters."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def without_wrappers(name: str) -> str:
@@ -251,8 +255,9 @@ class ModelIndex:
         self.module_by_name = {name: by_alias[name] for name in names if name in by_alias}
         """Every module by each of its names, in the model's order."""
         self._root = root
-        self._known_modules = weakref.WeakSet(root.modules())
-        self._names_of_parameters = {without_wrappers(name) for name, _parameter in root.named_parameters()}
+        self._known = {id(module): weakref.ref(module) for module in root.modules()}
+        """The modules of which the names were read, by identity: some have an ``==`` of their own."""
+        self._names_of_parameters = _names_of_parameters(root)
         self._names_of_parts: dict[tuple[object, ...], str] = {}
         """Names of outputs, inputs and heads of modules."""
 
@@ -276,9 +281,9 @@ class ModelIndex:
 
     def is_complete(self) -> bool:
         """Whether the model has no modules and parameters that it did not have when the names were read, other than wrappers of these."""
-        names = {without_wrappers(name) for name, _parameter in self._root.named_parameters()}
         layers = [module for module in self._root.modules() if not any(name in module._modules for name in _WRAPPED)]
-        return names <= self._names_of_parameters and all(module in self._known_modules for module in layers)
+        are_known = all(id(layer) in self._known and self._known[id(layer)]() is layer for layer in layers)
+        return are_known and _names_of_parameters(self._root) <= self._names_of_parameters
 
     def forget_removed_modules(self) -> list[str]:
         """Forget modules that are no longer part of the model, and their parameters; returns the names of the modules."""
@@ -322,6 +327,11 @@ class ModelIndex:
 def is_excluded(site: Site, patterns: Sequence[re.Pattern[str]]) -> bool:
     """Whether a pattern matches any name of a site or of an enclosing module."""
     return matches(and_insides(site.aliases), patterns)
+
+
+def _names_of_parameters(root: nn.Module) -> set[str]:
+    """The names of parameters without wrappers, and without the flat ones in which a strategy keeps them (FSDP1)."""
+    return {without_wrappers(name) for name, _parameter in root.named_parameters() if not name.endswith("_flat_param")}
 
 
 def _is_within(site: Site, within: str | None) -> bool:

@@ -91,8 +91,8 @@ class Planner:
         planner.report_renamed()
         return planner
 
-    def read_again(self, module: nn.Module, compiled: CompiledParts) -> Planner:
-        """The planner of a module that has other layers, or other compiled parts. It never fails: training has begun, or is about to."""
+    def after_compiling(self, module: nn.Module, compiled: CompiledParts) -> Planner:
+        """The planner after more or fewer parts of the model were compiled. It never fails: training has begun, or is about to."""
         index, chain = _index_of(self.recipe, module, compiled), None
         try:
             chain = _chain_of(self.recipe, index, self.shares_input)

@@ -81,6 +81,8 @@ class RunController:
         """Makes the reference, if the run has one that is not made yet."""
         self.steps: StepController | None = None
         """The controller of the steps, from when the model is about to run."""
+        self.has_begun = False
+        """Whether training has begun. Until then hooks may initialize the model, and make layers."""
         self._is_over = False
         """Whether the run ends: its last state is that of the results."""
 
@@ -107,13 +109,17 @@ class RunController:
             self.origin = ReferenceOrigin(run)
 
     def observe(self) -> None:
-        """The model is about to run: every layer exists now, and parameters are those that will be trained."""
+        """The model is about to run, and parameters are those that will be trained; called again as long as there may be new layers."""
         run, options = self._run, self._run.options
-        if self.steps is not None:
+        if self.steps is not None and (self.has_begun or not run.is_fit or self.steps.reference is not None):
             return
         if run.monitor.module is None:
             checks.check_compiled(run.module, options, run.reporter)  # layers that were created since setup may be compiled
             self._set_module()
+        elif (run.planner.index.is_complete() or not self._set_module_again()) and self.steps is not None:
+            return
+        if self.steps is not None:
+            self.steps.close()
         health = HealthController(run, self._sinks)
         health.load(self._resumed.get("health", {}))
         run.model.noise.load(self._resumed.get("gradient_noise", {}))
@@ -129,8 +135,14 @@ class RunController:
         if self.origin is not None and is_laid_out(run.planner.index.within):
             self.make_reference()  # before a validation loop, after which the outermost unit of FSDP1 has its parameters whole
 
+    def begin_training(self) -> None:
+        """The first batch of training begins."""
+        self.observe()
+        self.make_reference()
+        self.has_begun = True
+
     def make_reference(self) -> None:
-        """Make the reference if there is none yet: the first batch of training begins, and until now hooks may initialize the model."""
+        """Make the reference if there is none yet."""
         if self.origin is not None and self.steps is not None:
             self.steps.reference, self.origin = self.origin.make(), None
 
@@ -171,6 +183,19 @@ class RunController:
         self._check_keys()
         if not run.options.dry_run:
             warm_up(trainer.strategy.root_device, expected_launches(trainer, run.module, run.planner.plan()))
+
+    def _set_module_again(self) -> bool:
+        """Read the names again, as hooks of the module have made layers since; returns whether options still name what there is."""
+        engine = self._run.engine
+        observed, engine.observed = engine.observed, None
+        try:
+            self._set_module()
+        except ConfigError as error:
+            engine.observed = observed
+            reason = f"Layers that were made since setup are not observed, as options are for the model before: {error}"
+            self._run.reporter.log_once(reason, logging.WARNING)
+            return False
+        return True
 
     def _check_keys(self) -> None:
         """Compare the keys of this run with the patterns of options, and with the keys of other callbacks."""

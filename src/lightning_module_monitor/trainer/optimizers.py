@@ -96,7 +96,8 @@ class OptimizerTracker:
             return
         if optimizer in self.first_steps:
             # A second step. If no event of the first step has followed, the scaler has skipped the first step.
-            self._note_skipped(optimizer, is_skipped=True)
+            if optimizer not in self._unhooked:
+                self._note_skipped(optimizer, is_skipped=True)
             return
         first = self._begin_first_step(optimizer)
         scale = self.scale if getattr(optimizer, "_step_supports_amp_scaling", False) else None
@@ -232,7 +233,7 @@ class OptimizerTracker:
         if first.is_skipped is not None:
             return
         first.is_skipped, first.is_over = is_skipped, is_skipped is True
-        if self.scaler is not None:
+        if self.scaler is not None and optimizer not in self._unhooked:
             self.monitor.monitor_skipped_step(is_skipped)
         if is_skipped is True:
             self.monitor.monitor_updates(first.parameters, is_skipped=True, optimizers=optimizer)
