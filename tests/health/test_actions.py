@@ -282,6 +282,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no keys": ({"alerts": {"above": 1}}, r"alerts\[0\].keys is empty; expected at least one pattern"),
     "infinite": ({"alerts": {"keys": ".*", "above": float("inf")}}, r"alerts\[0\].above is inf; expected a finite number"),
     "all values": ({"alerts": {"keys": ".*", "above": 1, "below": 2}}, r"above is 1, and below is 2: every value .* smaller one"),
+    "name": ({"alerts": {"keys": ".*", "above": 1, "name": "exploding"}}, "name is 'exploding', which is the name of a detector"),
     "negative multiple": (
         {"alerts": {"keys": ".*", "below": -1, "relative_to_median": True}},
         r"alerts\[0\].below is -1, and relative_to_median is true; expected a multiple",

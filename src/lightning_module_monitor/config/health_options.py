@@ -14,7 +14,7 @@ from lightning_module_monitor.config.plain import PlainFields, any_hints
 from lightning_module_monitor.config.rules import Rule, as_tuple, check_choice, options_of, parse_count, parse_patterns
 from lightning_module_monitor.errors import ConfigError
 from lightning_module_monitor.health.alerts import ACTIONS, Action, AlertRule, matching, naming
-from lightning_module_monitor.health.detectors import BUILT_IN
+from lightning_module_monitor.health.detectors import BUILT_IN, DETECTORS
 from lightning_module_monitor.statistics.registry import saturated_sigmoid, saturated_softmax, saturated_tanh
 
 WARN, ALWAYS, STOP, IGNORE = "warn", "always", "stop", "ignore"
@@ -186,6 +186,8 @@ def _parse_alert(alert: Alert, label: str) -> AlertRule:
         raise ConfigError(f"{label}.above is {alert.above}, and below is {alert.below}: {why}; expected below to be the smaller one.")
     if not isinstance(alert.relative_to_median, bool):
         raise ConfigError(f"{label}.relative_to_median is {alert.relative_to_median!r}; expected true or false.")
+    if str(alert.name) in DETECTORS:
+        raise ConfigError(f"{label}.name is {alert.name!r}, which is the name of a detector; expected another one.")
     return AlertRule(
         name=str(alert.name or patterns[0].pattern),
         concerns=matching(patterns),
