@@ -10,6 +10,7 @@ import pytest
 
 from lightning_module_monitor.health.detectors import DETECTORS
 from lightning_module_monitor.health.diagnoses import is_withdrawn
+from lightning_module_monitor.health.facts import Facts
 from lightning_module_monitor.health.judge import Judge
 from lightning_module_monitor.keys import Key
 from lightning_module_monitor.record import UNDEFINED_BITS, Record
@@ -160,13 +161,34 @@ def test_what_a_loss_that_falls_contradicts_is_withdrawn(losses: list[float], fo
     assert while_training(["saturation"], rows) == on_the_store(["saturation"], rows) == found
 
 
+def test_a_loss_that_ends_a_little_below_its_start_contradicts_no_explosion() -> None:
+    """Without the explosion this run reaches a fifteenth of its first loss."""
+    rows = {"gradient/a.weight/norm": [*[1.0] * 5, 500.0, 800.0, *[1.0] * 8], "context/loss": [*[2.3] * 5, 240.0, 90.0, *[1.87] * 8]}
+    assert while_training(["exploding"], rows) == on_the_store(["exploding"], rows) == [("exploding", "a.weight", 50)]
+
+
 @pytest.mark.parametrize(
-    ("losses", "found"), [([1.0] * 4, [("no_gradients", "a.weight", 20)]), ([0.0] * 4, []), ([1.0, 0.0, 0.0, 0.0], [])]
+    ("losses", "found"),
+    [
+        ([1.0] * 4, [("no_gradients", "a.weight", 20)]),
+        ([0.0] * 4, []),
+        ([1.0, 0.0, 0.0, 0.0], []),
+        ([1.0, 0.0, 1.0, 0.0, 1.0], [("no_gradients", "a.weight", 40)]),
+    ],
 )
 def test_gradients_of_a_loss_of_0_are_0(losses: list[float], found: list[tuple[str, str, int]]) -> None:
-    """As of margins that are satisfied."""
-    rows = {"gradient/a.weight/norm": [0.0] * 4, "context/loss": losses}
+    """As of margins that are satisfied: such records are passed over."""
+    rows = {"gradient/a.weight/norm": [0.0] * len(losses), "context/loss": losses}
     assert while_training(["no_gradients"], rows) == on_the_store(["no_gradients"], rows) == found
+
+
+def test_gradients_of_parameters_that_no_optimizer_has_contradict_nothing() -> None:
+    """As of an optimizer that has the parameters of a copy."""
+    judge, values = Judge([DETECTORS["no_gradients"].alert()]), {"gradient/a.weight/norm": 1.0, "context/loss": 1.0}
+    [found] = [alarm.finding for step in range(4) for alarm in judge.observe(Record.of(step, values), Facts(no_gradient=True))]
+    assert not is_withdrawn(found, judge.history)
+    judge.observe(Record.of(4, values), Facts())
+    assert is_withdrawn(found, judge.history)
 
 
 def test_gradients_that_come_later_contradict_that_there_are_none() -> None:

@@ -92,11 +92,19 @@ BROADCASTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "smooth": (lambda x: F.smooth_l1_loss(x, ROW), True),
     "by hand": (lambda x: (x - ROW).square().mean(), True),
     "by hand, the target first": (lambda x: ((ROW - x) ** 2).mean(), True),
+    "a norm": (lambda x: (x - ROW).norm(), True),
+    "a quantile": (lambda x: torch.max(0.9 * (ROW - x), -0.1 * (ROW - x)).mean(), True),
+    "by parts": (lambda x: torch.where((x - ROW).abs() < 1, (x - ROW) ** 2, (x - ROW).abs()).mean(), True),
+    "of a mask": (lambda x: ((x - ROW) ** 2)[torch.eye(4) > 0].mean(), True),
+    "the logarithm of cosh": (lambda x: (F.softplus(2 * (x - ROW)) - (x - ROW)).mean(), True),
     "a column": (lambda x: F.mse_loss(x, COLUMN), False),
     "rows": (lambda x: F.mse_loss(x[:, 0], ROW), False),
     "of all pairs, on purpose": (lambda x: (x - x[:, 0]).square().mean(), False),
     "several outputs, one target": (lambda x: F.mse_loss(x.expand(4, 3), COLUMN), False),
     "inside of the model": (lambda x: F.mse_loss(torch.exp(-((x - ROW) ** 2)) @ COLUMN, COLUMN), False),
+    "the nearest targets, on purpose": (lambda x: (x - ROW).abs().amin(1).mean(), False),
+    "kernels of all pairs, on purpose": (lambda x: -torch.exp(-((x - ROW) ** 2)).mean(), False),
+    "before a normalization": (lambda x: F.layer_norm((x - ROW) ** 2, (4,)).mean(), False),
 }
 
 

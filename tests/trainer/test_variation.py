@@ -144,3 +144,93 @@ def test_the_range_of_labels(labels: Tensor, tmp_path: Path) -> None:
     _callback, records = fitted(tmp_path, Parts(), data(8, labels))
     expected = [(int(of_batch.min()), int(of_batch.max())) for of_batch in labels.split(8)[:3]]
     assert [*zip(of_context(records, "target_min"), of_context(records, "target_max"), strict=True)] == expected
+
+
+class Detector(nn.Module):
+    """Returns something before its output that is the same for all samples, and a second output, which is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.second = nn.Linear(6, 3), nn.Linear(6, 2)
+        nn.init.zeros_(self.second.weight)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"anchors": torch.arange(4.0).expand(len(x), 4), "logits": self.layer(x), "second": self.second(x)}
+
+
+class Inner(LightningModule):
+    """Computes the loss of a module inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch[0])["logits"], batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_a_model_that_returns_several_tensors(tmp_path: Path) -> None:
+    """Which one is the output is not known: the one that varies most counts."""
+    module, batches = Inner(Detector()), data()
+    _callback, records = fitted(tmp_path, module, batches)
+    outputs = [module.model.layer(x).detach() for x, _y in batches][:3]
+    assert of_context(records, "output_variation") == pytest.approx([float(variation(output, 0)) for output in outputs], rel=1e-5)
+    assert min(of_context(records, "output_variation")) > 0.1
+
+
+class Layers(nn.Module):
+    """Returns logits, and what each of many layers returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.layer(x)} | {f"layer {number}": x for number in range(20)}
+
+
+def test_few_tensors_of_an_output_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of the model's, in each step."""
+    taken = []
+    monkeypatch.setattr(module, "variation", lambda tensor, dimension: taken.append(1) or variation(tensor, dimension))
+    fitted(tmp_path, Inner(Layers()), data())
+    assert len(taken) == (1 + 1 + 4) + 4 + 4  # the layer and its units, too, in the first step
+
+
+class Agent(nn.Module):
+    """Computes values, and the targets of these from its own values of what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.last = nn.Linear(6, 3), nn.Identity()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            following = self.values(x.flip(0))
+        return {"logits": self.last(self.values(x) + 0 * following)}
+
+
+class Frozen(nn.Module):
+    """A frozen part that runs without gradients, and shares its activation with the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.activation = nn.Linear(6, 6), nn.Linear(6, 3), nn.ReLU()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            hidden = self.activation(self.body(x))
+        return {"logits": self.activation(self.head(hidden))}
+
+
+@pytest.mark.parametrize(("make", "expected"), [(Agent, True), (Frozen, False), (Detector, False)])
+def test_targets_that_a_module_computes_inside(make: type[nn.Module], expected: bool, tmp_path: Path) -> None:
+    """The last layer with parameters runs with gradients and without, though the module around it always has them."""
+    callback, _records = fitted(tmp_path, Inner(make()), data())
+    assert callback._shown.results.calls.without_gradient is expected

@@ -76,6 +76,10 @@ class Diagnoses(Described, list[Diagnosis]):
         return "[" + ",\n ".join(map(repr, self)) + "]"
 
 
+_EXPLOSION_FALLEN = 0.5
+"""Part of the first loss by which a loss has fallen that contradicts an explosion, which is none the less for a smaller one."""
+
+
 def is_withdrawn(finding: Finding, history: History) -> bool:
     """Whether later records contradict a finding: what did not move has moved, or has a gradient, or the loss has fallen all the same."""
     if finding.name == "zero_gradients":
@@ -84,16 +88,17 @@ def is_withdrawn(finding: Finding, history: History) -> bool:
         norms = history.frozen.get(finding.step, {})
         return bool(norms) and all(history.norm_of(site) != norm for site, norm in norms.items())
     if finding.name == "no_gradients":
-        return any(value > 0 for key, value in history.last.items() if key.kind == "gradient")
+        return not history.facts.no_gradient and any(value > 0 for key, value in history.last.items() if key.kind == "gradient")
     rule = DETECTORS[finding.name].rule if finding.name in DETECTORS else None
-    return rule is not None and rule.unless_loss_falls < math.inf and _falls_since(finding, rule.unless_loss_falls, history)
+    part = math.inf if rule is None else rule.unless_loss_falls
+    return _falls_since(finding, max(part, _EXPLOSION_FALLEN) if finding.name == "exploding" else part, history)
 
 
 def _falls_since(finding: Finding, part: float, history: History) -> bool:
-    """Whether the loss has fallen by more than this part of the first one in the end, and had not before the finding."""
+    """Whether the loss has fallen by more than this part of the first one in the end, below chance, and had not before the finding."""
     losses = history.losses
     is_judged = finding.step < max(losses.steps, default=0) and not (history.facts.is_manual or losses.last_median < 0)
-    if not is_judged or not has_fallen(losses.first, losses.last_median, part):
+    if not is_judged or not has_fallen(losses.first, losses.last_median, part) or history.learning == "chance":
         return False
     earlier = [loss for step, loss in zip(losses.steps, losses.values, strict=True) if step < finding.first_step]
     return not any(has_fallen(losses.first, loss, part) for loss in earlier)

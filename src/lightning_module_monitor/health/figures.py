@@ -114,10 +114,12 @@ def without_gradient(bound: Bound, values: NDArray[np.float64]) -> Figures:
     The gradients of a loss of 0, as of margins that are satisfied, are not judged.
     """
     is_norm, is_loss = np.array([key.kind == "gradient" for key in bound.keys], bool), bound.has_statistic(LOSS)
-    norms, has_none = values[is_norm], values[~(is_norm | is_loss)].any()
-    is_zero = len(norms) > 0 and not norms.any() and 0 not in values[is_loss]
+    norms, has_none = values[is_norm], bool(values[~(is_norm | is_loss)].any())
+    is_zero = len(norms) > 0 and not norms.any()
+    is_judged = has_none or not is_zero or 0 not in values[is_loss]
     keys = [text for text, is_other in zip(bound.texts, is_loss, strict=True) if not is_other][:1]
-    return Figures(("all",)[: len(keys)], np.full(len(keys), float(has_none or is_zero)), keys)
+    figures = np.full(len(keys), float(has_none or is_zero))
+    return Figures(("all",)[: len(keys)], figures, keys, is_present=np.full(len(keys), is_judged))
 
 
 def of_outputs(bound: Bound, values: NDArray[np.float64]) -> Figures:

@@ -266,7 +266,7 @@ def _large_steps(history: History) -> list[Alarm]:
 def _runaway_weights(history: History) -> list[Alarm]:
     first = math.hypot(*history.first_norms.values())
     last = math.hypot(*filter(math.isfinite, map(history.norm_of, history.first_norms)))
-    has_converged = 0 <= history.losses.last_median < CONVERGED * history.losses.first
+    has_converged = history.learning != "chance" and 0 <= history.losses.last_median < CONVERGED * history.losses.first
     if history.facts.is_manual or len(history.losses.steps) < 2 or has_converged or not 0 < first < last / RUNAWAY:
         return []
     words = f"The norm of all parameters is {last / first:.3g} times its start, and the loss has not converged."

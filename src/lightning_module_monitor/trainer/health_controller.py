@@ -62,8 +62,8 @@ class HealthController:
         self._judge.load(state.get("alerts", {}))
         if "findings" in state:  # of the run that is resumed; another run leaves the results of a fit as they are
             self._run.results.findings = [Finding(**finding) for finding in state["findings"]]
-            calls = state.get("calls", CallFacts())
-            self._run.results.calls = CallFacts._make(tuple(item) if isinstance(item, list) else item for item in calls)
+            calls: list[Any] = [tuple(item) if isinstance(item, list) else item for item in state.get("calls", ())]
+            self._run.results.calls = CallFacts(*calls)
         self.nonfinite.is_reported = state.get("is_reported", False)
         for site, steps in state.get("details", {}).items() if self.options.may_capture else ():
             self._record_in_detail(site, steps)

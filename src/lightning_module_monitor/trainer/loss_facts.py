@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,24 +26,11 @@ _LOSSES = ("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntrop
 """Beginnings of the names of nodes that apply a loss to outputs and targets."""
 _OF_SAMPLES, _SUM = 0, 2
 """Values of torch's ``reduction``: none, and the sum."""
-_ELEMENTWISE = {
-    "Add",
-    "Sub",
-    "Rsub",
-    "Mul",
-    "Div",
-    "Neg",
-    "Mean",
-    "Sum",
-    "Pow",
-    "Abs",
-    "Sqrt",
-    "Clamp",
-    "ClampMin",
-    "LinalgVectorNorm",
-    "Expand",
-}
+_ELEMENTWISE = RESHAPING | {"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Mean", "Sum", "Pow", "Abs", "Sqrt", "Clamp", "ClampMin"}
+_ELEMENTWISE |= {"LinalgVectorNorm", "Expand"}
 """Nodes between a loss and the outputs of the model that it is made of."""
+_OF_LOSSES = _ELEMENTWISE | {"Maximum", "Minimum", "Where", "MaskedFill", "Index", "Stack", "Relu", "Softplus", "Log", "Log1P"}
+"""These, and further ones of losses that have a part for each target. Not a minimum over, or an exponential of, all pairs on purpose."""
 _COMPARISONS = ("Mul", "Sub", "MseLoss", "SmoothL1Loss", "HuberLoss")
 """Nodes that compare two tensors of one shape."""
 MAX_NODES_OF_OUTPUT = 2000
@@ -109,7 +96,7 @@ def _facts_of_graph(nodes: Sequence[tuple[Any, Any]], *, is_scaled: bool) -> Los
         is_classification=is_classification,
         softmax_twice=any(before in _CROSS_ENTROPIES.get(name, ()) for name, before in names),
         is_summed=first is not None and _is_summed(*first),
-        is_broadcast=any(_is_broadcast(behind) for node, _before in nodes[:1] for behind in _behind(node)),
+        is_broadcast=any(_is_broadcast(behind) for node, _before in nodes[:1] for behind in _behind(node, _OF_LOSSES)),
         compares_outputs=not is_classification and first is not None and _compares_outputs(first[0]),
     )
 
@@ -148,7 +135,7 @@ def _shape(node: Any) -> Sequence[int]:  # noqa: ANN401  # a node of autograd's 
 
 def _compares_outputs(loss: Any) -> bool:  # noqa: ANN401  # a node of autograd's graph
     """Whether a loss compares two outputs of one network for different inputs: both use its parameters, in calls of their own."""
-    for node in _behind(loss):
+    for node in _behind(loss, _ELEMENTWISE):
         parts = [function for function, _index in node.next_functions]
         if name_of(node) in _COMPARISONS and len(parts) > 1 and None not in parts[:2]:
             first, second = _uses(parts[0]), _uses(parts[1])
@@ -158,8 +145,8 @@ def _compares_outputs(loss: Any) -> bool:  # noqa: ANN401  # a node of autograd'
     return False
 
 
-def _behind(loss: Any) -> Iterator[Any]:  # noqa: ANN401  # nodes of autograd's graph
-    """The nodes between a loss and the outputs of the model that it is made of, the latter included, from the loss on."""
+def _behind(loss: Any, functions: Set[str]) -> Iterator[Any]:  # noqa: ANN401  # nodes of autograd's graph
+    """The nodes that a loss is made of by these functions, the nodes behind the last ones included, from the loss on."""
     waiting: deque[Any] = deque([loss])
     known: set[Any] = set()
     while waiting and len(known) < MAX_NODES:
@@ -168,7 +155,7 @@ def _behind(loss: Any) -> Iterator[Any]:  # noqa: ANN401  # nodes of autograd's 
             continue
         known.add(node)
         yield node
-        if name_of(node) in _ELEMENTWISE | RESHAPING:
+        if name_of(node) in functions:
             waiting.extend(function for function, _index in node.next_functions)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,8 @@ OF_FIRST = ("constant_from", "same_units")
 """Names of the numbers of the first step."""
 MAX_ELEMENTS = 2**20
 """Number of elements of a tensor that are looked at; of a larger one evenly spaced features."""
+MAX_TENSORS = 4
+"""Number of tensors of an output that are looked at: some modules return those of each layer."""
 CONSTANT = 1e-6
 """A variation below this is rounding."""
 VARYING = 1e-3
@@ -62,7 +65,8 @@ class OutputVariation:
     """Takes the variation of the model's output in monitored steps: that of the module that returns last.
 
     The first step takes that of every module, to find which one is last, and from which one on outputs are constant. What is taken is the
-    largest of a step's calls and micro-batches, without those of a single sample.
+    largest of a step's calls and micro-batches, without those of a single sample, and of the tensors of an output: which one of these
+    the loss uses is not known.
     """
 
     def __init__(self, run: Run) -> None:
@@ -75,6 +79,8 @@ class OutputVariation:
         self._num_samples, self._has_samples_first = 0, False
         self._variations: dict[str, Tensor] = {}
         """By module, in the order of the last calls."""
+        self._gradient_modes: defaultdict[str, set[bool]] = defaultdict(set)
+        """Whether gradients were enabled in the calls of a module with parameters in the first step: with, without, or both."""
         self._mixing: dict[str, None] = {}
         """Modules that mixed samples in the first step, in the order of their calls."""
         self._of_two_values: dict[str, None] = {}
@@ -108,28 +114,42 @@ class OutputVariation:
         self._has_samples_first = any(tensor.shape == (self._num_samples,) for tensor in tensors)
 
     def _observe(self, name: str, called: nn.Module, args: Sequence[object], output: object) -> None:
-        """Take the first tensor of a module's output that has the samples of the batch."""
+        """A module has returned: take the tensors of its output that have the samples of the batch."""
         step, has_gradient = self._step, torch.is_grad_enabled()
         if step is None or self._run.engine.gate.observer_of_calls is not step or is_in_backward():
             return
         with self._run.reporter.guard("variation of the output", step):
+            num_taken = 0
             for _path, tensor in named_tensors(output):
                 whole = plain(tensor)
                 dimension = sample_dimension(whole, self._num_samples) if whole.is_floating_point() else None
                 if dimension is not None and len(elements := counted_elements(whole.detach())) and elements.shape == whole.shape:
-                    value, before = variation(elements, dimension), self._variations.pop(name, None)
-                    self._variations[name] = value if before is None else torch.maximum(value, before.to(value.device))
-                    if self._is_first and isinstance(called, UNITS) and (unit := _unit_dimension(elements)) is not None:
-                        # Without biases, which may differ; layers that begin with zeros do not vary at all.
-                        differences = elements - elements.narrow(dimension, 0, 1)
-                        self._of_units[name] = torch.where(value > VARYING, variation(differences, unit), torch.nan)
-                    break
-            if self._is_first and self._has_samples_first and mixes_samples(called, args, self._num_samples):
-                self._mixing[name] = None
-            if self._is_first and normalizes_two_values(called, args):
-                self._of_two_values[name] = None
-            if not (self._is_first or has_gradient or self.calls.without_gradient):
+                    self._take(name, called, elements, dimension)
+                    num_taken += 1
+                    if num_taken == MAX_TENSORS:
+                        break
+            if self._is_first:
+                self._note_call(name, called, args, has_gradient=has_gradient)
+            elif not (has_gradient or self.calls.without_gradient):
                 self._run.results.calls = self.calls._replace(without_gradient=True)
+
+    def _take(self, name: str, called: nn.Module, elements: Tensor, dimension: int) -> None:
+        """Take the variation of a module's output and, in the first step, that between the units of a layer."""
+        value, before = variation(elements, dimension), self._variations.pop(name, None)
+        self._variations[name] = value if before is None else torch.maximum(value, before.to(value.device))
+        if self._is_first and isinstance(called, UNITS) and (unit := _unit_dimension(elements)) is not None:
+            # Without biases, which may differ; layers that begin with zeros do not vary at all.
+            differences = elements - elements.narrow(dimension, 0, 1)
+            self._of_units[name] = torch.where(value > VARYING, variation(differences, unit), torch.nan)
+
+    def _note_call(self, name: str, called: nn.Module, args: Sequence[object], *, has_gradient: bool) -> None:
+        """Note what a call in the first step shows."""
+        if next(called.parameters(), None) is not None:
+            self._gradient_modes[name].add(has_gradient)
+        if self._has_samples_first and mixes_samples(called, args, self._num_samples):
+            self._mixing[name] = None
+        if normalizes_two_values(called, args):
+            self._of_two_values[name] = None
 
     def note_targets(self, num_targets: int) -> None:
         """The loss compares with such a number of labels, 0 if it is not known: a bag of one label has elements, and no samples."""
@@ -155,7 +175,7 @@ class OutputVariation:
         names = [name for name in variations if not any(other.startswith(f"{name}.") for other in variations)]
         # What a module with others inside returns is not always what the last of these does: a branch may be added that is 0.
         self._run.results.calls = CallFacts(
-            tuple(names), mixes_samples=tuple(self._mixing), of_two_values=tuple(self._of_two_values), output=[*variations][-1]
+            tuple(names), self._is_without_gradient(names), tuple(self._mixing), tuple(self._of_two_values), output=[*variations][-1]
         )
         device = variations[names[-1]].device
         values = torch.stack([variations[name].to(device) for name in names])
@@ -167,6 +187,12 @@ class OutputVariation:
             of_units = torch.stack([value.to(device) for value in self._of_units.values()])
             self._of_first["same_units"] = (of_units < CONSTANT).sum()
             self._of_units.clear()
+
+    def _is_without_gradient(self, names: Sequence[str]) -> bool:
+        """Whether the last of these modules that has parameters ran with gradients and without in the first step."""
+        modes = [self._gradient_modes[name] for name in names if name in self._gradient_modes]
+        self._gradient_modes.clear()
+        return bool(modes) and len(modes[-1]) == 2
 
     def close(self) -> None:
         """Remove the hooks; a second call does nothing."""
