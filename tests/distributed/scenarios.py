@@ -708,6 +708,28 @@ def one_rank_cannot_begin(folder: Path) -> dict[str, Any]:
     return result | {"loops": num_loops[0]}
 
 
+class ReplacesLate(Classifier):
+    """Has another activation after a first loop of validation: numbers from 2 to 3."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.optim.SGD, lr=0.1)
+
+    def on_train_start(self) -> None:
+        self.model[1] = nn.Hardtanh(2.0, 3.0)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.model(batch[0])
+
+
+def late_layers(folder: Path) -> dict[str, Any]:
+    """A module is replaced when the monitors of all ranks have met: they do not meet again. Returns the number of groups, too."""
+    rules = [Rule(kinds="activation", statistics=["min", "rms"])]
+    torch.manual_seed(0)
+    with patch.object(distributed, "new_group", wraps=distributed.new_group) as new_group:
+        result = fit(folder, ReplacesLate(), ModuleMonitorCallback(1, rules=rules), limit_val_batches=1, num_sanity_val_steps=1)
+    return result | {"num_groups": new_group.call_count}
+
+
 class OwnOptimizer(LightningModule):
     """Steps an optimizer that Lightning does not know."""
 
@@ -1491,6 +1513,7 @@ FLAT = {
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     **FLAT,
     **{f"zoo_{name}": zoo(name) for name in ("cnn", "outputs", "shared", "frozen")},
+    "late_layers": late_layers,
     "whole_and_parts": whole_and_parts,
     "transfers": transfers,
     "operations": operations,

@@ -275,6 +275,16 @@ def test_a_step_or_loop_that_one_rank_cannot_begin(num_ranks: int, run_scenarios
     assert all(torch.equal(value, results[0]["state"][name]) for name, value in results[-1]["state"].items())
 
 
+def test_a_module_that_is_replaced_after_ranks_have_met(run_scenarios: RunScenarios) -> None:
+    """It is observed, and its values are of all ranks; the group of the monitor is the one that was made before."""
+    first, second = run_scenarios(2, "late_layers")
+    assert (first["num_groups"], second["num_groups"]) == (1, 1)
+    for one, other in zip(first["records"], second["records"], strict=True):
+        assert one.values["activation/model.1/min"] == other.values["activation/model.1/min"] == 2
+        assert one.values["activation/model.1/rms"] == other.values["activation/model.1/rms"] >= 2
+        assert one.values["monitor/errors"] == other.values["monitor/errors"] == 0
+
+
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parameters_that_an_optimizer_of_the_module_s_own_moves(num_ranks: int, run_scenarios: RunScenarios) -> None:
     """Their values and updates are true from the second step on; gradients that arrive are of one rank, and there are none."""

@@ -195,6 +195,8 @@ class RunController:
             reason = f"Layers that were made since setup are not observed, as options are for the model before: {error}"
             self._run.reporter.log_once(reason, logging.WARNING)
             return False
+        if observed is not None:
+            self._run.model.ranks = observed.ranks  # they have met
         return True
 
     def _check_keys(self) -> None:
