@@ -43,7 +43,12 @@ def test_every_difference_is_exactly_zero_at_step_0_and_training_is_bit_identica
     """In train mode with dropout, as a sibling and by its own ``training_step``; also every term of the coordinate check."""
     callback = ModuleMonitorCallback(1, rules=[DIFFERENCES], reference="init", rcc=True, module=module, on_error="raise")
     records = KeepRecords(callback)
-    plain, weights = run(name, tmp_path, [], precision=precision)
+    try:
+        plain, weights = run(name, tmp_path, [], precision=precision)
+    except RuntimeError as error:  # of torch 2.4, by the CPU
+        if "primitive descriptor" not in str(error):
+            raise
+        pytest.skip(f"torch cannot run this model here, also without the callback: {error}")
     monitored, monitored_weights = run(name, tmp_path, [callback, records], precision=precision)
     first, *later = (record.values for record in records.records)
     terms = ("rcc_effective_update/", "rcc_propagating_update/", "rcc_input_change/")
