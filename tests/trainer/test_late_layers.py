@@ -179,7 +179,7 @@ def test_options_that_name_what_was_replaced(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_metric_that_equals_another_is_no_new_layer() -> None:
-    """Modules are told apart by identity: some have an ``==`` of their own, or a hash that changes."""
+    """Modules are compared by identity: some define ``__eq__``, or have a hash that changes."""
 
     class Odd(nn.Module):
         def __eq__(self, other: object) -> bool:

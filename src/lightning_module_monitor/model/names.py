@@ -256,7 +256,7 @@ class ModelIndex:
         """Every module by each of its names, in the model's order."""
         self._root = root
         self._known = {id(module): weakref.ref(module) for module in root.modules()}
-        """The modules of which the names were read, by identity: some have an ``==`` of their own."""
+        """The modules of which the names were read, by identity: some define ``__eq__``."""
         self._names_of_parameters = _names_of_parameters(root)
         self._names_of_parts: dict[tuple[object, ...], str] = {}
         """Names of outputs, inputs and heads of modules."""
